@@ -1,0 +1,281 @@
+import json
+import os
+import statistics
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torchtune
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from torchtune import config
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, InputOutputToMessages, Message, padded_collate_sft
+from torchtune.datasets import SFTDataset
+from torchtune.modules.peft import get_adapter_state_dict
+
+from torchtune_adaptive.demo.dataset import demo_dataset, demo_row
+from torchtune_adaptive.demo.model import demo_model, lora_demo_model
+from torchtune_adaptive.demo.tokenizer import demo_tokenizer
+from torchtune_adaptive.demo.weights import demo_checkpointer, ensure_weights
+from torchtune_adaptive.errors import ConfigError
+
+OUR_CONFIGS = Path(__file__).parents[2] / "configs" / "demo"
+STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+
+lora_everywhere = partial(
+    lora_demo_model,
+    ["q_proj", "k_proj", "v_proj", "output_proj"],
+    apply_lora_to_mlp=True,
+    apply_lora_to_output=True,
+)
+
+
+@given(st.text())
+def test_text_survives_encoding_and_decoding(text):
+    tokenizer = demo_tokenizer()
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_special_tokens_are_shown_on_request_only():
+    tokenizer = demo_tokenizer()
+    tokens = tokenizer.encode("hi")
+    assert tokenizer.decode(tokens, truncate_at_eos=False, skip_special_tokens=False) == "<|bos|>hi<|eos|>"
+    assert tokenizer.decode([*tokens, *b"after"], truncate_at_eos=True) == "hi"
+
+
+def test_every_token_is_below_the_vocabulary_size():
+    tokenizer = demo_tokenizer()
+    assert max(tokenizer.special_tokens.values()) == tokenizer.vocab_size - 1
+
+
+@given(st.text(), st.text(), st.integers(2, 60))
+def test_a_sample_is_cut_to_the_limit_and_still_ends(question, answer, limit):
+    messages = [Message("user", question, masked=True), Message("assistant", answer)]
+    whole, whole_mask = demo_tokenizer().tokenize_messages(messages)
+    tokenizer = demo_tokenizer(max_seq_len=limit)
+    tokens, mask = tokenizer.tokenize_messages(messages)
+    kept = min(limit, len(whole)) - 1
+    assert tokens == [*whole[:kept], tokenizer.eos_id]
+    assert mask == [*whole_mask[:kept], True]
+
+
+def test_a_prompt_stays_open_for_the_model_to_go_on():
+    tokenizer = demo_tokenizer()
+    messages = [Message("user", "hi"), Message("assistant", "")]
+    prompt = tokenizer({"messages": messages}, inference=True)["tokens"]
+    whole = tokenizer({"messages": messages})["tokens"]
+    assert whole == [*prompt, tokenizer.eot_id, tokenizer.eos_id]
+
+
+def test_a_turn_that_goes_on_has_no_end_token():
+    tokenizer = demo_tokenizer()
+    tokens, _ = tokenizer.tokenize_messages([Message("user", "hi", eot=False), Message("assistant", "yes")])
+    assert tokens.count(tokenizer.eot_id) == 1
+
+
+def test_a_limit_without_room_for_a_sample_is_refused():
+    with pytest.raises(ConfigError, match=r"tokenizer\.max_seq_len is 1"):
+        demo_tokenizer(max_seq_len=1)
+
+
+def test_an_image_is_refused():
+    message = Message("user", [{"type": "image", "content": None}])
+    with pytest.raises(ConfigError, match="reads text only"):
+        demo_tokenizer().tokenize_messages([message])
+
+
+def test_only_the_answer_and_the_end_of_its_turn_count_in_the_loss():
+    tokenizer = demo_tokenizer()
+    for index, sample in enumerate(demo_dataset(tokenizer, samples=50, seed=3)):
+        counted = [label for label in sample["labels"] if label != CROSS_ENTROPY_IGNORE_IDX]
+        answer = tokenizer.encode(demo_row(3, index)["output"], add_bos=False, add_eos=False)
+        assert counted == [tokenizer.special_tokens["<|assistant|>"], *answer, tokenizer.eot_id]
+
+
+@pytest.mark.parametrize("train_on_input", [False, True])
+def test_samples_are_those_of_torchtunes_own_dataset_over_the_same_rows(tmp_path, train_on_input):
+    tokenizer = demo_tokenizer(max_seq_len=200)
+    rows = tmp_path / "rows.json"
+    rows.write_text(json.dumps([demo_row(1, index) for index in range(40)]))
+    theirs = SFTDataset(
+        source="json",
+        message_transform=InputOutputToMessages(train_on_input=train_on_input),
+        model_transform=tokenizer,
+        data_files=str(rows),
+        split="train",
+        cache_dir=str(tmp_path / "cache"),
+    )
+    ours = demo_dataset(tokenizer, samples=40, seed=1, train_on_input=train_on_input)
+    assert [sample["tokens"] for sample in ours] == [sample["tokens"] for sample in theirs]
+    assert [sample["labels"] for sample in ours] == [sample["labels"] for sample in theirs]
+
+
+def test_the_seed_decides_the_samples():
+    build = partial(demo_dataset, demo_tokenizer())
+    assert list(build(samples=30, seed=5)) == list(build(samples=30, seed=5))
+    assert list(build(samples=30, seed=5)) != list(build(samples=30, seed=6))
+
+
+def test_a_larger_dataset_begins_with_the_smaller_one():
+    build = partial(demo_dataset, demo_tokenizer(), seed=2)
+    assert list(build(samples=40))[:25] == list(build(samples=25))
+
+
+def test_lengths_have_a_long_tail():
+    lengths = [len(sample["tokens"]) for sample in demo_dataset(demo_tokenizer(), samples=400)]
+    assert max(lengths) > 5 * statistics.median(lengths)
+
+
+def test_packing_loses_no_target_and_fills_every_row():
+    tokenizer = demo_tokenizer(max_seq_len=256)
+    plain = demo_dataset(tokenizer, samples=60)
+    packed = demo_dataset(tokenizer, samples=60, packed=True)
+
+    def targets(samples):
+        labels = torch.cat([torch.as_tensor(sample["labels"]) for sample in samples])
+        return labels[labels != CROSS_ENTROPY_IGNORE_IDX].tolist()
+
+    assert targets(packed) == targets(plain)
+    assert {len(sample["tokens"]) for sample in packed} == {256}
+    assert len(packed) < len(plain)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"), [({"packed": True}, "tokenizer.max_seq_len"), ({"samples": 0}, "dataset.samples")]
+)
+def test_a_dataset_that_cannot_be_built_names_the_key(arguments, key):
+    with pytest.raises(ConfigError, match=key):
+        demo_dataset(demo_tokenizer(), **arguments)
+
+
+def test_the_model_is_small():
+    assert sum(weight.numel() for weight in demo_model().parameters()) < 500_000
+
+
+@pytest.mark.parametrize("build", [demo_model, lora_everywhere])
+def test_a_batch_of_samples_goes_through_the_model(build):
+    tokenizer = demo_tokenizer(max_seq_len=128)
+    batch = padded_collate_sft(list(demo_dataset(tokenizer, samples=4)), padding_idx=tokenizer.pad_id)
+    logits = build()(batch["tokens"])
+    assert logits.shape == (*batch["tokens"].shape, tokenizer.vocab_size)
+    assert logits.isfinite().all()
+
+
+def test_lora_starts_as_the_model_it_adapts():
+    base, adapted = demo_model(), lora_everywhere()
+    adapted.load_state_dict(base.state_dict(), strict=False)
+    tokens = torch.arange(16).reshape(2, 8)
+    torch.testing.assert_close(adapted(tokens), base(tokens))
+
+
+START_AT_ONCE = """
+import multiprocessing, pathlib, sys
+from torchtune_adaptive.demo.weights import ensure_weights
+
+def start(barrier):
+    barrier.wait()
+    ensure_weights(pathlib.Path(sys.argv[1]))
+
+fork = multiprocessing.get_context("fork")
+barrier = fork.Barrier(4)
+processes = [fork.Process(target=start, args=[barrier]) for _ in range(4)]
+for process in processes: process.start()
+for process in processes: process.join()
+sys.exit(sum(process.exitcode != 0 for process in processes))
+"""
+
+
+def test_processes_that_start_at_once_leave_one_file_of_the_same_bytes(tmp_path):
+    path = tmp_path / "new" / "demo.pt"
+    command = [sys.executable, "-c", START_AT_ONCE, str(path)]
+    subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=120)
+    ensure_weights(tmp_path / "alone.pt")
+    assert [entry.name for entry in path.parent.iterdir()] == ["demo.pt"]
+    assert path.read_bytes() == (tmp_path / "alone.pt").read_bytes()
+
+
+def test_weights_that_are_there_are_not_written_again(tmp_path):
+    path = tmp_path / "demo.pt"
+    ensure_weights(path)
+    before = path.stat()
+    ensure_weights(path)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_damaged_file_is_made_anew(tmp_path):
+    path = tmp_path / "demo.pt"
+    ensure_weights(path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    ensure_weights(path)
+    assert path.read_bytes() == whole
+
+
+def test_making_weights_leaves_the_random_state_alone(tmp_path):
+    torch.manual_seed(11)
+    expected = torch.rand(3)
+    torch.manual_seed(11)
+    ensure_weights(tmp_path / "demo.pt")
+    assert torch.equal(torch.rand(3), expected)
+
+
+def checkpointer_in(directory, **arguments):
+    return demo_checkpointer(str(directory / "weights"), str(directory / "out"), **arguments)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"num_layers": 1, "embed_dim": 64}])
+def test_the_first_weights_fit_the_model(tmp_path, sizes):
+    checkpoint = checkpointer_in(tmp_path, sizes=sizes).load_checkpoint()
+    demo_model(**sizes).load_state_dict(checkpoint["model"])
+
+
+def test_a_full_finetune_resumes_from_what_it_saved(tmp_path):
+    trained = demo_model().state_dict()
+    progress = {"epochs_run": 1, "seed": 4}
+    checkpointer_in(tmp_path).save_checkpoint({"model": trained, **progress}, 0, intermediate_checkpoint=True)
+    resumed = checkpointer_in(
+        tmp_path, checkpoint_files=["epoch_0/model-00001-of-00001.bin"], should_load_recipe_state=True
+    ).load_checkpoint()
+    assert {key: resumed[key] for key in progress} == progress
+    torch.testing.assert_close(resumed["model"], dict(trained), rtol=0, atol=0)
+
+
+def test_a_lora_finetune_resumes_its_adapter_on_the_first_weights(tmp_path):
+    first = checkpointer_in(tmp_path).load_checkpoint()["model"]
+    model = lora_everywhere()
+    adapter = get_adapter_state_dict(model.state_dict())
+    checkpointer_in(tmp_path).save_checkpoint(
+        {"model": demo_model().state_dict(), "adapter": dict(adapter), "epochs_run": 1},
+        epoch=0,
+        intermediate_checkpoint=True,
+    )
+    resumed = checkpointer_in(tmp_path, should_load_recipe_state=True).load_checkpoint()
+    torch.testing.assert_close(resumed["model"], first, rtol=0, atol=0)
+    torch.testing.assert_close(resumed["adapter"], adapter, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock"), [("full", "llama3_2/1B_full"), ("lora", "llama3_1/8B_lora")], ids=["full", "lora"]
+)
+def test_a_demo_config_has_torchtunes_keys_in_torchtunes_order(ours, stock):
+    our_keys = list(OmegaConf.load(OUR_CONFIGS / f"{ours}.yaml"))
+    stock_keys = list(OmegaConf.load(STOCK_CONFIGS / f"{stock}.yaml"))
+    assert [key for key in our_keys if key in stock_keys] == stock_keys
+
+
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_a_demo_config_builds_what_it_names(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cfg = OmegaConf.load(OUR_CONFIGS / f"{name}.yaml")
+    model = config.instantiate(cfg.model)
+    model.load_state_dict(
+        config.instantiate(cfg.checkpointer).load_checkpoint()["model"], strict=name == "full"
+    )
+    dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
+    assert len(dataset[0]["tokens"]) <= cfg.tokenizer.max_seq_len
+    config.instantiate(cfg.optimizer, model.parameters())
+    config.instantiate(cfg.loss)

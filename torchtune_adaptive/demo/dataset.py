@@ -1,0 +1,96 @@
+"""A small instruction dataset made from a seed: lists to sort, reverse, add up and count.
+
+Lengths follow a log-normal distribution, as those of real instruction data roughly do: most samples are
+short, a few are ten times as long. That tail is what makes the memory of a batch hard to foresee.
+"""
+
+import math
+import random
+from collections.abc import Callable
+
+from torch.utils.data import Dataset
+from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, InputOutputToMessages
+from torchtune.datasets import PackedDataset
+
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+from torchtune_adaptive.errors import ConfigError
+
+MEDIAN_ITEMS = 6
+SPREAD = 0.8
+MOST_ITEMS = 120
+
+# fmt: off
+WORDS = (
+    "apple", "bread", "cloud", "dance", "eagle", "field", "glass", "house", "island", "jacket", "kettle",
+    "lemon", "maple", "night", "ocean", "paper", "queen", "river", "ship", "table", "valley", "water",
+    "yellow", "zebra",
+)
+# fmt: on
+
+TASKS: dict[str, Callable[[list[str]], list[str]]] = {
+    "Reverse the words": lambda words: words[::-1],
+    "Sort the words": sorted,
+    "Count the words": lambda words: [str(len(words))],
+    "Sort the numbers": lambda numbers: sorted(numbers, key=int),
+    "Add the numbers": lambda numbers: [str(sum(map(int, numbers)))],
+}
+
+
+def demo_row(seed: int, index: int) -> dict[str, str]:
+    """One instruction and its answer; depends on nothing but the two numbers."""
+    draw = random.Random(f"{seed}/{index}")
+    instruction = draw.choice(list(TASKS))
+    count = min(MOST_ITEMS, math.ceil(draw.lognormvariate(math.log(MEDIAN_ITEMS), SPREAD)))
+    if instruction.endswith("numbers"):
+        items = [str(draw.randrange(100)) for _ in range(count)]
+    else:
+        items = draw.choices(WORDS, k=count)
+    return {
+        "input": f"{instruction}: {' '.join(items)}",
+        "output": " ".join(TASKS[instruction](items)),
+    }
+
+
+class DemoDataset(Dataset[dict[str, list[int]]]):
+    """Samples as torchtune's SFTDataset gives them, made when asked for."""
+
+    def __init__(self, tokenizer: DemoTokenizer, *, samples: int, seed: int, train_on_input: bool) -> None:
+        if samples < 1:
+            raise ConfigError(f"dataset.samples is {samples}; it must be at least 1")
+        self._tokenizer = tokenizer
+        self._samples = samples
+        self._seed = seed
+        self._to_messages = InputOutputToMessages(train_on_input=train_on_input)
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        if not 0 <= index < self._samples:
+            raise IndexError(f"sample {index} of a dataset of {self._samples}")
+        tokenized = self._tokenizer(self._to_messages(demo_row(self._seed, index)))
+        labels = [
+            CROSS_ENTROPY_IGNORE_IDX if masked else token
+            for token, masked in zip(tokenized["tokens"], tokenized["mask"], strict=True)
+        ]
+        return {"tokens": tokenized["tokens"], "labels": labels}
+
+
+def demo_dataset(
+    tokenizer: DemoTokenizer,
+    *,
+    samples: int = 512,
+    seed: int = 0,
+    train_on_input: bool = False,
+    packed: bool = False,
+) -> DemoDataset | PackedDataset:
+    """Component for a config's `dataset:`. A larger dataset begins with the samples of a smaller one."""
+    dataset = DemoDataset(tokenizer, samples=samples, seed=seed, train_on_input=train_on_input)
+    if not packed:
+        return dataset
+    if tokenizer.max_seq_len is None:
+        raise ConfigError(
+            "dataset.packed is True, but tokenizer.max_seq_len is null and a pack needs a length; "
+            "set tokenizer.max_seq_len"
+        )
+    return PackedDataset(dataset, max_seq_len=tokenizer.max_seq_len, padding_idx=tokenizer.pad_id)

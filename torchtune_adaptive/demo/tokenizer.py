@@ -1,0 +1,94 @@
+"""A tokenizer that needs no download: one token per UTF-8 byte, and one special token per role of a chat."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchtune.data import Message, truncate
+
+from torchtune_adaptive.errors import ConfigError
+
+SPECIAL_TOKENS = {
+    name: 256 + offset
+    for offset, name in enumerate(
+        ("<|bos|>", "<|eos|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>", "<|ipython|>", "<|eot|>")
+    )
+}
+VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+class DemoTokenizer:
+    """What torchtune's datasets, recipes and generation ask of a model's tokenizer, over bytes.
+
+    A message becomes its role's token, its bytes and, where the turn ends, `<|eot|>`. As in torchtune's
+    Llama 3 tokenizer, bos and eos never count in the loss, and the end of an assistant's turn does.
+    """
+
+    def __init__(self, max_seq_len: int | None = None) -> None:
+        if max_seq_len is not None and max_seq_len < 2:
+            raise ConfigError(
+                f"tokenizer.max_seq_len is {max_seq_len}, but bos and eos alone are two tokens; "
+                "set it to 2 or more, or to null for no limit"
+            )
+        self.max_seq_len = max_seq_len
+        self.special_tokens = dict(SPECIAL_TOKENS)
+        self.bos_id = SPECIAL_TOKENS["<|bos|>"]
+        self.eos_id = SPECIAL_TOKENS["<|eos|>"]
+        self.pad_id = SPECIAL_TOKENS["<|pad|>"]
+        self.eot_id = SPECIAL_TOKENS["<|eot|>"]
+        self.stop_tokens = [self.eos_id, self.eot_id]
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        return [self.bos_id] * add_bos + list(text.encode()) + [self.eos_id] * add_eos
+
+    def decode(
+        self, token_ids: Sequence[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True
+    ) -> str:
+        ids = list(token_ids)
+        if truncate_at_eos and self.eos_id in ids:
+            ids = ids[: ids.index(self.eos_id)]
+        names = {} if skip_special_tokens else {token: name for name, token in SPECIAL_TOKENS.items()}
+        pieces = (bytes([token]) if token < 256 else names.get(token, "").encode() for token in ids)
+        # a cut may fall inside a character
+        return b"".join(pieces).decode(errors="replace")
+
+    def tokenize_messages(
+        self, messages: Sequence[Message], *, add_end_tokens: bool = True
+    ) -> tuple[list[int], list[bool]]:
+        """The tokens of a conversation, and for each whether the loss ignores it.
+
+        Without `add_end_tokens` the last message stays open, so that a model can continue it.
+        """
+        pairs = [(self.bos_id, True)]
+        for position, message in enumerate(messages, start=1):
+            closed = message.eot and (add_end_tokens or position < len(messages))
+            pairs += [(token, message.masked) for token in self._tokenize(message, closed)]
+        last = (self.eos_id, True) if add_end_tokens else None
+        if last:
+            pairs.append(last)
+        if self.max_seq_len:
+            pairs = truncate(pairs, self.max_seq_len, last)
+        return [token for token, _ in pairs], [masked for _, masked in pairs]
+
+    def _tokenize(self, message: Message, closed: bool) -> list[int]:
+        if message.contains_media:
+            raise ConfigError(
+                f"a message of the {message.role} has an image, but the demo tokenizer reads text only; "
+                "choose a dataset of text or another tokenizer"
+            )
+        text = self.encode(message.text_content, add_bos=False, add_eos=False)
+        return [SPECIAL_TOKENS[f"<|{message.role}|>"], *text, *[self.eot_id] * closed]
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        """The sample with its messages replaced by `tokens` and `mask`."""
+        others = {key: value for key, value in sample.items() if key != "messages"}
+        tokens, mask = self.tokenize_messages(sample["messages"], add_end_tokens=not inference)
+        return {**others, "tokens": tokens, "mask": mask}
+
+
+def demo_tokenizer(max_seq_len: int | None = None) -> DemoTokenizer:
+    """Component for a config's `tokenizer:`."""
+    return DemoTokenizer(max_seq_len=max_seq_len)
