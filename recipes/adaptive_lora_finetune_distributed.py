@@ -60,6 +60,7 @@ class AdaptiveLoraFinetuneDistributed:
         )
         self._runner = build_step_runner(self._model, loss_fn, collate, settings, self._adaptive, device)
         self._profiler = build_profiler(cfg, device)
+        self._metrics.announce(settings, self._steps_per_epoch, self.progress.total_epochs)
 
     def train(self) -> None:
         devices.start_clean(self._device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
@@ -15,6 +16,8 @@ from tqdm import tqdm
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.settings import Settings
 from torchtune_adaptive.stepping import StepResult
+
+logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
@@ -30,6 +33,16 @@ class Metrics:
         if self._shown:
             self._logger = components.build("metric_logger", cfg)
             self._logger.log_config(cfg)
+
+    def announce(self, settings: Settings, steps_per_epoch: int, epochs: int) -> None:
+        """The arithmetic of a run, before it starts."""
+        if self._shown:
+            ranks = dist.get_world_size() // settings.tensor_parallel_dim
+            samples = settings.samples_per_step * ranks
+            logger.info(
+                "%d rows × %d microbatches × %d ranks = %d samples a step · %d steps an epoch · %d epochs",
+                *(settings.batch_size, settings.gradient_accumulation_steps, ranks, samples, steps_per_epoch, epochs),
+            )
 
     def epoch(self, epoch: int, steps: Iterable[Item], total: int) -> Iterator[Item]:
         """The steps of an epoch, with a progress bar around them."""
