@@ -79,7 +79,8 @@ class AdaptiveFullFinetuneDistributed:
         with self._runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
             grad_norm = self._optimization.update(result.target_tokens)
         self.global_step += 1
-        self._metrics.log_step(self.global_step, result, self._optimization.learning_rate(), grad_norm)
+        learning_rate = self._optimization.learning_rate()
+        self._metrics.log_step(self.global_step, result, self._runner, learning_rate=learning_rate, grad_norm=grad_norm)
         self._profiler.step()
 
     def _save_checkpoint(self, epoch: int) -> None:

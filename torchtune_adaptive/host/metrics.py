@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.settings import Settings
-from torchtune_adaptive.stepping import StepResult
+from torchtune_adaptive.stepping import StepResult, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ class Metrics:
         self._every = settings.log_every_n_steps
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
+        self._losses: tuple[float, float] | None = None
+        self._output_dir = settings.output_dir
         if self._shown:
             self._logger = components.build("metric_logger", cfg)
             self._logger.log_config(cfg)
@@ -51,26 +53,40 @@ class Metrics:
             self._step_began = time.perf_counter()
             yield from steps
 
-    def log_step(self, step: int, result: StepResult, learning_rate: float, grad_norm: float | None) -> None:
+    def log_step(
+        self,
+        step: int,
+        result: StepResult,
+        runner: StepRunner[Any],
+        *,
+        learning_rate: float,
+        grad_norm: float | None,
+    ) -> None:
         loss = float(result.loss_sum) / result.target_tokens
         seconds = time.perf_counter() - self._step_began
         self._step_began = time.perf_counter()
         if not self._shown:
             return
+        self._losses = (self._losses[0] if self._losses else loss, loss)
         self._bar.update(1)
         self._bar.set_description(f"{self._epoch + 1}|{step}|Loss: {loss:.4f}")
         if step % self._every == 0:
-            shown = {
+            figures = {
                 "loss": loss,
                 "lr": learning_rate,
                 "tokens_per_second_per_gpu": result.target_tokens / (seconds * dist.get_world_size()),
+                "microbatch_rows": runner.limit.rows,
+                "oom_recoveries": runner.recoveries,
                 **self._peak_memory(),
             }
-            self._logger.log_dict(shown if grad_norm is None else {**shown, "grad_norm": grad_norm}, step=step)
+            self._logger.log_dict(figures if grad_norm is None else {**figures, "grad_norm": grad_norm}, step=step)
 
     def close(self) -> None:
-        if self._shown:
-            self._logger.close()
+        if not self._shown:
+            return
+        if self._losses:
+            logger.info("trained: loss %.4f -> %.4f, checkpoints in %s", *self._losses, self._output_dir)
+        self._logger.close()
 
     def _peak_memory(self) -> Mapping[str, float]:
         if self._memory_of is None:
