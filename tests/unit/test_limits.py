@@ -25,5 +25,5 @@ def test_shrinking_gives_the_largest_smaller_power_of_two(rows: int):
 
 
 def test_one_row_cannot_shrink_and_the_error_says_what_to_do():
-    with pytest.raises(AdaptiveError, match="1 row does not fit .* lower tokenizer.max_seq_len"):
+    with pytest.raises(AdaptiveError, match=r"1 row does not fit .* lower tokenizer.max_seq_len"):
         shrink_after_oom(RowLimit(1))

@@ -70,9 +70,9 @@ def test_forgetting_an_error_frees_what_its_frames_hold():
 
 
 def a_failing_backward(model: nn.Module) -> None:
-    """Fails in its last operation, so that the whole graph is still there."""
+    """Fails at its first gradient, when the rest of the graph waits to be run."""
     hidden = model(torch.ones(64, 256))
-    model[0].weight.register_hook(raise_out_of_memory)
+    model[-1].bias.register_hook(raise_out_of_memory)
     hidden.sum().backward()
 
 
