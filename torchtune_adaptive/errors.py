@@ -7,3 +7,13 @@ class AdaptiveError(Exception):
 
 class ConfigError(AdaptiveError, ValueError):
     """A value of the config cannot work; the message names its key, the value and what is allowed."""
+
+
+class OneRowDoesNotFitError(AdaptiveError):
+    """Not even one row is within the budget."""
+
+    def __init__(self, message: str, *, need_bytes: int | None, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
+        """What the probe measured; None where it ran out of memory, so that the need is unknown."""
+        self.budget_bytes = budget_bytes
