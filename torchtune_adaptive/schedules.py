@@ -1,8 +1,8 @@
 """Batch sizes that grow by epoch: what to add, and what the whole run becomes by it.
 
 An increase function is asked before the first step of every epoch, as `function(epoch, current_batch_size)`
-with epochs from 0, and returns the number to add. The whole run is simulated before training starts, so that the
-learning-rate schedule knows the number of steps and a mistake shows at once.
+with epochs from 0, and returns the number to add. The whole run is simulated before training starts, so that
+the learning-rate schedule knows the number of steps and a mistake shows at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -89,8 +89,8 @@ def simulate(
     """Every epoch of the run, in order. Without a function, the batch size stays.
 
     `max_batch_size` is what fits; an increase above it is refused (`skip`), taken with more microbatches
-    (`accumulate`) or an error. `past` are the epochs of a resumed run as they were: the function is not asked for
-    them again, so that what fits today does not change what was trained.
+    (`accumulate`) or an error. `past` are the epochs of a resumed run as they were: the function is not asked
+    for them again, so that what fits today does not change what was trained.
     """
     configured = batch_size * gradient_accumulation_steps
     plans = list(past[:epochs])
@@ -174,8 +174,8 @@ def _steps(epoch: int, samples_per_step: int, samples_per_rank: int, most: int |
     steps = samples_per_rank // samples_per_step
     if steps == 0:
         raise ConfigError(
-            f"epoch {epoch} takes {samples_per_step} samples a step and a rank has {samples_per_rank}, so that "
-            "it would have no step at all; lower batch_size, gradient_accumulation_steps or the increase"
+            f"epoch {epoch}: {samples_per_step} samples a step, and a rank has only {samples_per_rank}; "
+            "lower batch_size, gradient_accumulation_steps or the increase"
         )
     return steps if most is None else min(steps, most)
 

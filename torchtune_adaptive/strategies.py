@@ -106,7 +106,9 @@ def linear(history: History) -> int | None:
         return rows if rows <= history.rungs[-1] else None
     low, goal = history.fit_rows, history.rung_at_most(history.predicted_rows)
     if history.rung_at_most(low) >= _CLOSE * goal:
-        return None
+        # Any two sizes are on a line: where the answer is one of them, a third shows if the first row misled.
+        unchecked = len(history.probes) == 2 and history.predicted_rows >= 3 and history.rung_above(low)
+        return 3 if unchecked else None
     reach = _reach(history)
     if reach >= goal:
         return goal
@@ -115,7 +117,11 @@ def linear(history: History) -> int | None:
 
 
 def _reach(history: History) -> float:
-    return min(_phase_reach(points, history.budget_bytes) for points in phase_points(history.probes).values())
+    phases = phase_points(history.probes).values()
+    reach = min(_phase_reach(points, history.budget_bytes) for points in phases)
+    # If nothing has grown yet, no line says where something will.
+    grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
+    return reach if grows else min(reach, _TRUSTED_JUMP * history.fit_rows)
 
 
 def _phase_reach(points: Mapping[int, int], budget_bytes: int) -> float:
