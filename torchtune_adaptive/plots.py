@@ -53,11 +53,11 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
             line = result.lines[phase]
             ends = (0, min(right, line.rows_within(result.budget_bytes)))
             axes.plot(ends, [line.bytes_at(rows) / unit_bytes for rows in ends], color=colour, linewidth=1.4)
-        axes.plot([], [], "-o", color=colour, markersize=4.5, linewidth=1.4, label=phase)
+        axes.plot([], [], "-o" if phase in result.lines else "o", color=colour, markersize=4.5, label=phase)
 
 
 def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> None:
-    """The budget, and a cross for each size that did not fit: at its peak, or on the budget if it has none."""
+    """The budget, and a cross for each size that did not fit: at its peak, or on the budget if unknown."""
     budget = result.budget_bytes / unit_bytes
     axes.axhline(
         budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}", zorder=2
@@ -95,7 +95,15 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
         horizontalalignment="right" if at_left else "left",
         verticalalignment="bottom",
         color=_INK,
-        arrowprops={"arrowstyle": "-", "color": _INK, "linewidth": 0.8, "shrinkB": 6},
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
+        arrowprops={
+            "arrowstyle": "-",
+            "color": _INK,
+            "linewidth": 0.8,
+            "shrinkA": 0,
+            "shrinkB": 6,
+            "relpos": (float(at_left), 0),
+        },
     )
 
 
