@@ -1,4 +1,4 @@
-"""What the ranks of a step tell each other. Everything here works without a process group too: one rank is a world."""
+"""What the ranks of a step tell each other. Without a process group, one rank is the world."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -34,8 +34,8 @@ def explaining_failures(what: str) -> Iterator[None]:
         if is_oom(error):
             raise
         raise UnrecoverableError(
-            f"{what} failed on rank {rank()} ({error}); another rank has ended or the network has failed, and the "
-            "ranks no longer agree on where they are: start again from the last checkpoint"
+            f"{what} failed on rank {rank()} ({error}); another rank has ended or the network has failed, "
+            "and the ranks no longer agree on where they are: start again from the last checkpoint"
         ) from error
 
 
@@ -48,8 +48,8 @@ class Agreement:
     def __init__(self, columns: int) -> None:
         """Collective: creates a gloo group where the training group cannot carry what is on the host."""
         self._columns = columns
-        # Ranks that have just run out of memory take part, so the buffer exists from the start and is read and
-        # written as Python numbers: agreeing allocates no tensor.
+        # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
+        # exists from the start, and is read and written as Python numbers.
         self._cells = array("d", bytes(8 * columns * world_size()))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         needs_group = dist.is_initialized() and backend_for("cpu") != "gloo"

@@ -21,7 +21,7 @@ class RowLimit:
 
 
 def shrink_after_oom(limit: RowLimit) -> RowLimit:
-    """The next smaller limit, always a power of two: 8 -> 4, but also 6 -> 4. Raises if one row did not fit."""
+    """The next smaller limit, always a power of two: 8 -> 4 and 6 -> 4. Raises if one row did not fit."""
     if limit.rows == 1:
         raise LimitExhaustedError(
             "a microbatch of 1 row does not fit and cannot be made smaller; lower tokenizer.max_seq_len, "

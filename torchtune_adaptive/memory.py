@@ -49,8 +49,8 @@ def release() -> None:
 def _flush_autograd() -> None:
     """Runs a trivial backward on this thread.
 
-    After an exception in backward() the thread's ready queue holds the failed graph, with all its activations, until
-    the next backward(). Where even one number does not fit, that is the next attempt's.
+    After an exception in backward() the thread's ready queue holds the failed graph, and all its activations,
+    until the next backward(). Where even one number does not fit, that will be the next attempt's.
     """
     with torch.enable_grad(), suppress(torch.OutOfMemoryError):
         torch.ones(1, requires_grad=True).sum().backward()

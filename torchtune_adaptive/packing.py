@@ -12,8 +12,8 @@ Plan: TypeAlias = tuple[tuple[int, ...], ...]
 def plan_rows(lengths: Sequence[int], limit: RowLimit) -> Plan:
     """Fills microbatches with consecutive samples while they fit.
 
-    Order is kept, so with `limit.rows == batch_size` these are exactly the batches of stock torchtune. Every rank
-    that has the same number of samples gets the same number of microbatches.
+    Order is kept, so with `limit.rows == batch_size` these are exactly the batches of stock torchtune. Ranks
+    with the same number of samples get the same number of microbatches.
     """
     plan: list[tuple[int, ...]] = []
     start, longest = 0, 0

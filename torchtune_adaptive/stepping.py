@@ -1,7 +1,7 @@
-"""Runs a step so that running out of memory, on any rank and at any point, costs a repeated step and not the run.
+"""Runs a step so that running out of memory, on any rank at any point, costs a repeated step and not the run.
 
-A step is a fixed list of samples. What fits is a limit. A plan splits the step into microbatches under the limit.
-Running out of memory changes the limit, never the step.
+A step is a fixed list of samples. What fits is a limit. A plan splits the step into microbatches under the
+limit. Running out of memory changes the limit, never the step.
 """
 
 import logging
@@ -60,12 +60,12 @@ class _Report(NamedTuple):
 class StepRunner(Generic[Sample]):
     """Turns the samples of a step into gradients.
 
-    `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss sum, and
-    returns the totals. It may be run again with other splits of the same samples, so it must leave nothing of its own
-    behind when it raises. Every rank uses the same limit and the same number of samples.
+    `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss
+    sum, and returns the totals. It may be run again with other splits of the same samples, so it must leave
+    nothing of its own behind when it raises. Every rank uses the same limit and the same number of samples.
 
-    `stand_in` returns the smallest version of a sample that still passes through the whole model, say its first two
-    tokens: if the very first microbatch fails, a pass over it keeps the peers company.
+    `stand_in` returns the smallest version of a sample that still passes through the whole model, say its
+    first two tokens: if the very first microbatch fails, a pass over it keeps the peers company.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StepRunner(Generic[Sample]):
         stand_in: Callable[[Sample], Sample],
         recover: bool = True,
     ) -> None:
-        """Collective: on CUDA it creates the group that the ranks agree on. Call it when the model is sharded."""
+        """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         if recover and (reason := why_recovery_is_off(model)) is not None:
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be run again after running out of memory: {reason}; "
@@ -99,7 +99,7 @@ class StepRunner(Generic[Sample]):
         self._ledger.close()
 
     def run(self, samples: Sequence[Sample], *, step: int) -> StepResult:
-        """Collective: forward and backward over all samples, again under a smaller limit while some rank fails.
+        """Collective: forward and backward over all samples, under smaller limits while some rank fails.
 
         Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log.
         """
@@ -130,7 +130,7 @@ class StepRunner(Generic[Sample]):
     def _attempt(
         self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan
     ) -> tuple[Totals | None, int]:
-        """Collective: runs the microbatches, or what the peers still need of them after running out of memory.
+        """Collective: runs the microbatches; after running out of memory, what the peers still need of them.
 
         Returns the totals; or None and the longest sample of the microbatch that failed.
         """
@@ -164,8 +164,9 @@ class StepRunner(Generic[Sample]):
         while not self._try_to_drain(sample):
             if self._ledger.position == stuck_at:
                 raise UnrecoverableError(
-                    f"rank {rank()} ran out of memory with nothing but its shard of the training state allocated, so "
-                    "it cannot even finish the collectives that its peers wait for; train on more ranks"
+                    f"rank {rank()} ran out of memory with nothing but its shard of the training state "
+                    "allocated, so it cannot even finish the collectives that its peers wait for; train on more "
+                    "ranks"
                 )
             stuck_at = self._ledger.position
 
@@ -198,8 +199,9 @@ class StepRunner(Generic[Sample]):
         positions = [int(report.position) for report in reports]
         if len(set(positions)) > 1:
             raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so their "
-                "gradients belong to different modules; give every rank the same model and the same number of samples"
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
+                "what they received is not what they expected; give all ranks the same model and the same number "
+                "of samples"
             )
         return reports
 
@@ -221,7 +223,9 @@ class StepRunner(Generic[Sample]):
         where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         longest = int(max(report.longest for report in reports))
         what = f"step {step}: out of memory on {where} (longest sample {longest} tokens)"
-        rows = max(len(microbatch) for microbatch in plan)  # less than the limit if the step has fewer samples
+        rows = max(
+            len(microbatch) for microbatch in plan
+        )  # less than the limit if the step has fewer samples
         try:
             self.limit = shrink_after_oom(RowLimit(rows))
         except LimitExhaustedError as error:
@@ -234,7 +238,7 @@ class StepRunner(Generic[Sample]):
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> Iterator[None]:
         """Guards what happens once all ranks have agreed: scaling, clipping, the optimizer's step.
 
-        Weights may be half updated when that runs out of memory, so it ends the run with an error that says so.
+        Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
         """
         try:
             yield
@@ -242,7 +246,8 @@ class StepRunner(Generic[Sample]):
             if not is_oom(error):
                 raise
             raise UnrecoverableError(
-                f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step cannot be "
-                f"run again; start again from the last checkpoint ({last_checkpoint or 'there is none yet'}) with a "
-                "smaller model, more ranks, or an optimizer with less state"
+                f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step "
+                "cannot be run again; start again from the last checkpoint "
+                f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an optimizer with "
+                "less state"
             ) from error
