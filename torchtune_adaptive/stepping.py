@@ -165,8 +165,8 @@ class StepRunner(Generic[Sample]):
             if self._ledger.position == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with nothing but its shard of the training state "
-                    "allocated, so it cannot even finish the collectives that its peers wait for; train on more "
-                    "ranks"
+                    "allocated, so it cannot even finish the collectives that its peers wait for; train on "
+                    "more ranks"
                 )
             stuck_at = self._ledger.position
 
@@ -200,8 +200,8 @@ class StepRunner(Generic[Sample]):
         if len(set(positions)) > 1:
             raise UnrecoverableError(
                 f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
-                "what they received is not what they expected; give all ranks the same model and the same number "
-                "of samples"
+                "what they received is not what they expected; give all ranks the same model and the same "
+                "number of samples"
             )
         return reports
 
@@ -248,6 +248,6 @@ class StepRunner(Generic[Sample]):
             raise UnrecoverableError(
                 f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step "
                 "cannot be run again; start again from the last checkpoint "
-                f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an optimizer with "
-                "less state"
+                f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
+                "optimizer with less state"
             ) from error

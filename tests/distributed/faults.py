@@ -1,8 +1,8 @@
 """The fault sweep: runs out of memory at every operation of a step, and looks at the gradients that come out.
 
-    python -m tests.distributed.faults                 every operation of every case
-    python -m tests.distributed.faults --stride 13     every 13th
-    python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
+python -m tests.distributed.faults                 every operation of every case
+python -m tests.distributed.faults --stride 13     every 13th
+python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
 """
 
 import argparse
@@ -81,9 +81,8 @@ class Outcome(NamedTuple):
     wrong: int = 0
 
     def __str__(self) -> str:
-        return (
-            f"injected {self.injected}, recovered {self.recovered}, hung {self.hung}, wrong gradient {self.wrong}"
-        )
+        counts = f"injected {self.injected}, recovered {self.recovered}, hung {self.hung}"
+        return f"{counts}, wrong gradient {self.wrong}"
 
 
 class Step(NamedTuple):
@@ -133,7 +132,7 @@ class Bench:
     def count_operations(self) -> int:
         """Collective: the operations of a step on the failing rank that has most of them."""
         self._start()
-        self.injector.arm()
+        self.injector.arm_to_count()
         with self.injector.watching():
             for start in range(0, SAMPLES_PER_STEP, self.case.rows):
                 self.forward_backward(self.samples[start : start + self.case.rows])
@@ -151,7 +150,7 @@ class Bench:
         return self._outcome(Totals(result.loss_sum, result.target_tokens))
 
     def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: a runner whose microbatches, and where the case says so whose drains, may be made to fail."""
+        """Collective: a runner whose microbatches, and drains where the case says so, can be made to fail."""
         if self.case.first_pass:
             self._renew()
         runner = StepRunner(
@@ -201,7 +200,10 @@ def sweep(case: Case, stride: int) -> Outcome:
         if case.first_pass:
             runner = bench.new_runner()
         step = bench.disturbed(runner, fail_at)
-        fired, failed = _over_ranks(bench.injector.fired), _over_ranks(not step.same_as(expected[runner.limit.rows]))
+        fired, failed = (
+            _over_ranks(bench.injector.fired),
+            _over_ranks(not step.same_as(expected[runner.limit.rows])),
+        )
         injected += fired > 0
         recovered += fired > 0 and runner.limit.rows < case.rows
         wrong += failed > 0
@@ -242,7 +244,9 @@ def run(case: Case, stride: int, timeout_s: float) -> Outcome:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     arguments.add_argument("--stride", type=int, help="try every n-th operation only")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=3600, help="seconds that one case may take")

@@ -1,5 +1,6 @@
 """Makes an operation of a chosen kind or number run out of memory."""
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +14,8 @@ OUT_OF_MEMORY = torch.OutOfMemoryError
 class Injector:
     """Raises OutOfMemoryError before the k-th operation that runs under `watching()`, instead of running it.
 
-    An operation is what the dispatcher sees, collectives among them, and every storage that grows in place, which is
-    how FSDP allocates parameters and which no dispatcher sees.
+    An operation is what the dispatcher sees, collectives among them, and every storage that grows in place,
+    which is how FSDP allocates parameters and which no dispatcher sees.
     """
 
     def __init__(self) -> None:
@@ -29,6 +30,10 @@ class Injector:
         self.operations = 0
         self._fail_at = list(fail_at)
 
+    def arm_to_count(self) -> None:
+        """Never fails; `operations` says how many there were."""
+        self.arm([sys.maxsize])
+
     def tick(self) -> None:
         self.operations += 1
         if self._fail_at and self.operations == self._fail_at[0]:
@@ -39,7 +44,7 @@ class Injector:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        if self._active:  # a replay runs inside of a drain
+        if self._active or not self._fail_at:  # a replay runs inside of a drain
             yield
             return
         self._active = True
