@@ -129,7 +129,8 @@ def _plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
     if not _wraps(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
+    inner = [getattr(tensor, name) for name in names]  # from torch 2.13, also the mesh of a DTensor
+    return [plain for each in inner if isinstance(each, Tensor) for plain in _plain_tensors(each)]
 
 
 def _wraps(kind: type) -> bool:
