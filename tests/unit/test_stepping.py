@@ -66,10 +66,10 @@ def test_the_limit_stays_for_the_steps_that_follow():
 def step_within(cap_bytes: int | None) -> tuple[int, int]:
     """The peak of a step and its recoveries."""
     model = a_model()
-    runner = runner_of(model, 8)
+    runner = runner_of(model, 128)
     with MemoryMeter(cap_bytes) as meter:
         meter.count(model.parameters())
-        runner.run(SAMPLES, step=0)
+        runner.run(16 * SAMPLES, step=0)
     return meter.peak_bytes, runner.recoveries
 
 
