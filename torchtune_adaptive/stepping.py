@@ -249,9 +249,7 @@ class StepRunner(Generic[Sample]):
         where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         longest = int(max(report.longest for report in reports))
         what = f"step {step}: out of memory on {where} (longest sample {longest} tokens)"
-        rows = max(
-            len(microbatch) for microbatch in plan
-        )  # less than the limit if the step has fewer samples
+        rows = max(map(len, plan))  # less than the limit if the step has fewer samples
         try:
             self.limit = shrink_after_oom(RowLimit(rows))
         except LimitExhaustedError as error:
