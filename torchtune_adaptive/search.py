@@ -120,11 +120,11 @@ def _reason(history: History, fits_rows: float, rows: int, round_to: str) -> str
     if history.rejected and fits_rows == rows:
         return f"{history.too_many} did not fit"
     if not history.rejected and (fits_rows >= history.max_rows or fits_rows == rows == history.rungs[-1]):
-        known, highest = f"at most {history.max_rows} are searched", history.max_rows
+        known, highest = f"at most {history.max_rows} are searched", float(history.max_rows)
     else:
         # Cut, not rounded: 8.97 must not read as if 9 fit.
-        known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", floor(fits_rows)
-    rounded = rows < highest and round_to in _ROUNDED_TO
+        known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", fits_rows
+    rounded = rows + 1e-6 < highest and round_to in _ROUNDED_TO
     return f"{known}, rounded down to {_ROUNDED_TO[round_to]}" if rounded else known
 
 
