@@ -20,7 +20,7 @@ from torchtune_adaptive.host.model import build_full_model
 from torchtune_adaptive.host.optimization import build_optimization
 from torchtune_adaptive.host.profiling import build_profiler
 from torchtune_adaptive.host.progress import start_progress
-from torchtune_adaptive.host.settings import read_settings
+from torchtune_adaptive.host.settings import read_full_settings
 
 
 class AdaptiveFullFinetuneDistributed:
@@ -28,7 +28,7 @@ class AdaptiveFullFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
-        self._settings = read_settings(cfg)
+        self._settings = read_full_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)

@@ -20,7 +20,7 @@ from torchtune_adaptive.host.model import build_lora_model
 from torchtune_adaptive.host.optimization import build_optimization
 from torchtune_adaptive.host.profiling import build_profiler
 from torchtune_adaptive.host.progress import start_progress
-from torchtune_adaptive.host.settings import check_lora, read_settings
+from torchtune_adaptive.host.settings import read_lora_settings
 
 
 class AdaptiveLoraFinetuneDistributed:
@@ -28,12 +28,12 @@ class AdaptiveLoraFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
-        self._settings = check_lora(read_settings(cfg))
+        self._settings, self._lora = read_lora_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
-        self._checkpoints = AdapterCheckpoints(cfg, self._settings, self._device)
+        self._checkpoints = AdapterCheckpoints(cfg, self._settings, self._lora, self._device)
         self.progress = start_progress(self._settings)
         self.global_step = 0
 
@@ -45,7 +45,7 @@ class AdaptiveLoraFinetuneDistributed:
         checkpoint = self._checkpoints.load()
         if settings.resume_from_checkpoint:
             self.progress = self.progress.resumed(checkpoint)
-        self._model = build_lora_model(cfg, settings, device, mesh, checkpoint)
+        self._model = build_lora_model(cfg, settings, self._lora, device, mesh, checkpoint)
         tokenizer = components.build("tokenizer", cfg)
         self._optimization = build_optimization(cfg, settings, self._model, checkpoint, device)
         loss_fn = build_loss(cfg, settings, self._model)

@@ -39,12 +39,17 @@ COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
 INTEGER = Rule(_is_int, "a whole number")
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
+ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
 
 def one_of(*choices: Any) -> Rule:
     return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
+
+
+def some_of(*choices: str) -> Rule:
+    return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
 
 
 def option(rule: Rule, default: Any = dataclasses.MISSING) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,24 @@ from torchtune import training
 from torchtune.modules import peft
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.progress import Progress
-from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.host.settings import LoraSettings, Settings
 
 Checkpoint = dict[str, Any]
+
+HOW_TO_RESUME = (
+    "; to resume, checkpointer.output_dir must be that of an unfinished run, and checkpointer.checkpoint_files are "
+    "relative to it, for example [epoch_0/model-00001-of-00001.bin]"
+)
 
 
 class FullCheckpoints:
     """Checkpoints of full finetuning: whole weights, synchronous or asynchronous."""
 
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
-        _check_paths(components.require(cfg, "checkpointer"))
+        _check_paths(components.require(cfg, "checkpointer"), settings)
         self.last: str | None = None
         self._output_dir = Path(settings.output_dir)
         self._async = settings.enable_async_checkpointing
@@ -35,7 +40,9 @@ class FullCheckpoints:
         self._client = CheckpointClient(cfg)
 
     def load(self) -> Checkpoint:
-        return _load(self._client.load_base_checkpoint)
+        """The weights to start from; when resuming, those that the run to go on with has saved, and its state."""
+        resumes_here = self._resume and not self._async
+        return _load(self._client.load_base_checkpoint, HOW_TO_RESUME if resumes_here else "")
 
     def resume(self, base: Checkpoint, model: nn.Module, optimizer: Any) -> Checkpoint:
         """Collective: the recipe state to go on with; an asynchronous checkpoint also fills model and optimizer."""
@@ -60,11 +67,11 @@ class FullCheckpoints:
 class AdapterCheckpoints:
     """Checkpoints of LoRA finetuning: the adapter alone, and merged into the base weights."""
 
-    def __init__(self, cfg: DictConfig, settings: Settings, device: torch.device) -> None:
-        _check_paths(components.require(cfg, "checkpointer"))
+    def __init__(self, cfg: DictConfig, settings: Settings, lora: LoraSettings, device: torch.device) -> None:
+        _check_paths(components.require(cfg, "checkpointer"), settings)
         self.last: str | None = None
         self._output_dir = Path(settings.output_dir)
-        self._cfg_model = components.require(cfg, "model")
+        self._lora = lora
         self._adapter_only = settings.save_adapter_weights_only
         self._device = device
         self._resume = settings.resume_from_checkpoint
@@ -111,19 +118,19 @@ class AdapterCheckpoints:
             return {**state, training.ADAPTER_KEY: weights}
         state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(weights)
         state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(
-            weights, rank=self._cfg_model.lora_rank, alpha=self._cfg_model.lora_alpha
+            weights, rank=self._lora.lora_rank, alpha=self._lora.lora_alpha
         )
         return state
 
     def _adapter_config(self) -> dict[str, Any]:
         """What PEFT wants to know to load the adapter."""
-        model = self._cfg_model
+        lora = self._lora
         targets = peft.get_lora_module_names(
-            list(model.lora_attn_modules), model.apply_lora_to_mlp, model.get("apply_lora_to_output", False)
+            list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
         )
         return {
-            "r": model.lora_rank,
-            "lora_alpha": model.lora_alpha,
+            "r": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha,
             "target_modules": targets,
             "peft_type": "LORA",
         }
@@ -134,22 +141,32 @@ class AdapterCheckpoints:
         )
 
 
-def _load(load: Any) -> Checkpoint:
+def _load(load: Callable[[], Checkpoint], remedy: str = "") -> Checkpoint:
     try:
-        checkpoint: Checkpoint = load()
-    except (ValueError, FileNotFoundError, OSError, RuntimeError) as error:
-        raise ConfigError(f"checkpointer: loading failed: {' '.join(str(error).split())}") from error
-    return checkpoint
+        return load()
+    except AdaptiveError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"checkpointer: loading failed: {components.reason(error)}{remedy}") from error
 
 
-def _check_paths(section: DictConfig) -> None:
+def _check_paths(section: DictConfig, settings: Settings) -> None:
     """torchtune's own checkpointers name neither key nor directory when a file is missing."""
-    directory = section.get("checkpoint_dir")
-    if directory is None:
-        raise ConfigError("checkpointer.checkpoint_dir is missing: give the directory that holds the weights")
+    directory, output_dir = section.get("checkpoint_dir"), section.get("output_dir", settings.output_dir)
+    if not isinstance(directory, str):
+        raise ConfigError(f"checkpointer.checkpoint_dir is {directory!r}: give the directory that holds the weights")
     component = str(section.get("_component_", ""))
     if component.startswith("torchtune.training.") and not Path(directory).is_dir():
         raise ConfigError(
             f"checkpointer.checkpoint_dir is {directory!r}, which is no directory: "
             "download the weights first (tune download) or correct the path"
         )
+    if settings.resume_from_checkpoint and not list(Path(output_dir).glob("*epoch_*")):
+        raise ConfigError(
+            f"resume_from_checkpoint is True and checkpointer.output_dir is {output_dir!r}, where no epoch was saved: "
+            "give the output_dir of the run to go on with"
+        )
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir is {output_dir!r}, which cannot be written to: {error.strerror}") from error

@@ -50,6 +50,11 @@ class Progress:
             )
         saved = Progress(**{field: checkpoint[key] for field, key in KEYS.items()})
         going_on = replace(saved, total_epochs=self.total_epochs)
+        if going_on.epochs_run >= going_on.total_epochs:
+            raise ConfigError(
+                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from has run {going_on.epochs_run} "
+                "already: raise epochs, or set resume_from_checkpoint: False"
+            )
         self._log_differences(saved, going_on)
         return going_on
 
