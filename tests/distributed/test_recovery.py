@@ -24,14 +24,13 @@ from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner
 
-SAMPLED = 311  # about six operations of a step, in forward, loss, backward and recomputation
+SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
 def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
     for outcome in run_on_ranks(case.world_size, sweep, case, SAMPLED, timeout_s=120):
-        assert outcome.injected >= 5
-        assert outcome == (outcome.injected, outcome.injected, 0, 0)
+        assert outcome == (SAMPLED, SAMPLED, 0, 0)
 
 
 def runner_of(model: nn.Module, rows: int, injector: Injector | None = None) -> StepRunner[Tensor]:
