@@ -41,6 +41,10 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
         "metric_logger._component_=tests.recipes.recording.JsonLogger",
         f"metric_logger.path={folder / 'log.jsonl'}",
         "dataset.samples=64",
+        "batch_size=4",
+        "gradient_accumulation_steps=2",
+        "use_maximum_batch_size=False",
+        "adaptive=null",
         "epochs=1",
     ]
     merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,26 @@ SEARCHED = (
 """Keys of the config that change what a microbatch needs."""
 
 
+def rows_that_fit(
+    cfg: DictConfig,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    memory: MemorySource | None,
+    worst_step: Callable[[], TrainingStep[Sample]],
+    samples_per_rank: int,
+) -> int | None:
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them."""
+    grows = cfg.get("batch_increase_function") is not None
+    if not settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
+        return None
+    if memory is None:
+        if dist.get_rank() == 0:
+            logger.info("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
+        return None
+    most_rows = min(samples_per_rank, adaptive.max_batch_size or samples_per_rank)
+    return search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows)
+
+
 def search_batch_size(
     cfg: DictConfig,
     settings: Settings,
@@ -51,7 +71,7 @@ def search_batch_size(
 ) -> int:
     """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
     first = dist.get_rank() == 0
-    options = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
+    options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
     budgets = Agreement(1).gather([memory.budget_bytes])
     fingerprint = _fingerprint(cfg, step.length, [int(budget) for (budget,) in budgets], options)
     directory = Path(settings.output_dir)
@@ -73,7 +93,7 @@ def training_step(
     runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module, sample: Sample
 ) -> TrainingStep[Sample]:
     """The recipe's step, as a search runs it."""
-    decoder = getattr(runner.model, "decoder", runner.model)
+    decoder: Any = getattr(runner.model, "decoder", runner.model)
     boundaries = {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
     return TrainingStep(
         runner=runner,
@@ -103,9 +123,7 @@ def _record(directory: Path, result: SearchResult, length: int, fingerprint: Map
     draw_search(directory, result, length)
 
 
-def _fingerprint(
-    cfg: DictConfig, length: int, budgets: list[int], options: Mapping[str, Any]
-) -> dict[str, Any]:
+def _fingerprint(cfg: DictConfig, length: int, budgets: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
     """All that the answer depends on."""
     on_gpu = str(cfg.device).startswith("cuda")
     return {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,15 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 from torchtune import training
 from torchtune.modules import peft
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.host import components
-from torchtune_adaptive.host.progress import Progress
+from torchtune_adaptive.host.progress import ADAPTIVE_KEY, Progress
 from torchtune_adaptive.host.settings import LoraSettings, Settings
 
 Checkpoint = dict[str, Any]
@@ -48,7 +49,8 @@ class FullCheckpoints:
         """Collective: the recipe state to go on with; an asynchronous checkpoint also fills model and optimizer."""
         if not self._async:
             return base
-        return _load(lambda: self._client.load_distributed_checkpoint(model, optimizer))
+        checkpoint = _load(lambda: self._client.load_distributed_checkpoint(model, optimizer))
+        return {**checkpoint, **_load(lambda: _adaptive_state(self._output_dir))}
 
     def save(
         self,
@@ -59,9 +61,38 @@ class FullCheckpoints:
         loader_state: Mapping[str, Any],
     ) -> None:
         """Collective: weights of this epoch, and all that is needed to go on unless it is the last."""
-        state = TrainingProgress(dataloader_state_dict=dict(loader_state), **asdict(progress))
+        state = _TrainingProgress(progress, loader_state)
         self._client.save_checkpoint(model=model, optimizer=optimizer, training_progress=state, epoch=epoch)
         self.last = str(self._output_dir / f"epoch_{epoch}")
+
+
+class _TrainingProgress(TrainingProgress):
+    """Our progress, as torchtune's checkpoint client takes it."""
+
+    def __init__(self, progress: Progress, loader_state: Mapping[str, Any]) -> None:
+        super().__init__(
+            seed=progress.seed,
+            epochs_run=progress.epochs_run,
+            total_epochs=progress.total_epochs,
+            max_steps_per_epoch=progress.max_steps_per_epoch,
+            dataloader_state_dict=dict(loader_state),
+        )
+        self._progress = progress
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._progress.recipe_state()}
+
+
+def _adaptive_state(output_dir: Path) -> Checkpoint:
+    """What the newest asynchronous checkpoint knows besides torchtune's keys, if it is one of ours."""
+    complete = [path.parent for path in output_dir.glob("dist_epoch_*/.metadata")]
+    newest = max(complete, key=lambda path: int(path.name.rpartition("_")[2]))
+    reader = FileSystemReader(newest)
+    state: Checkpoint = {ADAPTIVE_KEY: ""}
+    if ADAPTIVE_KEY not in reader.read_metadata().state_dict_metadata:
+        return {}
+    load(state, storage_reader=reader)
+    return state
 
 
 class AdapterCheckpoints:

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.memory import CudaMemory, MemorySource
@@ -34,6 +36,12 @@ def limited_memory(
         with MemoryMeter(limit.bytes_of(_machine_bytes())) as meter:
             meter.count(resident)
             yield meter
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """What lives on the device between two steps."""
+    states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
+    return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, torch.Tensor))]
 
 
 def _machine_bytes() -> int:

@@ -14,6 +14,7 @@ from torchtune_adaptive.accumulation import Accumulation, accumulate
 from torchtune_adaptive.config import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.host import components
+from torchtune_adaptive.host.progress import Progress
 from torchtune_adaptive.host.settings import Settings
 from torchtune_adaptive.report import schedule_table, step_line
 from torchtune_adaptive.schedules import EpochPlan, Increase, simulate, steady
@@ -26,24 +27,26 @@ def plan_epochs(
     adaptive: AdaptiveConfig,
     function: Increase | None,
     rows_that_fit: int | None,
-    *,
-    past: Sequence[EpochPlan],
-    max_steps_per_epoch: int | None,
+    progress: Progress,
     samples_per_rank: int,
 ) -> tuple[EpochPlan, ...]:
     """Every epoch of the run. With a function the configured size is the start and what fits is the bound."""
-    length = {"epochs": settings.epochs, "samples_per_rank": samples_per_rank, "past": past}
-    steps = {"max_steps_per_epoch": max_steps_per_epoch, "lr_scaling": adaptive.lr_scaling}
+    common: dict[str, Any] = {
+        "epochs": progress.total_epochs,
+        "samples_per_rank": samples_per_rank,
+        "max_steps_per_epoch": progress.max_steps_per_epoch,
+        "lr_scaling": adaptive.lr_scaling,
+        "past": progress.past,
+    }
     if function is None:
-        return steady(_step(settings, adaptive, rows_that_fit), **length, **steps)
+        return steady(_step(settings, adaptive, rows_that_fit), **common)
     return simulate(
         function,
         batch_size=settings.batch_size,
         gradient_accumulation_steps=settings.gradient_accumulation_steps,
         max_batch_size=rows_that_fit or adaptive.max_batch_size,
         beyond_memory=adaptive.beyond_memory,
-        **length,
-        **steps,
+        **common,
     )
 
 
@@ -61,14 +64,21 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     return function  # type: ignore[no-any-return]
 
 
-def announce(plans: Sequence[EpochPlan], settings: Settings, function: Increase | None, ranks: int) -> None:
-    """The arithmetic of the run, before it starts."""
+def announce(plans: Sequence[EpochPlan], settings: Settings, progress: Progress, ranks: int) -> None:
+    """The arithmetic of the run, before it starts; what is different from the run that it resumes."""
     if dist.get_rank() != 0:
         return
-    if function is not None:
+    plan = plans[-1]
+    if progress.past and progress.ranks != ranks:
+        was = progress.past[-1]
+        logger.info(
+            "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
+            *(ranks, progress.ranks, plan.samples_per_step * ranks, was.samples_per_step * progress.ranks),
+            *(plan.steps, was.steps),
+        )
+    if len({each.samples_per_step for each in plans}) > 1 or any(each.refused_batch_size for each in plans):
         logger.info("%s", schedule_table(plans, ranks))
         return
-    plan = plans[-1]
     growth = plan.samples_per_step / settings.samples_per_step
     line = step_line(Accumulation(plan.batch_size, plan.microbatches, plan.samples_per_step, growth), ranks)
     logger.info("%s · %d steps an epoch · %d epochs", line, plan.steps, len(plans))

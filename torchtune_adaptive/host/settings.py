@@ -24,6 +24,7 @@ class Settings:
     cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
     batch_size: int = option(COUNT)
+    use_maximum_batch_size: bool = option(BOOL, False)
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(COUNT)
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)

@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host.data import Data
 from torchtune_adaptive.host.microbatch import Sample, length_of
 
 logger = logging.getLogger(__name__)
@@ -21,17 +22,17 @@ logger = logging.getLogger(__name__)
 LENGTHS_FILE = "sample_lengths.json"
 
 
-def worst_sample(cfg: DictConfig, dataset: Any, tokenizer: Any, sequence_length: int | None, packed: bool) -> Sample:
-    """Collective where the dataset has to be scanned."""
-    sample: Sample = dataset[0]
+def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: int | None) -> Sample:
+    """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
+    sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
         raise ConfigError(
             "use_maximum_batch_size is True and the dataset has images: what they need differs from sample to sample, "
             "so there is no worst case to measure; set it to False and choose batch_size"
         )
-    if packed:
+    if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
-    length = sequence_length or getattr(tokenizer, "max_seq_len", None) or longest_sample(cfg, dataset)
+    length = sequence_length or getattr(tokenizer, "max_seq_len", None) or longest_sample(cfg, data.dataset)
     token = int(sample["tokens"][0])
     return {"tokens": [token] * length, "labels": [token] * length}
 
