@@ -365,6 +365,13 @@ def test_a_first_row_that_needs_less_does_not_halve_a_rounded_answer_if_three_ro
     assert device.measured == [1, 2, 3, 4]
 
 
+def test_the_hundredth_row_is_not_worth_another_probe() -> None:
+    """Noise at 18 rows lets the line through it promise 99; measured, they leave room for one more."""
+    device = Device(lambda rows: {"step": (1000 + 100 * rows + 8 * (rows == 18)) * MIB}, 11_000 * MIB)
+    assert device.search(round_to="none").rows == 99
+    assert device.measured == [1, 2, 18, 99]
+
+
 def test_a_step_on_the_way_need_not_be_a_possible_answer() -> None:
     device = Device(affine((40_000, 100)), 44_000 * MIB)
     assert device.search(round_to="divisor", samples_per_step=62).rows == 31
