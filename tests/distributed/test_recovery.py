@@ -21,6 +21,7 @@ from tests.distributed.models import (
 from tests.distributed.ranks import run_on_ranks
 from torchtune_adaptive import stepping
 from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.fsdp import CollectiveLedger
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner
 
@@ -62,6 +63,24 @@ def recover_after_evaluation() -> tuple[int, bool]:
 
 def test_an_evaluation_pass_before_the_step_does_not_confuse_recovery():
     assert run_on_ranks(2, recover_after_evaluation) == [(1, True)] * 2
+
+
+def gradient_after_a_discarded_pass_without_reduction() -> bool:
+    model = build(ModelConfig(dropout=0.0, bf16=True))
+    forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 1)
+    forward_backward(samples)
+    expected = gradients_of(model)
+    model.zero_grad()
+    model.set_requires_gradient_sync(False)  # gradients stay with FSDP, unsharded and upcast
+    forward_backward(samples)
+    CollectiveLedger(model).reset()
+    model.set_requires_gradient_sync(True)
+    forward_backward(samples)
+    return same_gradients(gradients_of(model), expected)
+
+
+def test_reset_also_drops_gradients_that_fsdp_has_not_reduced_yet():
+    assert run_on_ranks(2, gradient_after_a_discarded_pass_without_reduction) == [True, True]
 
 
 def live_bytes_when_attempts_begin(fail_at: int) -> list[int]:
