@@ -7,3 +7,15 @@ class AdaptiveError(Exception):
 
 class ConfigError(AdaptiveError, ValueError):
     """A value of the config cannot work; the message names its key, the value and what is allowed."""
+
+
+class LimitExhaustedError(AdaptiveError):
+    """A microbatch that cannot be made smaller does not fit."""
+
+
+class RecoveryUnsupportedError(AdaptiveError):
+    """The model communicates, or updates its weights, in a way that a step cannot be run again."""
+
+
+class UnrecoverableError(AdaptiveError):
+    """The ranks can no longer go on together: training has to start again from the last checkpoint."""

@@ -1,0 +1,34 @@
+# `make demo` and `make test` are the only set-up there is: both make .venv first, and only once.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+# one thread a process: several ranks share the cores
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test lint faults clean
+
+demo: $(READY)
+	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# every point at which a rank can run out of memory, one after the other
+faults: $(READY)
+	$(BIN)/python -m tests.distributed.faults
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info runs
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info < (3, 14); \
+		sys.exit(None if ok else "Python %d.%d found, 3.10 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(READY)

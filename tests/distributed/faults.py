@@ -1,0 +1,265 @@
+"""The fault sweep: runs out of memory at every operation of a step, and looks at the gradients that come out.
+
+python -m tests.distributed.faults                 every operation of every case
+python -m tests.distributed.faults --stride 13     every 13th
+python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
+"""
+
+import argparse
+import gc
+import logging
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed.injection import Injector
+from tests.distributed.models import (
+    Gradients,
+    ModelConfig,
+    build,
+    forward_backward_of,
+    gradients_of,
+    same_gradients,
+    samples_of,
+)
+from tests.distributed.ranks import RankFailed, RanksHung, run_on_ranks
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.stepping import StepRunner, Totals
+
+SAMPLES_PER_STEP = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of training, and who runs out of memory how."""
+
+    name: str
+    model: ModelConfig = field(default_factory=ModelConfig)
+    world_size: int = 2
+    failing: tuple[int, ...] = (1,)
+    rows: int = 2
+    """At first; SAMPLES_PER_STEP are two microbatches of two rows."""
+    again: str = "never"
+    """Whether it fails once more: "never", in the "retry" or in the "drain"."""
+    first_pass: bool = False
+    """Whether the failing step is the first one that the model ever runs."""
+    stride: int = 1
+    """Of the exhaustive sweep: 1 is every operation."""
+
+
+CASES = (
+    Case("plain"),
+    Case("plain, rank 0 fails", failing=(0,), stride=2),
+    Case("plain, all ranks fail", failing=(0, 1), stride=3),
+    Case("plain, 3 ranks, the last fails", world_size=3, failing=(2,), stride=5),
+    Case("plain, 3 ranks, two fail", world_size=3, failing=(0, 2), stride=7),
+    Case("fails in the retry too", rows=4, again="retry"),
+    Case("fails in the drain too", rows=4, again="drain"),
+    Case("first pass", first_pass=True),
+    Case("first pass, fails in the drain too", rows=4, first_pass=True, again="drain", stride=3),
+    Case("first pass, all ranks fail", failing=(0, 1), first_pass=True, stride=5),
+    Case("full checkpointing", ModelConfig(checkpointing="full")),
+    Case("selective checkpointing", ModelConfig(checkpointing="selective")),
+    Case("no reshard after forward", ModelConfig(reshard_after_forward=False)),
+    Case("lora", ModelConfig(lora=True)),
+    Case("lora, full checkpointing", ModelConfig(lora=True, checkpointing="full"), stride=3),
+    Case("bf16", ModelConfig(bf16=True)),
+    Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
+)
+
+
+class Outcome(NamedTuple):
+    injected: int = 0
+    recovered: int = 0
+    hung: int = 0
+    wrong: int = 0
+
+    def __str__(self) -> str:
+        counts = f"injected {self.injected}, recovered {self.recovered}, hung {self.hung}"
+        return f"{counts}, wrong gradient {self.wrong}"
+
+
+class Step(NamedTuple):
+    """What comes out of a step, bit by bit."""
+
+    gradients: Gradients
+    loss_sum: float
+    target_tokens: int
+    grad_norm: Tensor
+    rng: Tensor
+
+    def same_as(self, other: "Step") -> bool:
+        return (
+            same_gradients(self.gradients, other.gradients)
+            and self[1:3] == other[1:3]
+            and torch.equal(self.grad_norm, other.grad_norm)
+            and torch.equal(self.rng, other.rng)
+        )
+
+
+class Bench:
+    """Collective: a model, its samples, and the two ways to run a step on them."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.samples = samples_of(dist.get_rank(), SAMPLES_PER_STEP)
+        self.injector = Injector()
+        self.expected: dict[int, Step] = {}
+        self._renew()
+
+    def _renew(self) -> None:
+        self.model = build(self.case.model)
+        self.forward_backward = forward_backward_of(self.model)
+
+    def undisturbed(self, rows: int) -> Step:
+        """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
+        self._start()
+        loss_sum, target_tokens = torch.zeros(()), 0
+        for start in range(0, SAMPLES_PER_STEP, rows):
+            totals = self.forward_backward(self.samples[start : start + rows])
+            loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
+        over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
+        dist.all_reduce(over_ranks)
+        loss, tokens = over_ranks.tolist()
+        return self._outcome(Totals(torch.tensor(loss), int(tokens)))
+
+    def count_operations(self) -> int:
+        """Collective: the operations of a step on the failing rank that has most of them."""
+        self._start()
+        self.injector.arm_to_count()
+        with self.injector.watching():
+            for start in range(0, SAMPLES_PER_STEP, self.case.rows):
+                self.forward_backward(self.samples[start : start + self.case.rows])
+        mine = self.injector.operations if dist.get_rank() in self.case.failing else 0
+        most = torch.tensor(mine)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        return int(most)
+
+    def disturbed(self, runner: StepRunner[Tensor], fail_at: Sequence[int]) -> Step:
+        """Collective: a step that runs out of memory on the failing ranks."""
+        self._start()
+        runner.limit = RowLimit(self.case.rows)
+        self.injector.arm(fail_at if dist.get_rank() in self.case.failing else ())
+        result = runner.run(self.samples, step=0)
+        return self._outcome(Totals(result.loss_sum, result.target_tokens))
+
+    def new_runner(self) -> StepRunner[Tensor]:
+        """Collective: a runner whose microbatches, and drains where the case says so, can be made to fail."""
+        if self.case.first_pass:
+            self._renew()
+        runner = StepRunner(
+            self.model,
+            self._watched_forward_backward,
+            limit=RowLimit(self.case.rows),
+            length_of=len,
+            stand_in=lambda sample: sample[:2],
+        )
+        if self.case.again == "drain":
+            drain = runner._ledger.drain
+
+            def watched_drain(replay):
+                with self.injector.watching():
+                    drain(replay)
+
+            runner._ledger.drain = watched_drain
+        return runner
+
+    def _watched_forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+        with self.injector.watching():
+            return self.forward_backward(samples)
+
+    def _start(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        torch.manual_seed(7 + dist.get_rank())
+
+    def _outcome(self, totals: Totals) -> Step:
+        gradients, rng = gradients_of(self.model), torch.get_rng_state()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
+        return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
+
+
+def sweep(case: Case, stride: int) -> Outcome:
+    """Collective: every `stride`-th operation of a step."""
+    logging.disable(logging.WARNING)  # the runner reports every recovery
+    bench = Bench(case)
+    expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
+    operations = bench.count_operations()
+    runner = bench.new_runner()
+    if not case.first_pass:
+        bench.disturbed(runner, ())
+    gc.collect()
+    gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
+    injected = recovered = wrong = 0
+    for fail_at in _points(case, operations, stride):
+        if case.first_pass:
+            runner = bench.new_runner()
+        step = bench.disturbed(runner, fail_at)
+        fired, failed = (
+            _over_ranks(bench.injector.fired),
+            _over_ranks(not step.same_as(expected[runner.limit.rows])),
+        )
+        injected += fired > 0
+        recovered += fired > 0 and runner.limit.rows < case.rows
+        wrong += failed > 0
+    return Outcome(injected, recovered, 0, wrong)
+
+
+def _points(case: Case, operations: int, stride: int) -> Iterator[tuple[int, ...]]:
+    # Offset by rank, so that ranks that fail in the same step do so in different places.
+    shift = 17 * case.failing.index(dist.get_rank()) if dist.get_rank() in case.failing else 0
+    for k in range(1, operations + 1, stride):
+        first = (k - 1 + shift) % operations + 1
+        if case.again == "retry":
+            yield first, (37 * k) % operations + 1
+        elif case.again == "drain":
+            yield first, (5 * k) % 60 + 1
+        else:
+            yield (first,)
+
+
+def _over_ranks(mine: float) -> float:
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total)
+    return total.item()
+
+
+def run(case: Case, stride: int, timeout_s: float) -> Outcome:
+    """A sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
+    try:
+        outcomes = run_on_ranks(case.world_size, sweep, case, stride, timeout_s=timeout_s)
+    except RanksHung as error:
+        print(f"{case.name}: {error}", file=sys.stderr)
+        return Outcome(hung=1)
+    except RankFailed as error:
+        print(f"{case.name}: {error}", file=sys.stderr)
+        return Outcome(injected=1)
+    assert len(set(outcomes)) == 1, outcomes
+    return outcomes[0]
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("--stride", type=int, help="try every n-th operation only")
+    arguments.add_argument("--case", default="", help="only cases whose name contains this")
+    arguments.add_argument("--timeout", type=float, default=3600, help="seconds that one case may take")
+    options = arguments.parse_args()
+    total = Outcome()
+    for case in (case for case in CASES if options.case in case.name):
+        started = time.monotonic()
+        outcome = run(case, options.stride or case.stride, options.timeout)
+        total = Outcome(*map(sum, zip(total, outcome, strict=True)))
+        print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(total)
+    return 0 if total.injected == total.recovered > 0 and not total.hung and not total.wrong else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,119 @@
+"""A tiny Llama, sharded the way torchtune's recipes shard it, and batches for it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torchtune import modules, training
+from torchtune.models.llama3 import llama3, lora_llama3
+from torchtune.modules.peft import get_adapter_params, set_trainable_params
+from torchtune.training.activations import apply_selective_activation_checkpointing
+
+from torchtune_adaptive.stepping import Totals
+
+VOCABULARY = 64
+
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The ways of training that differ in what FSDP communicates and in what autograd keeps."""
+
+    layers: int = 2
+    dim: int = 32
+    dropout: float = 0.1
+    checkpointing: str = "none"
+    """"none", "full" or "selective"."""
+    reshard_after_forward: bool = True
+    lora: bool = False
+    bf16: bool = False
+    sharded: bool = True
+
+
+def build(config: ModelConfig) -> nn.Module:
+    """Collective: the same model on every rank."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": VOCABULARY,
+        "num_layers": config.layers,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "embed_dim": config.dim,
+        "max_seq_len": 64,
+        "attn_dropout": config.dropout,
+    }
+    if config.lora:
+        model = lora_llama3(lora_attn_modules=["q_proj", "v_proj"], lora_rank=4, lora_alpha=8, **shape)
+        set_trainable_params(model, get_adapter_params(model))
+    else:
+        model = llama3(**shape)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
+    if config.checkpointing == "full":
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    elif config.checkpointing == "selective":
+        apply_selective_activation_checkpointing(model, "selective", 2)
+    return _shard(model.train(), config) if config.sharded else model.train()
+
+
+def _shard(model: nn.Module, config: ModelConfig) -> nn.Module:
+    """What training.shard_model does, which cannot pass on a mixed precision policy."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = half if config.bf16 else MixedPrecisionPolicy()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for name, module in reversed(list(model.named_modules())):
+        if name == "" or training.get_shard_conditions(name, module):
+            fully_shard(
+                module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, mp_policy=policy
+            )
+    return model
+
+
+def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[Tensor]:
+    """Token sequences of different lengths, different on every rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    lengths = torch.randint(longest // 2, longest + 1, (count,), generator=generator).tolist()
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals]:
+    """Next-token loss, summed over target tokens; what a recipe passes to StepRunner."""
+
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+        labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
+        logits = model(tokens)[:, :-1]
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY).float(), labels.reshape(-1), reduction="sum")
+        loss.backward()
+        return Totals(loss.detach(), int((labels != -100).sum()))
+
+    return forward_backward
+
+
+def gradients_of(model: nn.Module) -> Gradients:
+    """A copy of this rank's shard of every gradient."""
+    return {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}
+
+
+def _copy(gradient: Tensor | None) -> Tensor | None:
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
+    return None if gradient is None else gradient.clone()
+
+
+def same_gradients(left: Gradients, right: Gradients) -> bool:
+    """Bitwise."""
+    return left.keys() == right.keys() and all(_same(left[name], right[name]) for name in left)
+
+
+def _same(left: Tensor | None, right: Tensor | None) -> bool:
+    if left is None or right is None:
+        return left is right
+    return torch.equal(left, right)

@@ -1,0 +1,107 @@
+"""Runs a function on several gloo ranks, each a process of its own, and never longer than it may."""
+
+import faulthandler
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+# Forked from a server that has already imported torch: a rank starts in a fraction of a second.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.distributed.models"])
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died."""
+
+
+class RanksHung(AssertionError):
+    """Some rank was still running when the time was over."""
+
+
+def run_on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60
+) -> list[Any]:
+    """`function(*args)` on every rank of a gloo process group; what it returned, in order of rank.
+
+    Like torchrun, it ends all ranks as soon as one has failed.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
+    port = _free_port()
+    processes: list[BaseProcess] = []
+    results: dict[int, Connection] = {}
+    for rank in range(world_size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_rank_main, args=(rank, world_size, port, timeout_s, function, args, sender), daemon=True
+        )
+        process.start()
+        sender.close()
+        processes.append(process)
+        results[rank] = receiver
+    try:
+        return _collect(results, time.monotonic() + timeout_s)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _collect(results: dict[int, Connection], deadline: float) -> list[Any]:
+    returned: dict[int, Any] = {}
+    while pending := {results[rank]: rank for rank in results if rank not in returned}:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RanksHung(f"ranks {sorted(pending.values())} were still running when the time was over")
+        for connection in ready:
+            rank = pending[connection]
+            try:
+                succeeded, value = connection.recv()
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not succeeded:
+                raise RankFailed(f"rank {rank} raised:\n{value}")
+            returned[rank] = value
+    return [returned[rank] for rank in sorted(returned)]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_s: float,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sender: Connection,
+) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    # Shows where a hung rank is, and ends it even if the parent is gone.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        result = function(*args)
+        dist.barrier()  # nobody leaves while a peer still communicates
+        sender.send((True, result))
+    except BaseException:  # noqa: BLE001 - the parent raises it
+        sender.send((False, traceback.format_exc()))
+    # Threads of gloo would be joined at exit, also those that wait for a peer that is gone.
+    os._exit(0)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

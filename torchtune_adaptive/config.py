@@ -1,0 +1,102 @@
+"""Config sections as frozen, validated values.
+
+This is the only module of the library that sees a DictConfig. A section is described by a frozen dataclass whose
+fields carry a rule; `read` turns the section into that dataclass or raises a ConfigError that names the key, its
+value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value may be: a test, and the same in words."""
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+    def __or__(self, other: Rule) -> Rule:
+        return Rule(lambda v: self.accepts(v) or other.accepts(v), f"{self.allowed} or {other.allowed}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
+COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
+INTEGER = Rule(_is_int, "a whole number")
+NULL = Rule(lambda v: v is None, "null")
+NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
+TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
+NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
+
+
+def one_of(*choices: Any) -> Rule:
+    return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
+
+
+def option(rule: Rule, default: Any = dataclasses.MISSING) -> Any:
+    """A field of a section; required when it has no default."""
+    return dataclasses.field(default=default, metadata={"rule": rule})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+    """The `adaptive:` section."""
+
+    recover_from_oom: bool | None = option(BOOL | NULL, None)
+    """Repeat a step that ran out of memory with smaller microbatches; null: wherever that is possible."""
+
+
+def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
+    """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
+    values = _plain(section, "adaptive")
+    known = [field.name for field in dataclasses.fields(AdaptiveConfig)]
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
+    return read(AdaptiveConfig, values, prefix="adaptive.")
+
+
+def read(kind: type[T], values: Mapping[Any, Any] | DictConfig | None, prefix: str = "") -> T:
+    """The dataclass `kind`, filled with the keys of `values` that it names and checked rule by rule."""
+    plain = _plain(values, prefix.rstrip("."))
+    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
+    return kind(**{field.name: _checked(field, plain, prefix) for field in fields})
+
+
+def _checked(field: dataclasses.Field[Any], values: Mapping[Any, Any], prefix: str) -> Any:
+    rule: Rule = field.metadata["rule"]
+    key = prefix + field.name
+    if field.name not in values:
+        if field.default is dataclasses.MISSING:
+            raise ConfigError(f"{key} is missing: give {rule.allowed}")
+        return field.default
+    value = values[field.name]
+    if not rule.accepts(value):
+        raise ConfigError(f"{key} is {value!r}: allowed is {rule.allowed}")
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _plain(values: Any, name: str) -> Mapping[Any, Any]:
+    if OmegaConf.is_config(values):
+        values = OmegaConf.to_container(values, resolve=True)
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name} is {values!r}: allowed is a section of keys and values")
+    return values

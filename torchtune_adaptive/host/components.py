@@ -1,0 +1,43 @@
+"""Building what a config section names with `_component_`, with errors that name the section."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+
+
+def require(cfg: DictConfig, key: str) -> Any:
+    """The section `key` of the config, which must be there."""
+    section = cfg.get(key)
+    if section is None:
+        raise ConfigError(f"{key} is missing: give a section with a _component_")
+    return section
+
+
+def build(key: str, cfg: DictConfig, *args: Any, **kwargs: Any) -> Any:
+    """The object that section `key` of the config describes."""
+    return build_section(key, require(cfg, key), *args, **kwargs)
+
+
+def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
+    """The object that a section describes; what goes wrong while it is built is reported under its key."""
+    try:
+        return config.instantiate(section, *args, **kwargs)
+    except AdaptiveError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{key} could not be built from {_described(section)}: {_reason(error)}") from error
+
+
+def _described(section: Any) -> str:
+    component = section.get("_component_") if isinstance(section, DictConfig) else None
+    return str(component) if component else f"{section} (a section with a _component_ is needed)"
+
+
+def _reason(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -1,0 +1,104 @@
+"""From `--config NAME` and `key=value` on the command line to a resolved config.
+
+A name is a path, a name of torchtune's (which `tune run` has resolved to a path already) or `adaptive/...`, a config
+installed with this package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from torchtune import config
+
+from torchtune_adaptive.errors import ConfigError
+
+PREFIX = "adaptive/"
+
+
+def read_command_line(argv: list[str]) -> DictConfig:
+    """The config that the command line describes. Rewrites the config's name in `argv` to its path."""
+    at = _position_of_config(argv)
+    argv[at] = str(locate(argv[at]))
+    _check_yaml(Path(argv[at]))
+    cfg = _parse()
+    _check_interpolations(cfg)
+    return cfg
+
+
+def locate(name: str) -> Path:
+    """The file of a config given as a path or as `adaptive/...`."""
+    installed = installed_configs()
+    if name in installed:
+        return installed[name]
+    if not name.startswith(PREFIX) and Path(name).is_file():
+        return Path(name)
+    raise ConfigError(f"--config {name} is neither a file nor a known config{_near(name, list(installed))}")
+
+
+def installed_configs() -> dict[str, Path]:
+    """Name -> file of every config that comes with this package."""
+    root = Path(str(resources.files("torchtune_adaptive.configs")))
+    return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+
+
+def _position_of_config(argv: list[str]) -> int:
+    for position, word in enumerate(argv):
+        if word.startswith("--config="):
+            argv[position : position + 1] = ["--config", word.removeprefix("--config=")]
+        if argv[position] == "--config" and position + 1 < len(argv):
+            return position + 1
+    raise ConfigError("--config is missing: give a path, a name of torchtune's configs or adaptive/...")
+
+
+def _near(name: str, installed: Sequence[str]) -> str:
+    """The names that the user may have meant, ours and torchtune's."""
+    from torchtune._recipe_registry import get_all_recipes
+
+    stock = [cfg.name for recipe in get_all_recipes() for cfg in recipe.configs]
+    names = [*installed, *dict.fromkeys(stock)]
+    wanted = name.removesuffix(".yaml")
+    near = difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)
+    if near:
+        return f"; near are: {', '.join(near)}"
+    return f"; installed are: {', '.join(installed)}"
+
+
+def _check_yaml(path: Path) -> None:
+    try:
+        with path.open(encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path} holds {type(content).__name__}: allowed is a mapping of keys to values")
+
+
+def _parse() -> DictConfig:
+    """sys.argv through torchtune's own parser, so that overrides mean what they mean there."""
+    parsed: list[DictConfig] = []
+
+    def keep(cfg: DictConfig) -> None:
+        parsed.append(cfg)
+
+    try:
+        config.parse(keep)()
+    except SystemExit:
+        if not parsed:
+            raise
+    except (ValueError, AssertionError, OmegaConfBaseException, yaml.YAMLError) as error:
+        raise ConfigError(f"the command line cannot be read: {' '.join(str(error).split())}") from error
+    return parsed[0]
+
+
+def _check_interpolations(cfg: DictConfig) -> None:
+    try:
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error

@@ -1,0 +1,22 @@
+"""The loss that the config names."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.host import components
+from torchtune_adaptive.host.settings import Settings
+
+
+def build_loss(cfg: DictConfig, settings: Settings, model: nn.Module) -> nn.Module:
+    """The loss; one that takes its logits in chunks makes the model cut them."""
+    loss_fn: nn.Module = components.build("loss", cfg)
+    if settings.compile:
+        training.compile_loss(loss_fn, verbose=False)
+    if hasattr(loss_fn, "num_output_chunks"):
+        cast(Any, model).set_num_output_chunks(loss_fn.num_output_chunks)
+    return loss_fn

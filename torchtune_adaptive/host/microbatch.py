@@ -1,0 +1,143 @@
+"""One microbatch through a torchtune model: collate, forward, loss, backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchtune import training, utils
+
+from torchtune_adaptive.collectives import sum_over_ranks
+from torchtune_adaptive.config import AdaptiveConfig
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host.data import Collate
+from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.stepping import StepRunner, Totals
+
+logger = logging.getLogger(__name__)
+
+Sample = dict[str, Any]
+Batch = dict[str, Any]
+Logits = Tensor | list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackward:
+    """Adds the gradients of a microbatch, summed over its target tokens, to the model's."""
+
+    model: nn.Module
+    loss_fn: nn.Module
+    collate: Callable[[Sequence[Sample]], Batch]
+    device: torch.device
+    activations: AbstractContextManager[Any]
+    loss_scale: Callable[[int], float] | None = None
+    """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Totals:
+        batch = self.collate(samples)
+        ignored = cast(int, self.loss_fn.ignore_index)
+        target_tokens = int(batch["labels"].ne(ignored).sum())
+        # the token at a position is the label of the position before it
+        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
+        nothing_to_learn = bool(labels.eq(ignored).all())
+        utils.batch_to_device(batch, self.device)
+        with self.activations:
+            logits = self.model(**batch)
+        loss = _zero_of(logits) if nothing_to_learn else self._loss(logits, labels.to(self.device)) * target_tokens
+        del logits  # or they would live through the backward
+        total = loss.detach()
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale(target_tokens)
+        loss.backward()
+        return Totals(loss_sum=total, target_tokens=target_tokens)
+
+    def _loss(self, logits: Logits, labels: Tensor) -> Tensor:
+        """The mean over target tokens. Losses that take logits in chunks shape them themselves."""
+        if isinstance(logits, Tensor):
+            logits, labels = logits.reshape(-1, logits.size(-1)), labels.reshape(-1)
+        loss: Tensor = self.loss_fn(logits, labels)
+        return loss
+
+
+def _zero_of(logits: Logits) -> Tensor:
+    """Zero loss with zero gradients: the mean over no tokens would be NaN, and no backward at all a hang."""
+    chunks = [logits] if isinstance(logits, Tensor) else logits
+    return torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
+
+
+PER_TOKEN = ("tokens", "labels", "mask", "input_pos")
+
+
+def stand_in(sample: Sample) -> Sample:
+    """The first two tokens of a sample: the least that goes through the model like the whole.
+
+    Samples with images stay whole: their masks tie every token to the images.
+    """
+    if "encoder_input" in sample:
+        return sample
+    short = {key: value[:2] if key in PER_TOKEN else value for key, value in sample.items()}
+    return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
+
+
+def length_of(sample: Sample) -> int:
+    return len(sample["tokens"])
+
+
+def build_step_runner(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    collate: Collate,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    device: torch.device,
+) -> StepRunner[Sample]:
+    """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
+    offloading = settings.enable_activation_offloading
+    forward_backward = ForwardBackward(
+        model=model,
+        loss_fn=loss_fn,
+        collate=collate,
+        device=device,
+        activations=training.get_act_offloading_ctx_manager(model, offloading),
+        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
+    )
+    return StepRunner(
+        model,
+        forward_backward,
+        limit=RowLimit(settings.batch_size),
+        length_of=length_of,
+        stand_in=stand_in,
+        recover=_recovers(settings, adaptive),
+    )
+
+
+def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
+    """Collective: the factor that makes a sum over this rank's tokens FSDP's share of the mean over all tokens."""
+    return dist.get_world_size() / int(sum_over_ranks(torch.tensor(target_tokens, device=device)))
+
+
+def _recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
+    """Whether a step can be run again: wherever no weight changes and no activation travels before it ends."""
+    reason = None
+    if settings.optimizer_in_bwd:
+        reason = "optimizer_in_bwd is True, which updates weights inside the backward"
+    elif settings.tensor_parallel_dim > 1:
+        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
+    if reason is None:
+        return adaptive.recover_from_oom is not False
+    if adaptive.recover_from_oom:
+        raise ConfigError(
+            f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
+        )
+    if dist.get_rank() == 0:
+        logger.info("recovery from running out of memory is off: %s", reason)
+    return False

@@ -1,0 +1,54 @@
+"""Joining and leaving the process group, with torchrun or without."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchtune_adaptive.errors import ConfigError
+
+
+def join(device: torch.device) -> None:
+    """Collective: joins the group that torchrun describes, or makes a group of this one process."""
+    backend = "gloo" if device.type == "cpu" else _accelerator_backend(device)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def data_and_tensor_mesh(device: torch.device, tensor_parallel_dim: int) -> DeviceMesh:
+    """Collective: the mesh of data parallel × tensor parallel ranks."""
+    world_size = dist.get_world_size()
+    if world_size % tensor_parallel_dim != 0:
+        raise ConfigError(
+            f"tensor_parallel_dim is {tensor_parallel_dim}, but the world size is {world_size}: "
+            "the world size must be a multiple of it; change tensor_parallel_dim or --nproc_per_node"
+        )
+    shape = (world_size // tensor_parallel_dim, tensor_parallel_dim)
+    return init_device_mesh(device.type, mesh_shape=shape, mesh_dim_names=("dp", "tp"))
+
+
+def barrier(device: torch.device) -> None:
+    """Collective: every rank has come this far."""
+    with warnings.catch_warnings():
+        # NCCL warns that it guesses the device, which torchtune has already set
+        warnings.filterwarnings("ignore", message=".*barrier.*")
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
+def _accelerator_backend(device: torch.device) -> str:
+    """The accelerator's own backend for its tensors, and gloo for what stays on the host."""
+    backends = dist.Backend.default_device_backend_map
+    if device.type not in backends:
+        raise ConfigError(f"device is {device.type!r}: torch.distributed has no backend for it, use cuda or cpu")
+    return f"{device.type}:{backends[device.type]},cpu:gloo"
