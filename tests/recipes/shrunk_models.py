@@ -98,12 +98,17 @@ def write_checkpoint(cfg: DictConfig) -> None:
     with shrunk_models() as builds, training.set_default_dtype(dtype):
         model = config.instantiate(cfg.model)
     adapter = get_adapter_params(model)
-    weights = {key: weight for key, weight in model.state_dict().items() if key not in adapter}
+    weights = {key: _opened(weight) for key, weight in model.state_dict().items() if key not in adapter}
     (directory / "config.json").write_text(json.dumps(_huggingface_config(builds)))
     names = file_names(cfg)
     for name in names:
         _write_empty(directory / name)
     _save_in_format(cfg, weights, names)
+
+
+def _opened(weight: torch.Tensor) -> torch.Tensor:
+    """New vision models have gates of 0, behind which nothing has a gradient. Trained ones are open."""
+    return weight if weight.any() else torch.full_like(weight, 0.1)
 
 
 def file_names(cfg: DictConfig) -> list[str]:

@@ -15,7 +15,7 @@ from torchtune import config
 from torchtune.modules.peft import get_adapter_state_dict
 
 from tests.recipes.shrunk_models import file_names, shrunk_models
-from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, on_cpu, stock_configs, steps_of, train_all
+from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, on_cpu, steps_of, stock_configs, train_all
 
 ALL = stock_configs()
 FULL = [stock for stock in ALL if not stock.is_lora]
