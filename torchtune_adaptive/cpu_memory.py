@@ -5,7 +5,8 @@ their place, so that searching and recovering work, and can be tested, on a lapt
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from functools import cache
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory import plain_tensors, wraps_tensors
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -37,16 +41,38 @@ class MemoryMeter(TorchDispatchMode):
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Adds tensors from before, say parameters and optimizer state. Never runs out of memory."""
         for tensor in tensors:
-            for plain in _plain_tensors(tensor):
+            for plain in plain_tensors(tensor):
                 self._update(plain.untyped_storage(), may_be_new=True)
 
     def reset_peak(self) -> None:
         self.peak_bytes = self.live_bytes
 
+    @property
+    def budget_bytes(self) -> int:
+        if self.cap_bytes is None:
+            raise ConfigError(
+                "a CPU has no memory of its own that a search could fill; set adaptive.memory_limit, say 8GiB"
+            )
+        return self.cap_bytes
+
+    @property
+    def retries(self) -> int:
+        """None: there is no cache that could be flushed."""
+        return 0
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Suspends the cap, so that a need above it is measured."""
+        cap_bytes, self.cap_bytes = self.cap_bytes, None
+        try:
+            yield
+        finally:
+            self.cap_bytes = cap_bytes
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if any(_wraps(kind) for kind in types):  # DTensor and its like come back with what they do inside
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         effect = _effect_of(func)
@@ -122,15 +148,3 @@ def _effect_of(func: Any) -> _Effect:
     if any(alias is None for alias in aliases):
         return _Effect.ALLOCATES
     return _Effect.CHANGES_SIZE if any(alias.is_write for alias in aliases) else _Effect.NONE
-
-
-def _plain_tensors(tensor: Tensor) -> Iterable[Tensor]:
-    """The tensors with storages of their own that a tensor, say a DTensor, consists of."""
-    if not _wraps(type(tensor)):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return [plain for name in names for plain in _plain_tensors(getattr(tensor, name))]
-
-
-def _wraps(kind: type) -> bool:
-    return hasattr(kind, "__tensor_flatten__")

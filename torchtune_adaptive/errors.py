@@ -19,3 +19,13 @@ class RecoveryUnsupportedError(AdaptiveError):
 
 class UnrecoverableError(AdaptiveError):
     """The ranks can no longer go on together: training has to start again from the last checkpoint."""
+
+
+class OneRowDoesNotFitError(AdaptiveError):
+    """Not even one row is within the budget."""
+
+    def __init__(self, message: str, *, need_bytes: int | None, budget_bytes: int) -> None:
+        super().__init__(message)
+        self.need_bytes = need_bytes
+        """What the probe measured; None where it ran out of memory, so that the need is unknown."""
+        self.budget_bytes = budget_bytes

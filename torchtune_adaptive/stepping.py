@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from os import PathLike
 from typing import Generic, NamedTuple, TypeVar
 
@@ -45,6 +46,14 @@ class StepResult:
     """On each rank, in the attempt that counts."""
     recoveries: int
     """How often the step was run again."""
+
+
+class Attempt(NamedTuple):
+    """One attempt at a step, the same on all ranks."""
+
+    result: StepResult | None
+    """None where some rank ran out of memory: there are no gradients then."""
+    failed_ranks: tuple[int, ...]
 
 
 class _Report(NamedTuple):
@@ -86,11 +95,11 @@ class StepRunner(Generic[Sample]):
             )
         self.limit = limit
         self.recoveries = 0
-        self._model = model
+        self.model = model
+        self.length_of = length_of
+        self.stand_in = stand_in
+        self.recovers = recover
         self._forward_backward = forward_backward
-        self._length_of = length_of
-        self._stand_in = stand_in
-        self._recover = recover
         self._ledger = CollectiveLedger(model if recover else None)
         self._agreement = Agreement(len(_Report._fields))
 
@@ -104,24 +113,41 @@ class StepRunner(Generic[Sample]):
         Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log.
         """
         self._check(samples)
-        lengths = [self._length_of(sample) for sample in samples]
+        lengths = [self.length_of(sample) for sample in samples]
         rng = RngState.capture()
         recoveries = 0
         while True:
             plan = plan_rows(lengths, self.limit)
             totals, longest = self._attempt(samples, lengths, plan)
             reports = self._agree(totals, longest)
-            if not any(report.failed for report in reports):
+            if not _failed_ranks(reports):
                 return self._result(totals, reports, len(plan), recoveries)
             self._discard()
             rng.restore()
             self._shrink(plan, reports, step)
             recoveries += 1
 
+    def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
+        """Collective: forward and backward over exactly these microbatches, once.
+
+        Nothing shrinks and nothing is run again: where memory runs out, on any rank, all gradients are dropped.
+        Random generators stay where the attempt left them.
+        """
+        samples = [sample for microbatch in microbatches for sample in microbatch]
+        self._check(samples)
+        numbers = iter(range(len(samples)))
+        plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
+        totals, longest = self._attempt(samples, [self.length_of(sample) for sample in samples], plan)
+        reports = self._agree(totals, longest)
+        if failed := _failed_ranks(reports):
+            self._discard()
+            return Attempt(None, failed)
+        return Attempt(self._result(totals, reports, len(plan), recoveries=0), ())
+
     def _check(self, samples: Sequence[Sample]) -> None:
         if not samples:
             raise ValueError("a step has at least 1 sample on every rank, but this rank was given none")
-        if any(parameter.grad is not None for parameter in self._model.parameters()):
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
             raise ValueError(
                 "gradients are left over from before this step and could not be told apart from its own; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
@@ -153,7 +179,7 @@ class StepRunner(Generic[Sample]):
                 loss_sum, target_tokens = before.loss_sum + loss_sum, before.target_tokens + target_tokens
             return Totals(loss_sum, target_tokens)
         except Exception as error:
-            if not (self._recover and is_oom(error)):
+            if not (self.recovers and is_oom(error)):
                 raise
             forget_frames(error)
         return None
@@ -175,7 +201,7 @@ class StepRunner(Generic[Sample]):
         try:
             self._discard()
             release()
-            self._ledger.drain(lambda: self._forward_backward([self._stand_in(sample)]))
+            self._ledger.drain(lambda: self._forward_backward([self.stand_in(sample)]))
             return True
         except Exception as error:
             if not is_oom(error):
@@ -186,7 +212,7 @@ class StepRunner(Generic[Sample]):
     def _discard(self) -> None:
         """Drops all gradients of the step, finished or not: they were None when it began."""
         self._ledger.reset()
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             parameter.grad = None
 
     def _agree(self, totals: Totals | None, longest: int) -> list[_Report]:
@@ -219,13 +245,11 @@ class StepRunner(Generic[Sample]):
 
     def _shrink(self, plan: Plan, reports: Sequence[_Report], step: int) -> None:
         """Takes the next smaller limit. Every rank comes to the same one, or to the same error."""
-        failed = [index for index, report in enumerate(reports) if report.failed]
+        failed = _failed_ranks(reports)
         where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
         longest = int(max(report.longest for report in reports))
         what = f"step {step}: out of memory on {where} (longest sample {longest} tokens)"
-        rows = max(
-            len(microbatch) for microbatch in plan
-        )  # less than the limit if the step has fewer samples
+        rows = max(map(len, plan))  # less than the limit if the step has fewer samples
         try:
             self.limit = shrink_after_oom(RowLimit(rows))
         except LimitExhaustedError as error:
@@ -251,3 +275,7 @@ class StepRunner(Generic[Sample]):
                 f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
                 "optimizer with less state"
             ) from error
+
+
+def _failed_ranks(reports: Sequence[_Report]) -> tuple[int, ...]:
+    return tuple(index for index, report in enumerate(reports) if report.failed)

@@ -93,7 +93,8 @@ def _rank_main(
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
         result = function(*args)
-        dist.barrier()  # nobody leaves while a peer still communicates
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while a peer still communicates
         sender.send((True, result))
     except BaseException:  # noqa: BLE001 - the parent raises it
         sender.send((False, traceback.format_exc()))

@@ -23,6 +23,7 @@ OURS = {
     "full": ("adaptive_full_finetune_distributed", "AdaptiveFullFinetuneDistributed"),
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoraFinetuneDistributed"),
 }
+STOCK_CLASSES = {"full": "FullFinetuneRecipeDistributed", "lora": "LoRAFinetuneRecipeDistributed"}
 
 
 def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
@@ -42,10 +43,19 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
     return merged
 
 
+def load_ours(kind: str) -> Any:
+    module, name = OURS[kind]
+    return getattr(import_module(module), name)
+
+
+def load_stock(kind: str) -> Any:
+    """The class of the installed stock recipe."""
+    return runpy.run_path(str(STOCK / f"{kind}_finetune_distributed.py"))[STOCK_CLASSES[kind]]
+
+
 def run_ours(kind: str, cfg: DictConfig) -> Any:
     """Collective: the whole life of our recipe; returns it."""
-    module, name = OURS[kind]
-    recipe = getattr(import_module(module), name)(cfg)
+    recipe = load_ours(kind)(cfg)
     recipe.setup()
     recipe.train()
     recipe.cleanup()
@@ -53,13 +63,11 @@ def run_ours(kind: str, cfg: DictConfig) -> Any:
 
 
 def run_stock(kind: str, cfg: DictConfig) -> None:
-    """Collective: the whole life of the installed stock recipe, with the names replaced that fail on a CPU."""
+    """Collective: the whole life of the stock recipe, with the names replaced that fail on a CPU."""
     with stock_on_cpu():
-        loaded = runpy.run_path(str(STOCK / f"{kind}_finetune_distributed.py"))
-        recipe_type = loaded["FullFinetuneRecipeDistributed" if kind == "full" else "LoRAFinetuneRecipeDistributed"]
         if kind == "lora":
             dist.init_process_group("gloo")
-        recipe = recipe_type(cfg)
+        recipe = load_stock(kind)(cfg)
         recipe.setup(cfg)
         recipe.train()
         recipe.cleanup()
@@ -70,9 +78,9 @@ def stock_on_cpu() -> Iterator[None]:
     """Without the memory statistics that exist on accelerators only."""
     nothing: dict[str, float] = {}
     with (
-        mock.patch("torchtune.training.get_memory_stats", lambda *_, **__: nothing),
-        mock.patch("torchtune.training.log_memory_stats", lambda *_, **__: None),
-        mock.patch("torchtune.training.cleanup_before_training", lambda: None),
+        mock.patch("torchtune.training.get_memory_stats", return_value=nothing),
+        mock.patch("torchtune.training.log_memory_stats"),
+        mock.patch("torchtune.training.cleanup_before_training"),
     ):
         yield
 

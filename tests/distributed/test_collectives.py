@@ -1,0 +1,85 @@
+"""What a step communicates when nothing fails."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.distributed.ranks import run_on_ranks
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.stepping import StepRunner
+
+
+class CountCollectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
+    """Collective: what two microbatches of stock torchtune communicate, and the same through StepRunner."""
+    model = build(ModelConfig())
+    samples, forward_backward = samples_of(dist.get_rank(), 4), forward_backward_of(model)
+    forward_backward(samples)
+    model.zero_grad()
+    with CountCollectives() as stock:
+        totals = [forward_backward(samples[:2]), forward_backward(samples[2:])]
+        dist.all_reduce(torch.tensor(sum(each.target_tokens for each in totals)))
+        dist.all_reduce(totals[0].loss_sum + totals[1].loss_sum)
+    model.zero_grad()
+    runner = StepRunner(
+        model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=recover
+    )
+    with CountCollectives() as adaptive:
+        runner.run(samples, step=0)
+    return stock.seen, adaptive.seen
+
+
+def test_a_step_has_one_collective_less_than_stock():
+    for recover in (True, False):
+        for stock, adaptive in run_on_ranks(2, stock_and_adaptive, recover):
+            assert stock - adaptive == Counter({"c10d.allreduce_.default": 1})
+            assert adaptive - stock == Counter()
+
+
+def reduced_totals() -> tuple[float, int, float, int]:
+    model = build(ModelConfig(dropout=0.0))
+    samples, forward_backward = samples_of(dist.get_rank(), 2), forward_backward_of(model)
+    totals = forward_backward(samples)
+    expected = torch.tensor([totals.loss_sum.item(), totals.target_tokens], dtype=torch.float64)
+    dist.all_reduce(expected)
+    model.zero_grad()
+    runner = StepRunner(
+        model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=False
+    )
+    result = runner.run(samples, step=0)
+    return result.loss_sum.item(), result.target_tokens, float(expected[0].float()), int(expected[1])
+
+
+def test_loss_and_tokens_are_sums_over_all_ranks():
+    for loss_sum, target_tokens, expected_loss, expected_tokens in run_on_ranks(3, reduced_totals):
+        assert (loss_sum, target_tokens) == (expected_loss, expected_tokens)
+
+
+def plain_step_after_close() -> tuple[int, int]:
+    model = build(ModelConfig())
+    forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 2)
+    runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2])
+    runner.run(samples, step=0)
+    counted = runner._ledger.position
+    runner.close()
+    forward_backward(samples)
+    return counted, runner._ledger.position
+
+
+def test_close_puts_the_collectives_of_fsdp_back():
+    for counted, counted_after_close in run_on_ranks(2, plain_step_after_close):
+        assert counted == counted_after_close > 0

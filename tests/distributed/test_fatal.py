@@ -1,0 +1,249 @@
+"""What cannot be recovered ends every rank, soon and with a reason."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_module
+
+from tests.distributed.injection import Injector
+from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.distributed.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
+from torchtune_adaptive.fsdp import why_recovery_is_off
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.stepping import StepRunner
+
+
+def failing_runner(rows: int, fail_at: list[int], model: nn.Module | None = None) -> StepRunner[Tensor]:
+    """Collective: a runner on rank 1 of which operations run out of memory, also those of a drain."""
+    model = model or build(ModelConfig())
+    injector, forward_backward = Injector(), forward_backward_of(model)
+    injector.arm(fail_at if dist.get_rank() == 1 else [])
+
+    def watched(samples):
+        with injector.watching():
+            return forward_backward(samples)
+
+    runner = StepRunner(model, watched, limit=RowLimit(rows), length_of=len, stand_in=lambda s: s[:2])
+    drain = runner._ledger.drain
+
+    def watched_drain(replay):
+        with injector.watching():
+            drain(replay)
+
+    runner._ledger.drain = watched_drain
+    return runner
+
+
+def run_where_one_row_does_not_fit() -> tuple[str, str]:
+    runner = failing_runner(2, [])
+    samples = [torch.ones(7, dtype=torch.int64)] * 2
+    runner.run(samples, step=0)
+    runner._model.zero_grad()
+
+    def out_of_memory(samples):
+        raise torch.OutOfMemoryError
+
+    if dist.get_rank() == 1:
+        runner._forward_backward = out_of_memory
+    try:
+        runner.run(samples, step=5)
+    except AdaptiveError as error:
+        return type(error).__name__, str(error)
+
+
+def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
+    first, second = run_on_ranks(2, run_where_one_row_does_not_fit)
+    assert first == second
+    kind, message = first
+    assert kind == LimitExhaustedError.__name__
+    assert message.startswith(
+        "step 5: out of memory on rank 1 (longest sample 7 tokens): a microbatch of 1 row does"
+    )
+
+
+def run_without_memory_to_drain() -> None:
+    failing_runner(2, [300, *[1] * 1000]).run(samples_of(dist.get_rank(), 2), step=0)
+
+
+def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
+    started = time.monotonic()
+    with pytest.raises(
+        RankFailed, match="UnrecoverableError: rank 1 ran out of memory with nothing but its shard"
+    ):
+        run_on_ranks(2, run_without_memory_to_drain)
+    assert time.monotonic() - started < 30
+
+
+def commit_out_of_memory() -> None:
+    runner = failing_runner(2, [])
+    runner.run(samples_of(dist.get_rank(), 2), step=0)
+    with runner.committing("optimizer.step", last_checkpoint="/runs/epoch_0"):
+        if dist.get_rank() == 1:
+            raise torch.OutOfMemoryError
+        dist.barrier()  # as in clipping: a peer that waits has to be ended by the launcher
+
+
+def test_out_of_memory_while_committing_is_fatal_and_names_the_place_and_the_checkpoint():
+    with pytest.raises(
+        RankFailed, match=r"UnrecoverableError: out of memory in optimizer.step on rank 1.*/runs/epoch_0"
+    ):
+        run_on_ranks(2, commit_out_of_memory)
+
+
+def raise_while_committing() -> None:
+    runner = failing_runner(2, [])
+    with runner.committing("optimizer.step", last_checkpoint=None):
+        raise KeyError("not about memory")
+
+
+def test_other_errors_pass_through_a_commit_untouched():
+    with pytest.raises(RankFailed, match="KeyError: 'not about memory'"):
+        run_on_ranks(2, raise_while_committing)
+
+
+def raise_in_forward() -> None:
+    model = build(ModelConfig())
+    runner = failing_runner(2, [], model)
+
+    def broken(samples):
+        raise KeyError("not about memory")
+
+    runner._forward_backward = broken
+    runner.run(samples_of(dist.get_rank(), 2), step=0)
+
+
+def test_other_errors_pass_through_a_step_untouched():
+    with pytest.raises(RankFailed, match="KeyError: 'not about memory'"):
+        run_on_ranks(2, raise_in_forward)
+
+
+def run_out_of_memory_without_recovery() -> str:
+    model = build(ModelConfig())
+
+    def out_of_memory(samples):
+        raise torch.OutOfMemoryError("mine")
+
+    runner = StepRunner(
+        model, out_of_memory, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=False
+    )
+    with pytest.raises(torch.OutOfMemoryError, match="mine"):
+        runner.run(samples_of(dist.get_rank(), 2), step=0)
+
+
+def test_without_recovery_out_of_memory_passes_through():
+    run_on_ranks(2, run_out_of_memory_without_recovery)
+
+
+def issue_one_collective_too_many() -> str:
+    runner = failing_runner(2, [])
+    forward_backward = runner._forward_backward
+
+    def miscounted(samples):
+        runner._ledger.position += dist.get_rank()
+        return forward_backward(samples)
+
+    runner._forward_backward = miscounted
+    with pytest.raises(UnrecoverableError) as raised:
+        runner.run(samples_of(dist.get_rank(), 2), step=0)
+    return str(raised.value)
+
+
+def test_ranks_that_are_at_different_collectives_end_together():
+    first, second = run_on_ranks(2, issue_one_collective_too_many)
+    assert first == second
+    assert "different numbers of collectives" in first
+
+
+def lose_a_peer() -> str:
+    runner = failing_runner(2, [])
+    samples = samples_of(dist.get_rank(), 2)
+    runner.run(samples, step=0)
+    runner._model.zero_grad()
+    if dist.get_rank() == 1:
+        dist.destroy_process_group()
+        return ""
+    with pytest.raises(UnrecoverableError) as raised:
+        runner.run(samples, step=1)
+    dist.destroy_process_group()
+    return str(raised.value)
+
+
+def test_an_error_inside_a_collective_is_fatal_and_clear():
+    message, _ = run_on_ranks(2, lose_a_peer)
+    assert message.startswith("a collective of FSDP failed on rank 0 (")
+    assert "start again from the last checkpoint" in message
+
+
+def change_what_a_microbatch_communicates() -> None:
+    model = build(ModelConfig())
+    runner = failing_runner(2, [], model)
+    samples = samples_of(dist.get_rank(), 2)
+    runner.run(samples, step=0)
+    model.zero_grad()
+    model.set_reshard_after_forward(False)
+    runner.run(samples, step=1)
+    model.zero_grad()
+
+    def out_of_memory(samples):
+        raise torch.OutOfMemoryError
+
+    if dist.get_rank() == 1:
+        runner._forward_backward = out_of_memory
+    runner.run(samples, step=2)
+
+
+def test_a_schedule_that_changes_is_not_drained_by_guessing():
+    with pytest.raises(
+        RankFailed, match="RecoveryUnsupportedError: out of memory, and what a microbatch communicates"
+    ):
+        run_on_ranks(2, change_what_a_microbatch_communicates)
+
+
+def reasons() -> dict[str, str | None]:
+    def linear() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4))
+
+    flat, two_dimensional = (
+        init_device_mesh("cpu", (2,)),
+        init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")),
+    )
+    hooked = fully_shard(linear(), mesh=flat)
+    hooked[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    reduced = fully_shard(linear(), mesh=flat)
+    reduced.set_all_reduce_hook(lambda gradient: None)
+    inner_only = linear()
+    fully_shard(inner_only[0], mesh=flat)
+    return {
+        "sharded": why_recovery_is_off(fully_shard(linear(), mesh=flat)),
+        "two-dimensional": why_recovery_is_off(fully_shard(linear(), mesh=two_dimensional)),
+        "not sharded": why_recovery_is_off(linear()),
+        "root not sharded": why_recovery_is_off(inner_only),
+        "tensor parallel": why_recovery_is_off(distribute_module(linear(), flat)),
+        "optimizer in backward": why_recovery_is_off(hooked),
+        "all-reduce hook": why_recovery_is_off(reduced),
+    }
+
+
+def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
+    for found in run_on_ranks(2, reasons):
+        assert found.pop("sharded") is None
+        assert "mesh has more than one dimension" in found["two-dimensional"]
+        assert "optimizer_in_bwd" in found["optimizer in backward"]
+        assert "all-reduce hook" in found["all-reduce hook"]
+        assert all(found.values())
+
+
+def construct_on_an_unsharded_model() -> None:
+    model = build(ModelConfig(sharded=False))
+    StepRunner(model, forward_backward_of(model), limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2])
+
+
+def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError.*set adaptive.recover_from_oom: False"):
+        run_on_ranks(2, construct_on_an_unsharded_model)

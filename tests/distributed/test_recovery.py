@@ -1,0 +1,162 @@
+"""A step survives running out of memory. Every operation is tried by `python -m tests.distributed.faults`."""
+
+import gc
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed.faults import CASES, Case, sweep
+from tests.distributed.injection import Injector
+from tests.distributed.models import (
+    ModelConfig,
+    build,
+    forward_backward_of,
+    gradients_of,
+    same_gradients,
+    samples_of,
+)
+from tests.distributed.ranks import run_on_ranks
+from torchtune_adaptive import stepping
+from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.stepping import StepRunner
+
+SAMPLED = 311  # about six operations of a step, in forward, loss, backward and recomputation
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
+def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
+    for outcome in run_on_ranks(case.world_size, sweep, case, SAMPLED, timeout_s=120):
+        assert outcome.injected >= 5
+        assert outcome == (outcome.injected, outcome.injected, 0, 0)
+
+
+def runner_of(model: nn.Module, rows: int, injector: Injector | None = None) -> StepRunner[Tensor]:
+    forward_backward = forward_backward_of(model)
+
+    def watched(samples):
+        with (injector or Injector()).watching():
+            return forward_backward(samples)
+
+    return StepRunner(model, watched, limit=RowLimit(rows), length_of=len, stand_in=lambda sample: sample[:2])
+
+
+def recover_after_evaluation() -> tuple[int, bool]:
+    model = build(ModelConfig(dropout=0.0))
+    samples, injector = samples_of(dist.get_rank(), 2), Injector()
+    forward_backward_of(model)(samples[:1])
+    forward_backward_of(model)(samples[1:])
+    expected = gradients_of(model)
+    model.zero_grad()
+    runner = runner_of(model, 2, injector)
+    runner.run(samples, step=0)
+    model.zero_grad()
+    with torch.no_grad():
+        model(samples[0][None])
+    injector.arm([200] if dist.get_rank() == 1 else [])
+    runner.run(samples, step=1)
+    return runner.recoveries, same_gradients(gradients_of(model), expected)
+
+
+def test_an_evaluation_pass_before_the_step_does_not_confuse_recovery():
+    assert run_on_ranks(2, recover_after_evaluation) == [(1, True)] * 2
+
+
+def live_bytes_when_attempts_begin(fail_at: int) -> list[int]:
+    """On this rank, the memory in use at the start of each attempt at one step."""
+    model = build(ModelConfig(dropout=0.0))
+    samples, injector, live = samples_of(dist.get_rank(), 2), Injector(), []
+    meter = MemoryMeter()
+    meter.count(model.parameters())
+    runner = runner_of(model, 2, injector)
+    runner.run(samples, step=0)  # what stays for good, say positional embeddings, is allocated here
+    model.zero_grad()
+    gc.collect()
+    forward_backward = runner._forward_backward
+
+    def observed(samples):
+        live.append(meter.live_bytes)
+        return forward_backward(samples)
+
+    runner._forward_backward = observed
+    injector.arm([fail_at] if dist.get_rank() == 1 else [])
+    with meter:
+        runner.run(samples, step=1)
+    return live[:2]
+
+
+@pytest.mark.parametrize("fail_at", [60, 300, 600])
+def test_a_repeated_step_starts_with_the_memory_that_the_failed_one_had(fail_at: int):
+    for first_attempt, second_attempt in run_on_ranks(2, live_bytes_when_attempts_begin, fail_at):
+        the_loss = 4  # of the failed attempt, on a rank where it did not fail
+        assert second_attempt <= first_attempt + the_loss
+
+
+def train_capped(cap_bytes: int | None) -> tuple[list[float], int, int]:
+    """Four steps of AdamW, the third on long samples, with little memory on rank 1 only."""
+    model = build(ModelConfig(dropout=0.0))
+    meter = MemoryMeter()
+    meter.count(model.parameters())
+    runner = runner_of(model, rows=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    with meter:
+        for step in range(4):
+            meter.cap_bytes = cap_bytes if dist.get_rank() == 1 else None
+            samples = samples_of(dist.get_rank(), 4, seed=step, longest=32 if step == 2 else 8)
+            result = runner.run(samples, step=step)
+            losses.append(result.loss_sum.item() / result.target_tokens)
+            with runner.committing("optimizer.step", last_checkpoint=None):
+                optimizer.step()
+            optimizer.zero_grad()
+    return losses, runner.recoveries, meter.peak_bytes
+
+
+def test_a_rank_with_too_little_memory_trains_to_the_losses_of_unlimited_memory():
+    (expected, _, need_bytes), _ = run_on_ranks(2, train_capped, None)
+    for losses, recoveries, _ in run_on_ranks(2, train_capped, int(0.6 * need_bytes)):
+        assert recoveries >= 1
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
+    handler, injector = Lines(), Injector()
+    stepping.logger.addHandler(handler)
+    model = build(ModelConfig())
+    samples = [torch.ones(length, dtype=torch.int64) for length in (3, 5, 9, 4)]
+    runner = runner_of(model, 2, injector)
+    injector.arm([1200] if dist.get_rank() in failing else [])  # in the second microbatch
+    runner.run(samples, step=412)
+    return handler.lines
+
+
+@pytest.mark.parametrize(("failing", "who"), [((1,), "rank 1"), ((0, 1), "ranks 0, 1")])
+def test_a_recovery_is_one_line_in_the_log_of_rank_0(failing: tuple[int, ...], who: str):
+    line = (
+        f"step 412: out of memory on {who} (longest sample 9 tokens): microbatch 2 -> 1 rows, step repeated"
+    )
+    assert run_on_ranks(2, log_of_a_recovery, failing) == [[line], []]
+
+
+def shrink_a_small_step() -> int:
+    injector = Injector()
+    runner = runner_of(build(ModelConfig()), 16, injector)
+    injector.arm([200] if dist.get_rank() == 1 else [])
+    runner.run(samples_of(dist.get_rank(), 4), step=0)
+    return runner.limit.rows
+
+
+def test_the_limit_shrinks_from_what_ran_and_not_from_what_was_allowed():
+    assert run_on_ranks(2, shrink_a_small_step) == [2, 2]

@@ -1,0 +1,160 @@
+# ruff: noqa: RUF001 (the × is what is printed)
+import json
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.accumulation import accumulate
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.plots import draw_search
+from torchtune_adaptive.report import read_search, schedule_table, search_table, step_line, write_search
+from torchtune_adaptive.schedules import double_every, simulate
+from torchtune_adaptive.search import SearchResult, search
+
+GIB = 2**30
+FINGERPRINT = {"model": "llama3_1.llama3_1_8b", "world_size": 8, "shape": (1, 2), "budget": 75.2}
+
+
+def measured(rows: int) -> Peak:
+    peaks = {1: 38.4, 2: 42.9, 8: 69.7}
+    seconds = {1: 1.9, 2: 2.2, 8: 5.8}
+    return Peak({"backward": int(peaks[rows] * GIB)}, fits=True, seconds=seconds[rows])
+
+
+def example() -> SearchResult:
+    return search(measured, int(75.2 * GIB))
+
+
+def failing() -> SearchResult:
+    """Every way in which a probe can be refused."""
+
+    def measure(rows: int) -> Peak:
+        if rows == 16:
+            return Peak({}, fits=False, seconds=12.34)
+        return Peak({"step": rows * GIB, "update": GIB // 2}, fits=True, retries=2 * (rows == 8), seconds=0.5)
+
+    return search(measure, int(11.5 * GIB), strategy="decrease", max_rows=16)
+
+
+def test_the_table_is_the_one_that_users_are_promised() -> None:
+    assert search_table(example(), 4096) == (
+        "batch search · linear · 4096 tokens · budget 75.2 GiB a rank\n"
+        "  rows    peak       of budget   time\n"
+        "  1       38.4 GiB     51 %      1.9 s\n"
+        "  2       42.9 GiB     57 %      2.2 s\n"
+        "  8       69.7 GiB     93 %      5.8 s   <- chosen (9.2 fit, rounded down to a power of two)"
+    )
+
+
+def test_the_table_says_what_became_of_each_refused_size() -> None:
+    lines = search_table(failing(), 128).splitlines()
+    assert lines[2:] == [
+        "  16      out of memory          12.3 s",
+        "  8       8.0 GiB      70 %      0.5 s   2 allocator retries",
+        "  4       4.0 GiB      35 %      0.5 s   <- chosen (8 did not fit)",
+        "  out of memory once while probing, recovered",
+    ]
+
+
+def test_a_probe_over_a_soft_budget_is_told_apart_from_one_that_ran_out() -> None:
+    result = search(lambda rows: Peak({"step": rows * GIB}, fits=True), 3 * GIB, strategy="binary")
+    assert search_table(result, 128).endswith("  4       4.0 GiB     133 %      0.0 s   over budget")
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (8, "8 rows × 4 microbatches × 8 ranks = 256 samples a step (as configured)"),
+        (64, "64 rows × 1 microbatch × 8 ranks = 512 samples a step (configured: 256)"),
+        (5, "at most 5 rows × 7 microbatches × 8 ranks for 256 samples a step (as configured)"),
+        (1, "1 row × 32 microbatches × 8 ranks = 256 samples a step (as configured)"),
+    ],
+)
+def test_the_arithmetic_of_a_step_is_spelled_out(rows: int, line: str) -> None:
+    assert step_line(accumulate(rows, batch_size=2, gradient_accumulation_steps=16), 8) == line
+
+
+def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> None:
+    plans = simulate(
+        double_every(2),
+        epochs=6,
+        batch_size=4,
+        gradient_accumulation_steps=2,
+        samples_per_rank=1000,
+        max_batch_size=8,
+        lr_scaling="sqrt",
+    )
+    assert schedule_table(plans, ranks=8) == (
+        "batch schedule · 6 epochs · 498 steps\n"
+        "  epoch    batch size   microbatches   samples a step   steps    learning rate\n"
+        "  0-1      4            2 × 4          64               125      × 1\n"
+        "  2-3      8            2 × 8          128              62       × 1.41\n"
+        "  4        8            2 × 8          128              62       × 1.41"
+        "        <- 16 asked for, does not fit\n"
+        "  5        8            2 × 8          128              62       × 1.41"
+    )
+
+
+def test_a_written_search_is_read_back_under_the_same_fingerprint(tmp_path: Path) -> None:
+    write_search(tmp_path / "new", example(), 4096, FINGERPRINT)
+    assert read_search(tmp_path / "new", FINGERPRINT) == example()
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["batch_search.json"]
+
+
+def test_a_search_of_another_fingerprint_or_none_is_no_answer(tmp_path: Path) -> None:
+    assert read_search(tmp_path, FINGERPRINT) is None
+    write_search(tmp_path, example(), 4096, FINGERPRINT)
+    assert read_search(tmp_path, {**FINGERPRINT, "world_size": 4}) is None
+
+
+def test_a_result_that_this_version_cannot_read_is_no_answer_under_another_fingerprint(
+    tmp_path: Path,
+) -> None:
+    path = write_search(tmp_path, example(), 4096, {"version": 0})
+    record = json.loads(path.read_text())
+    del record["result"]["rows"]
+    path.write_text(json.dumps(record))
+    assert read_search(tmp_path, FINGERPRINT) is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3"])
+def test_a_file_that_is_not_a_search_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
+    (tmp_path / "batch_search.json").write_text(content)
+    with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search .*; delete it"):
+        read_search(tmp_path, FINGERPRINT)
+
+
+@pytest.mark.parametrize("result", [example(), failing()], ids=["linear", "failures"])
+def test_the_picture_is_drawn(tmp_path: Path, result: SearchResult) -> None:
+    pytest.importorskip("matplotlib")
+    path = draw_search(tmp_path, result, 4096)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_names_the_phases_the_budget_and_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure_module = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    draw_search(tmp_path, failing(), 4096)
+    axes = drawn[0].axes[0]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "step", "update", "budget, 11.5 GiB", "did not fit"
+    ]  # fmt: skip
+    assert [text.get_text() for text in axes.texts] == ["chosen: 4 rows, 4.0 GiB"]
+    assert axes.get_xlabel() == "rows in a microbatch (1 larger not shown)"
+    assert axes.get_ylabel() == "peak memory of a rank (GiB)"
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.plots"):
+        assert draw_search(tmp_path, example(), 4096) is None
+    assert caplog.messages == ["batch_search.png is not drawn: pip install 'torchtune-adaptive[plot]'"]
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,97 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.sizes import format_bytes, parse_size, parse_sizes, size_for_rank
+
+GIB = 2**30
+KEY = "adaptive.memory_limit"
+
+
+@pytest.mark.parametrize(
+    ("written", "expected_bytes"),
+    [
+        ("24GiB", 24 * GIB),
+        ("500MiB", 500 * 2**20),
+        ("80GB", 80 * 10**9),
+        ("1.5 GiB", 3 * GIB // 2),
+        ("  2gib ", 2 * GIB),
+        ("64KiB", 65536),
+        ("700b", 700),
+        (0.9, 90 * GIB),
+        ("0.25", 25 * GIB),
+        (1, 100 * GIB),
+    ],
+)
+def test_every_allowed_form_means_its_bytes(written: object, expected_bytes: int) -> None:
+    assert parse_size(written, KEY).bytes_of(100 * GIB) == expected_bytes
+
+
+def test_an_amount_is_capped_at_what_the_device_has() -> None:
+    assert parse_size("80GiB", KEY).bytes_of(79 * GIB) == 79 * GIB
+
+
+@pytest.mark.parametrize(
+    "written",
+    [24, 0, -0.5, 1.01, True, None, float("nan"), float("inf"), "nan", "", "GiB", "24G", "24 XiB", "-1GiB",
+     "1,5GiB", "0GiB", "0.1b", "90%", {"a": 1}],
+)  # fmt: skip
+def test_anything_else_is_an_error_that_names_key_value_and_allowed_forms(written: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_size(written, KEY)
+    for part in (KEY, repr(written), "24GiB", "0.9"):
+        assert part in str(caught.value)
+
+
+def test_a_list_gives_each_rank_its_own_amount() -> None:
+    sizes = parse_sizes(["1GiB", "500MiB", 0.5], KEY)
+    of_ranks = [size_for_rank(sizes, rank, 3, KEY).bytes_of(4 * GIB) for rank in range(3)]
+    assert of_ranks == [GIB, 500 * 2**20, 2 * GIB]
+
+
+def test_one_amount_is_that_of_every_rank() -> None:
+    sizes = parse_sizes("1GiB", KEY)
+    assert [size_for_rank(sizes, rank, 2, KEY).bytes_of(4 * GIB) for rank in range(2)] == [GIB, GIB]
+
+
+def test_a_bad_amount_in_a_list_is_named_by_its_rank() -> None:
+    with pytest.raises(ConfigError, match=r"memory_limit\[1\]: cannot read 'lots'"):
+        parse_sizes(["1GiB", "lots"], KEY)
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(0, 3), (2, 3), (0, 1)])
+def test_a_list_of_the_wrong_length_is_an_error_on_every_rank(rank: int, world_size: int) -> None:
+    sizes = parse_sizes(["1GiB", "2GiB"], KEY)
+    with pytest.raises(ConfigError, match=f"2 amounts for {world_size} ranks"):
+        size_for_rank(sizes, rank, world_size, KEY)
+
+
+def test_an_empty_list_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="empty"):
+        parse_sizes([], KEY)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (500 * 2**20, "500.0 MiB"),
+        (int(38.4 * GIB), "38.4 GiB"),
+        (GIB - 1, "1.0 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+        (5000 * 2**40, "5000.0 TiB"),
+        (-3 * GIB, "-3.0 GiB"),
+    ],
+)
+def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@given(st.integers(1, 2**50))
+def test_what_is_formatted_can_be_parsed_within_its_rounding(count: int) -> None:
+    text = format_bytes(count)
+    unit_bytes = parse_size(f"1{text.split()[1]}", KEY).bytes_of(2**60)
+    assert abs(parse_size(text, KEY).bytes_of(2**60) - count) <= 0.05 * unit_bytes + 1

@@ -1,0 +1,191 @@
+"""Runs training steps at their worst, and measures what they need on all ranks.
+
+A probe runs one microbatch of the shortest sample, which leaves accumulated gradients behind, then one with so many
+copies of the longest sample, then the update. Hooks read the peak of each phase (phases.py). One collective makes the
+peaks of all ranks one `Peak`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, Generic, TypeVar
+
+from torch import nn
+from torch.optim import Optimizer
+
+from torchtune_adaptive.collectives import Agreement, rank
+from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
+from torchtune_adaptive.memory import MemorySource, is_oom, release
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.phases import measuring_phases, phase_names
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.stepping import StepResult, StepRunner
+
+Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingStep(Generic[Sample]):
+    """One training step, as a search runs it."""
+
+    runner: StepRunner[Sample]
+    sample: Sample
+    """The worst case: as long as samples get, every token a target."""
+    update: Callable[[StepResult], object]
+    """Collective: what follows the backward: scales and clips gradients, steps the optimizers. Not the schedule."""
+    optimizers: Sequence[Optimizer]
+    boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Modules whose outputs cut the step into phases, in the order of the forward, each under the name of the part
+    that it ends: {"layers": final_norm, "head and loss": loss}. Without them a search may take more probes."""
+
+    @property
+    def length(self) -> int:
+        return self.runner.length_of(self.sample)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured in a probe."""
+
+    budget_bytes: int
+    retries: int
+    seconds: float
+    peaks: tuple[int, ...]
+    """Of each phase."""
+
+    @property
+    def missing_bytes(self) -> int:
+        """What the rank needs above its budget; negative if it has some left."""
+        return max(self.peaks) - self.budget_bytes
+
+
+def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
+    """One peak for all ranks, against the tightest budget among them.
+
+    Ranks differ in what they need and in what they have. What counts is what is left, so each rank's peaks are shifted
+    by what it has more than the tightest: the peak is within the tightest budget if every rank is within its own.
+    """
+    tightest = min(report.budget_bytes for report in reports)
+    shifted = [[peak + tightest - report.budget_bytes for peak in report.peaks] for report in reports]
+    return Peak(
+        phase_bytes={phase: max(0, *column) for phase, column in zip(phases, zip(*shifted, strict=True), strict=True)},
+        fits=True,
+        retries=max(report.retries for report in reports),
+        seconds=max(report.seconds for report in reports),
+    )
+
+
+class Prober:
+    """Probes one or several training steps, by name: one after another, while all keep what they keep in training."""
+
+    def __init__(self, steps: Mapping[str, TrainingStep[Any]], memory: MemorySource) -> None:
+        """Collective: on CUDA it creates the group that the ranks agree on."""
+        self._steps = steps
+        self._memory = memory
+        self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
+        self._agreement = Agreement(3 + len(self._phases))
+        self._budgets: list[int] = []
+        self._reports: list[RankReport] = []
+        self._failed: tuple[str, int] | None = None
+
+    def warm_up(self) -> int:
+        """Collective: brings all steps to where they are in training, with optimizer state and buffers of collectives.
+
+        Returns the tightest budget. Raises OneRowDoesNotFitError if training does not even fit with the shortest
+        sample: a rank that ran out of memory could not keep its peers company then.
+        """
+        self._probe(1, {name: [[step.runner.stand_in(step.sample)]] for name, step in self._steps.items()})
+        self._budgets = [report.budget_bytes for report in self._reports]
+        if self._failed or any(report.missing_bytes > 0 for report in self._reports):
+            raise self.one_row_error()
+        return min(self._budgets)
+
+    def measure(self, rows: int) -> Peak:
+        """Collective: the same peak on every rank."""
+        self._probe(
+            rows,
+            {name: [[step.runner.stand_in(step.sample)], [step.sample] * rows] for name, step in self._steps.items()},
+        )
+        if self._failed:
+            return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
+        return agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
+
+    def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
+        """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured."""
+        started, retries = perf_counter(), self._memory.retries
+        peaks: dict[tuple[str, str], int] = {}
+        self._failed = None
+        for name, step in self._steps.items():
+            with _explaining(rows):
+                measured, failed_ranks = self._run(step, microbatches[name], limited=rows > 1)
+            if failed_ranks:
+                self._failed = name, failed_ranks[0]
+                break
+            peaks.update({(name, phase): peak for phase, peak in measured.items()})
+        release()
+        budget_bytes = self._budgets[rank()] if self._budgets else self._memory.budget_bytes
+        table = self._agreement.gather(
+            [
+                budget_bytes,
+                self._memory.retries - retries,
+                perf_counter() - started,
+                *(peaks.get(phase, 0) for phase in self._phases),
+            ]
+        )
+        self._reports = [
+            RankReport(int(budget), int(retries), seconds, tuple(map(int, measured)))
+            for budget, retries, seconds, *measured in table
+        ]
+
+    def _run(
+        self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
+    ) -> tuple[dict[str, int], tuple[int, ...]]:
+        """Collective: one step: the peak of each phase, and the ranks that ran out of memory."""
+        # One row tells what it needs, also above the limit. So does a step that could not go on after running out.
+        limit = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
+        with measuring_phases(self._memory, step.runner.model, step.boundaries) as meter:
+            with limit:
+                attempt = step.runner.attempt(microbatches)
+            if attempt.result is not None:
+                meter.begin_update()
+                # Its collectives cannot be drained, and its need does not depend on the rows: measured, not limited.
+                with self._memory.unlimited():
+                    step.update(attempt.result)
+                meter.end_phase()
+        step.runner.model.zero_grad(set_to_none=True)
+        return meter.peaks, attempt.failed_ranks
+
+    def one_row_error(self) -> OneRowDoesNotFitError:
+        """What the last probe, of one row, needed and did not have; the same on every rank."""
+        if self._failed is not None:
+            name, where = self._failed
+            need_bytes = None
+        else:
+            where = max(range(len(self._reports)), key=lambda index: self._reports[index].missing_bytes)
+            need_bytes = max(self._reports[where].peaks)
+            name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
+        budget_bytes = self._reports[where].budget_bytes
+        need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
+        return OneRowDoesNotFitError(
+            f"one row of {self._steps[name].length} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
+            f"whose budget is {format_bytes(budget_bytes)}; lower the sequence length, set "
+            "enable_activation_checkpointing: True, or train on more ranks",
+            need_bytes=need_bytes,
+            budget_bytes=budget_bytes,
+        )
+
+
+@contextmanager
+def _explaining(rows: int) -> Iterator[None]:
+    """Says what it means if a step runs out of memory where no limit stopped it and nothing can be run again."""
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise UnrecoverableError(
+            f"rank {rank()} ran out of memory while {rows} rows were measured, in the update or in a step that cannot "
+            "be run again (optimizer_in_bwd, tensor parallel, recover_from_oom: False), and its peers cannot go on "
+            "alone; set adaptive.max_batch_size below that, lower the sequence length, or train on more ranks"
+        ) from error

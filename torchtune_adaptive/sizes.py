@@ -1,0 +1,95 @@
+"""Amounts of memory as people write and read them: `24GiB`, `500MiB`, `0.9` of what there is."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_adaptive.errors import ConfigError
+
+_UNITS = {
+    "b": 1,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
+_ALLOWED = "allowed: an amount (24GiB, 500MiB, 80GB) or a fraction of the device, above 0 and up to 1 (0.9)"
+
+
+@dataclass(frozen=True)
+class MemorySize:
+    """An amount of memory: absolute, or a share of a device whose size is not known yet."""
+
+    amount: float
+    is_fraction: bool
+
+    def bytes_of(self, total_bytes: int) -> int:
+        """This amount on a device of `total_bytes`; never more than the device has.
+
+        Capped and not refused, since an "80 GB" card reports a little less than 80 GB.
+        """
+        wanted_bytes = self.amount * total_bytes if self.is_fraction else self.amount
+        return min(int(wanted_bytes), total_bytes)
+
+
+def parse_size(value: Any, key: str) -> MemorySize:
+    """One amount of memory from the config; `key` is what an error calls it."""
+    number = _as_number(value)
+    if number is not None:
+        if not 0 < number <= 1:
+            raise ConfigError(f"{key}: {value!r} is neither an amount of memory nor a fraction; {_ALLOWED}")
+        return MemorySize(number, is_fraction=True)
+    match = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    unit_bytes = _UNITS.get(match[2].lower()) if match else None
+    if match is None or unit_bytes is None:
+        raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {_ALLOWED}")
+    amount = float(match[1]) * unit_bytes
+    if amount < 1:
+        raise ConfigError(f"{key}: {value!r} leaves no memory at all; {_ALLOWED}")
+    return MemorySize(amount, is_fraction=False)
+
+
+def parse_sizes(value: Any, key: str) -> tuple[MemorySize, ...]:
+    """One amount for all ranks (a tuple of one), or a list with one amount per rank."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        return (parse_size(value, key),)
+    if not value:
+        raise ConfigError(f"{key}: the list is empty; give one amount, or a list with one per rank")
+    return tuple(parse_size(item, f"{key}[{rank}]") for rank, item in enumerate(value))
+
+
+def size_for_rank(sizes: Sequence[MemorySize], rank: int, world_size: int, key: str) -> MemorySize:
+    """The amount that is meant for `rank`; every rank sees the same error where the list does not match."""
+    if len(sizes) not in (1, world_size):
+        raise ConfigError(
+            f"{key}: {len(sizes)} amounts for {world_size} ranks; give one amount, or a list of one per rank"
+        )
+    return sizes[0] if len(sizes) == 1 else sizes[rank]
+
+
+def format_bytes(count: float) -> str:
+    """`38.4 GiB`: one decimal, in the unit that keeps it below 1024."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        # What would be printed decides, so that 1023.97 MiB reads 1.0 GiB and not 1024.0 MiB.
+        if abs(round(value, 1)) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def _as_number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
