@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -39,9 +40,11 @@ def run_one_epoch(kind: str, folder: Path, epoch: int, *overrides: str) -> None:
     recipe_type = load_ours(kind)
     save = recipe_type._save_checkpoint
 
-    def save_and_stop(self: object, saved: int) -> None:
+    def save_and_stop(self: Any, saved: int) -> None:
         save(self, saved)
         if saved + 1 < EPOCHS:
+            if overrides == ASYNC:
+                self._checkpoints._client._get_dcp_checkpointer()._checkpoint_future.result()
             raise Stopped
 
     resume = ["resume_from_checkpoint=True"] if epoch else []

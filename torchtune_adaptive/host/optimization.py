@@ -51,6 +51,7 @@ class UpdateAfterBackward:
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         self._schedule = _Schedule(cfg)
         self.checkpointed = components.build("optimizer", cfg, model.parameters())
+        self._schedule.claim(self.checkpointed)
         if state:
             training.load_from_full_optimizer_state_dict(model, self.checkpointed, state, device)
 
@@ -143,6 +144,12 @@ class _Schedule:
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._factor = 1.0
         self.scheduler: LRScheduler | None = None
+
+    def claim(self, optimizer: torch.optim.Optimizer) -> None:
+        """Makes room for what the scheduler keeps in the optimizer: a distributed checkpoint fills only what is there."""
+        if self._cfg.get("lr_scheduler") is not None:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
 
     def start(
         self, optimizers: Sequence[torch.optim.Optimizer], total_steps: int, steps_done: int, factor: float
