@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
@@ -23,6 +23,9 @@ from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.stepping import StepResult, StepRunner
 
 Sample = TypeVar("Sample")
+
+_UNLIMITED_ROWS = 2
+"""Up to here a need above the limit is measured: one row tells the user what it takes, two make a line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +47,14 @@ class TrainingStep(Generic[Sample]):
         return self.runner.length_of(self.sample)
 
 
-@dataclass(frozen=True)
-class RankReport:
+class RankReport(NamedTuple):
     """What one rank measured in a probe."""
 
     budget_bytes: int
     retries: int
     seconds: float
     peaks: tuple[int, ...]
-    """Of each phase."""
+    """Of each phase; 0 for phases that were not reached."""
 
     @property
     def missing_bytes(self) -> int:
@@ -84,65 +86,67 @@ class Prober:
         self._steps = steps
         self._memory = memory
         self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
-        self._agreement = Agreement(3 + len(self._phases))
+        self._agreement = Agreement(len(RankReport._fields) - 1 + len(self._phases))
         self._budgets: list[int] = []
+        # Of the last probe, the same on every rank:
         self._reports: list[RankReport] = []
-        self._failed: tuple[str, int] | None = None
+        self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
 
     def warm_up(self) -> int:
-        """Collective: brings all steps to where they are in training, with optimizer state and buffers of collectives.
+        """Collective: brings all steps to where they are in training, with optimizer state and communication buffers.
 
-        Returns the tightest budget. Raises OneRowDoesNotFitError if training does not even fit with the shortest
-        sample: a rank that ran out of memory could not keep its peers company then.
+        Returns the tightest budget. Raises OneRowDoesNotFitError if not even the shortest sample is within the budget:
+        a rank that ran out of memory could not keep its peers company then.
         """
         self._probe(1, {name: [[step.runner.stand_in(step.sample)]] for name, step in self._steps.items()})
         self._budgets = [report.budget_bytes for report in self._reports]
-        if self._failed or any(report.missing_bytes > 0 for report in self._reports):
-            raise self.one_row_error()
-        return min(self._budgets)
+        if self._failed is None:
+            if any(max(report.peaks) == 0 for report in self._reports):
+                raise ValueError("a training step needed no memory at all: search inside of `with meter:`")
+            if all(report.missing_bytes <= 0 for report in self._reports):
+                return min(self._budgets)
+            self.measure(1)  # tells what the user needs to know
+        raise self.one_row_error()
 
     def measure(self, rows: int) -> Peak:
         """Collective: the same peak on every rank."""
-        self._probe(
-            rows,
-            {name: [[step.runner.stand_in(step.sample)], [step.sample] * rows] for name, step in self._steps.items()},
-        )
+        steps = self._steps.items()
+        self._probe(rows, {n: [[step.runner.stand_in(step.sample)], [step.sample] * rows] for n, step in steps})
         if self._failed:
             return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
         return agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
         """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured."""
-        started, retries = perf_counter(), self._memory.retries
+        started, retries_before = perf_counter(), self._memory.retries
         peaks: dict[tuple[str, str], int] = {}
         self._failed = None
         for name, step in self._steps.items():
             with _explaining(rows):
-                measured, failed_ranks = self._run(step, microbatches[name], limited=rows > 1)
+                measured, failed_ranks = self._run(step, microbatches[name], limited=rows > _UNLIMITED_ROWS)
             if failed_ranks:
                 self._failed = name, failed_ranks[0]
                 break
             peaks.update({(name, phase): peak for phase, peak in measured.items()})
         release()
+        # What is free may change while others use the GPU too: an answer is for one budget.
         budget_bytes = self._budgets[rank()] if self._budgets else self._memory.budget_bytes
-        table = self._agreement.gather(
-            [
-                budget_bytes,
-                self._memory.retries - retries,
-                perf_counter() - started,
-                *(peaks.get(phase, 0) for phase in self._phases),
-            ]
-        )
+        retries, seconds = self._memory.retries - retries_before, perf_counter() - started
+        self._exchange(RankReport(budget_bytes, retries, seconds, tuple(peaks.get(p, 0) for p in self._phases)))
+
+    def _exchange(self, report: RankReport) -> None:
+        """Collective: one small table of numbers."""
+        *facts, peaks = report
         self._reports = [
             RankReport(int(budget), int(retries), seconds, tuple(map(int, measured)))
-            for budget, retries, seconds, *measured in table
+            for budget, retries, seconds, *measured in self._agreement.gather([*facts, *peaks])
         ]
 
     def _run(
         self, step: TrainingStep[Any], microbatches: list[list[Any]], *, limited: bool
     ) -> tuple[dict[str, int], tuple[int, ...]]:
         """Collective: one step: the peak of each phase, and the ranks that ran out of memory."""
-        # One row tells what it needs, also above the limit. So does a step that could not go on after running out.
+        # A step that could not go on after running out of memory must not do so while its need can be measured.
         limit = nullcontext() if limited and step.runner.recovers else self._memory.unlimited()
         with measuring_phases(self._memory, step.runner.model, step.boundaries) as meter:
             with limit:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.accumulation import lr_factor, split_step
+from torchtune_adaptive.accumulation import Accumulation, lr_factor, split_step
 from torchtune_adaptive.errors import ConfigError
 
 Increase = Callable[[int, int], int]
@@ -73,8 +73,35 @@ class EpochPlan:
     """The batch size that was asked for and not taken, since it does not fit."""
 
 
+def steady(
+    step: Accumulation,
+    *,
+    epochs: int,
+    samples_per_rank: int,
+    max_steps_per_epoch: int | None = None,
+    lr_scaling: str = "none",
+    past: Sequence[EpochPlan] = (),
+) -> tuple[EpochPlan, ...]:
+    """Every epoch of a run whose steps are all alike, after the `past` epochs of a resumed one."""
+    return (
+        *past[:epochs],
+        *(
+            EpochPlan(
+                epoch=epoch,
+                batch_size=step.rows,
+                microbatches=step.microbatches,
+                microbatch_rows=step.rows,
+                samples_per_step=step.samples_per_step,
+                steps=_steps(epoch, step.samples_per_step, samples_per_rank, max_steps_per_epoch),
+                lr_factor=lr_factor(step.growth, lr_scaling),
+            )
+            for epoch in range(len(past), epochs)
+        ),
+    )
+
+
 def simulate(
-    function: Increase | None,
+    function: Increase,
     *,
     epochs: int,
     batch_size: int,
@@ -86,7 +113,7 @@ def simulate(
     lr_scaling: str = "none",
     past: Sequence[EpochPlan] = (),
 ) -> tuple[EpochPlan, ...]:
-    """Every epoch of the run, in order. Without a function, the batch size stays.
+    """Every epoch of the run, in order.
 
     `max_batch_size` is what fits; an increase above it is refused (`skip`), taken with more microbatches
     (`accumulate`) or an error. `past` are the epochs of a resumed run as they were: the function is not asked
@@ -96,7 +123,7 @@ def simulate(
     plans = list(past[:epochs])
     current = plans[-1].batch_size if plans else batch_size
     for epoch in range(len(plans), epochs):
-        asked = current if function is None else _ask(function, epoch, current)
+        asked = _ask(function, epoch, current)
         taken = _admit(asked, current, max_batch_size, beyond_memory, epoch)
         samples = taken * gradient_accumulation_steps
         plans.append(

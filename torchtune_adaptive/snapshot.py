@@ -1,8 +1,8 @@
 """Everything that a training step changes, copied to the host and put back bit by bit.
 
-Copying needs no assumption about the optimizer: what it does with gradients of zero, with a learning rate of zero or
-with -0.0 does not matter. The host needs room for this rank's trainable parameters, and for the optimizer's state
-where there is some already: less than a checkpoint takes.
+Copying needs no assumption about the optimizer: it does not matter what it makes of a gradient or a learning rate of
+zero, or of -0.0. The host needs room for this rank's trainable parameters, and for the optimizer's state where there is
+some already: less than writing a checkpoint takes.
 """
 
 import copy
@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
@@ -19,7 +20,7 @@ from torchtune_adaptive.memory import RngState, plain_tensors
 
 @contextmanager
 def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Puts parameters, buffers, optimizer state and random generators back; gradients were None before."""
+    """Puts parameters, buffers, optimizer state and random generators back, and gradients to None."""
     rng = RngState.capture()
     buffers = [
         (module, name, buffer)
@@ -27,55 +28,61 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
     ]
-    parameters = [p for model in models for p in model.parameters() if p.requires_grad]
     states = [_OptimizerState(optimizer) for optimizer in optimizers]
-    kept = [*parameters, *(buffer for _, _, buffer in buffers), *(t for state in states for t in state.tensors)]
-    contents = _Contents(kept)
+    contents = _Contents(
+        [
+            *(parameter for model in models for parameter in model.parameters() if parameter.requires_grad),
+            *(buffer for _, _, buffer in buffers),
+            *(tensor for state in states for tensor in state.tensors),
+        ]
+    )
     try:
         yield
     finally:
-        contents.put_back()
+        for model in models:
+            model.zero_grad(set_to_none=True)
         for module, name, buffer in buffers:
             setattr(module, name, buffer)
         for state in states:
             state.put_back()
-        for model in models:
-            model.zero_grad(set_to_none=True)
+        contents.put_back()
         rng.restore()
 
 
 class _Contents:
-    """The bytes of tensors, DTensors and quantized ones among them. Tensors that share storage are copied once."""
+    """What is in tensors, DTensors and quantized ones among them."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        storages = {s.data_ptr(): s for t in tensors for p in plain_tensors(t) if (s := p.untyped_storage()).nbytes()}
-        self._copies = [(storage, _to_host(storage)) for storage in storages.values()]
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        self._copies = [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in distinct]
 
     def put_back(self) -> None:
-        for storage, copied in self._copies:
-            storage.copy_(copied)
+        for tensor, copies in self._copies:
+            # Looked up again: FSDP's first pass moves shards that need padding to a storage of their own.
+            for plain, copied in zip(plain_tensors(tensor), copies, strict=True):
+                plain.detach().copy_(copied)
 
 
-def _to_host(storage: UntypedStorage) -> UntypedStorage:
-    # A storage without a tensor: a meter that stands in for device memory must not count the copy.
-    return UntypedStorage(storage.nbytes()).copy_(storage)
+def _to_host(tensor: Tensor) -> Tensor:
+    # In a storage of its own making: a meter that stands in for device memory must not count the copy.
+    storage = UntypedStorage(tensor.numel() * tensor.element_size())
+    host: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    host.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
+    return host.copy_(tensor.detach())
 
 
 class _OptimizerState:
-    """State and options of an optimizer: which tensors they consist of, and all that is no tensor."""
+    """State and options of an optimizer: the tensors in them, and a copy of all that is no tensor."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self.tensors = [
-            leaf
-            for tree in (dict(optimizer.state), optimizer.param_groups)
-            for leaf in tree_iter(tree)
-            if isinstance(leaf, Tensor)
-        ]
+        trees = dict(optimizer.state), optimizer.param_groups
+        self.tensors = [leaf for leaf in tree_iter(trees) if isinstance(leaf, Tensor)]
+        # Containers and numbers are copied. Tensors stay the same objects, whose contents are put back by themselves.
         same = {id(tensor): tensor for tensor in (*self.tensors, *optimizer.state)}
-        # Containers and numbers are copied; tensors stay the same objects, whose contents come back by themselves.
-        self._state: dict[Any, Any] = copy.deepcopy(dict(optimizer.state), dict(same))
-        self._groups: list[dict[str, Any]] = copy.deepcopy(optimizer.param_groups, dict(same))
+        self._state: dict[Any, Any]
+        self._groups: list[dict[str, Any]]
+        self._state, self._groups = copy.deepcopy(trees, same)
 
     def put_back(self) -> None:
         self._optimizer.state.clear()

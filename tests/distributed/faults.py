@@ -1,7 +1,7 @@
-"""The fault sweep: runs out of memory at every operation of a step, and looks at the gradients that come out.
+"""The fault sweep: runs out of memory at every operation of a step, and compares the gradients that come out.
 
 python -m tests.distributed.faults                 every operation of every case
-python -m tests.distributed.faults --stride 13     every 13th
+python -m tests.distributed.faults --at-most 50    50 operations of every case, evenly spread
 python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
 """
 
@@ -184,8 +184,8 @@ class Bench:
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
 
 
-def sweep(case: Case, stride: int) -> Outcome:
-    """Collective: every `stride`-th operation of a step."""
+def sweep(case: Case, at_most: int) -> Outcome:
+    """Collective: every operation of a step, or so many of them, evenly spread."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
     bench = Bench(case)
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
@@ -196,7 +196,7 @@ def sweep(case: Case, stride: int) -> Outcome:
     gc.collect()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
     injected = recovered = wrong = 0
-    for fail_at in _points(case, operations, stride):
+    for fail_at in _points(case, operations, max(case.stride, -(-operations // at_most))):
         if case.first_pass:
             runner = bench.new_runner()
         step = bench.disturbed(runner, fail_at)
@@ -229,10 +229,10 @@ def _over_ranks(mine: float) -> float:
     return total.item()
 
 
-def run(case: Case, stride: int, timeout_s: float) -> Outcome:
+def run(case: Case, at_most: int, timeout_s: float) -> Outcome:
     """A sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
     try:
-        outcomes = run_on_ranks(case.world_size, sweep, case, stride, timeout_s=timeout_s)
+        outcomes = run_on_ranks(case.world_size, sweep, case, at_most, timeout_s=timeout_s)
     except RanksHung as error:
         print(f"{case.name}: {error}", file=sys.stderr)
         return Outcome(hung=1)
@@ -247,14 +247,14 @@ def main() -> int:
     arguments = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    arguments.add_argument("--stride", type=int, help="try every n-th operation only")
+    arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=3600, help="seconds that one case may take")
     options = arguments.parse_args()
     total = Outcome()
     for case in (case for case in CASES if options.case in case.name):
         started = time.monotonic()
-        outcome = run(case, options.stride or case.stride, options.timeout)
+        outcome = run(case, options.at_most, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
     print(total)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,7 +21,8 @@ import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.host.configs import locate
+from torchtune_adaptive.host import process_group
+from torchtune_adaptive.host.configs import locate, read_command_line
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
@@ -35,6 +41,10 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
         "metric_logger._component_=tests.recipes.recording.JsonLogger",
         f"metric_logger.path={folder / 'log.jsonl'}",
         "dataset.samples=64",
+        "batch_size=4",
+        "gradient_accumulation_steps=2",
+        "use_maximum_batch_size=False",
+        "adaptive=null",
         "epochs=1",
     ]
     merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
@@ -62,6 +72,20 @@ def run_ours(kind: str, cfg: DictConfig) -> Any:
     return recipe
 
 
+def start_here(kind: str, *arguments: str, train: bool = False) -> None:
+    """Our recipe as the command line starts it, on one rank, in this process; without `train` only until it could."""
+    with mock.patch.object(sys, "argv", [OURS[kind][0], *arguments]):
+        cfg = read_command_line(sys.argv)
+    try:
+        recipe = load_ours(kind)(cfg)
+        recipe.setup()
+        if train:
+            recipe.train()
+            recipe.cleanup()
+    finally:
+        process_group.leave()
+
+
 def run_stock(kind: str, cfg: DictConfig) -> None:
     """Collective: the whole life of the stock recipe, with the names replaced that fail on a CPU."""
     with stock_on_cpu():
@@ -76,9 +100,8 @@ def run_stock(kind: str, cfg: DictConfig) -> None:
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
     """Without the memory statistics that exist on accelerators only."""
-    nothing: dict[str, float] = {}
     with (
-        mock.patch("torchtune.training.get_memory_stats", return_value=nothing),
+        mock.patch("torchtune.training.get_memory_stats", return_value={}),
         mock.patch("torchtune.training.log_memory_stats"),
         mock.patch("torchtune.training.cleanup_before_training"),
     ):
@@ -93,7 +116,54 @@ def saved_weights(folder: Path, epoch: int = 0) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def tune_run(recipe: str, arguments: Sequence[str], nproc: int | None) -> list[str]:
-    """The command line of `tune run`, with this interpreter's torchtune."""
-    launcher = [] if nproc is None else ["--nproc_per_node", str(nproc)]
-    return [str(Path(sys.executable).parent / "tune"), "run", *launcher, recipe, *arguments]
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended by itself."""
+
+    status: int
+    output: str
+    """What it wrote to stdout and stderr, in the order in which a user sees it."""
+    seconds: float
+
+
+def tune_run(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout_s: float) -> Finished:
+    """`tune run`, as a user calls it; without `ranks` there is no launcher, and the recipe runs in tune's process."""
+    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    tune = str(Path(sys.executable).parent / "tune")
+    return run_command([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
+
+
+def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
+    """The command in a session of its own, so that none of its processes outlives it, nor the timeout."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_session(process)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}") from None
+    finally:
+        kill_session(process)
+    return Finished(process.returncode, output, time.monotonic() - began)
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def environment() -> dict[str, str]:
+    """What a user's shell has: nothing of a test's, and one thread a process, because the ranks share the cores."""
+    from_outside = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        from_outside.pop(key, None)
+    return {**from_outside, "OMP_NUM_THREADS": "1"}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import training
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.settings import Settings
@@ -36,20 +37,11 @@ class Metrics:
             self._logger = components.build("metric_logger", cfg)
             self._logger.log_config(cfg)
 
-    def announce(self, settings: Settings, steps_per_epoch: int, epochs: int) -> None:
-        """The arithmetic of a run, before it starts."""
-        if self._shown:
-            ranks = dist.get_world_size() // settings.tensor_parallel_dim
-            samples = settings.samples_per_step * ranks
-            logger.info(
-                "%d rows × %d microbatches × %d ranks = %d samples a step · %d steps an epoch · %d epochs",
-                *(settings.batch_size, settings.gradient_accumulation_steps, ranks, samples, steps_per_epoch, epochs),
-            )
-
     def epoch(self, epoch: int, steps: Iterable[Item], total: int) -> Iterator[Item]:
         """The steps of an epoch, with a progress bar around them."""
         self._epoch = epoch
-        with tqdm(total=total, disable=not self._shown) as self._bar:
+        ours = [logging.getLogger("torchtune_adaptive")]
+        with logging_redirect_tqdm(ours), tqdm(total=total, disable=not self._shown) as self._bar:
             self._step_began = time.perf_counter()
             yield from steps
 
