@@ -1,8 +1,8 @@
 """Every config that torchtune ships for the two recipes, made to run on CPUs without network or weights.
 
 What has to be replaced, and nothing else: the device, the places of files, the sizes of models and images, the
-tokenizers' vocabularies, the rows of the datasets, the compiler's code generation and pinned memory. All other keys
-keep their values, and all else of torchtune runs as it is: builders, transforms, packing, collating, checkpointers.
+tokenizers' vocabularies, the rows of the datasets, offloading to the CPU and the compiler's code generation. All
+other keys keep their values, and the rest of torchtune runs as it is: builders, transforms, packing, checkpointers.
 """
 
 import contextlib
@@ -116,6 +116,9 @@ def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
     changed.device = "cpu"
     changed.output_dir = str(directory / "out")
     changed.checkpointer.checkpoint_dir = str(directory / "weights")
+    if cfg.get("fsdp_cpu_offload"):
+        # FSDP pins what it offloads, which no machine without an accelerator can
+        changed.fsdp_cpu_offload = False
     if "image_size" in cfg.tokenizer:
         changed.tokenizer.image_size = changed.model.image_size = IMAGE_SIZE
     else:
@@ -151,9 +154,7 @@ def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
     with contextlib.ExitStack() as patches:
         patches.enter_context(shrunk_models())
         replacements = {
-            "torchtune.datasets._sft.load_dataset": lambda source, **_: [_row(source, i) for i in range(rows)],
-            # fsdp_cpu_offload pins memory, which needs an accelerator
-            "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
+            "torchtune.datasets._sft.load_dataset": lambda source, **_: [_row(source, i) for i in range(rows)]
         }
         if "image_size" in cfg.tokenizer:
             replacements[f"{VISION}.llama3_tokenizer"] = small_tokenizer
