@@ -23,7 +23,6 @@ from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
 
 IMAGE_SIZE = 28
 MAX_TILES = 4
-FUSION_INTERVAL = 2
 
 SMALL = {
     "vocab_size": VOCAB_SIZE,
@@ -33,7 +32,7 @@ SMALL = {
     "head_dim": 32,
     "intermediate_dim": 128,
     # vision
-    "fusion_interval": FUSION_INTERVAL,
+    "fusion_interval": 2,
     "decoder_embed_dim": 64,
     "clip_embed_dim": 64,
     "clip_num_layers": 2,
@@ -49,7 +48,6 @@ QUANTIZED = {
     "clip_embed_dim": 256,
     "scaler_block_size": 256,
 }
-
 
 Arguments = dict[str, Any]
 

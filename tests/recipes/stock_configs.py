@@ -1,7 +1,8 @@
 """Every config that torchtune ships for the two recipes, made to run on CPUs without network or weights.
 
 What has to be replaced, and nothing else: the device, the places of files, the sizes of models and images, the
-tokenizers' vocabularies and the rows of the datasets. All other keys keep their values.
+tokenizers' vocabularies, the rows of the datasets, offloading to the CPU and the compiler's code generation. All
+other keys keep their values, and the rest of torchtune runs as it is: builders, transforms, packing, checkpointers.
 """
 
 import contextlib
@@ -29,9 +30,8 @@ from torchtune_adaptive.demo.dataset import demo_row
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 
 RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
-WORLD_SIZE = 2
 BYTES_PER_TOKEN = 4
-# a pack takes about as many rows
+# more than fit into a pack
 ROWS_PER_PACK = 24
 VISION = "torchtune.models.llama3_2_vision._transform"
 TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
@@ -56,8 +56,8 @@ class StockConfig:
     def mark_done(self, parent: Path) -> None:
         (self.folder(parent) / f"done_{os.environ['RANK']}").touch()
 
-    def is_done(self, parent: Path) -> bool:
-        return len(list(self.folder(parent).glob("done_*"))) == WORLD_SIZE
+    def is_done(self, parent: Path, world_size: int) -> bool:
+        return len(list(self.folder(parent).glob("done_*"))) == world_size
 
     def load(self) -> DictConfig:
         return OmegaConf.load(self.path)
@@ -73,8 +73,8 @@ def stock_configs() -> list[StockConfig]:
     ]
 
 
-def train_all(stocks: Sequence[StockConfig], folder: Path) -> dict[StockConfig, str]:
-    """Our recipes over these configs on two ranks; returns why each that failed did so."""
+def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> dict[StockConfig, str]:
+    """Our recipes over these configs; returns why each that failed did so."""
     failures = {}
     _spare_garbage_collector()
     for stock in stocks:
@@ -84,9 +84,9 @@ def train_all(stocks: Sequence[StockConfig], folder: Path) -> dict[StockConfig, 
     pending = list(stocks)
     while pending:
         try:
-            run_on_ranks(WORLD_SIZE, _train_each, pending, free_ports(len(pending)), folder, timeout_s=400)
+            run_on_ranks(world_size, _train_each, pending, free_ports(len(pending)), folder, timeout_s=400)
         except RankFailed as failure:
-            pending = [stock for stock in pending if not stock.is_done(folder)]
+            pending = [stock for stock in pending if not stock.is_done(folder, world_size)]
             failures[pending.pop(0)] = str(failure)
         else:
             break
@@ -100,7 +100,7 @@ def _train_each(stocks: Sequence[StockConfig], ports: Sequence[int], folder: Pat
         _spare_garbage_collector()
         os.environ["MASTER_PORT"] = str(port)
         cfg = on_cpu(stock.load(), stock.folder(folder))
-        with offline(cfg):
+        with _offline(cfg, int(os.environ["WORLD_SIZE"])):
             run_ours("lora" if stock.is_lora else "full", cfg)
         stock.mark_done(folder)
 
@@ -116,6 +116,9 @@ def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
     changed.device = "cpu"
     changed.output_dir = str(directory / "out")
     changed.checkpointer.checkpoint_dir = str(directory / "weights")
+    if cfg.get("fsdp_cpu_offload"):
+        # FSDP pins what it offloads, which no machine without an accelerator can
+        changed.fsdp_cpu_offload = False
     if "image_size" in cfg.tokenizer:
         changed.tokenizer.image_size = changed.model.image_size = IMAGE_SIZE
     else:
@@ -142,18 +145,16 @@ def steps_of(cfg: DictConfig) -> int:
 
 
 @contextlib.contextmanager
-def offline(cfg: DictConfig) -> Iterator[None]:
+def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
     """While open, models are small, and rows, image tiles and vision's tokenizer are made on the spot."""
     import_model(cfg)
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps * WORLD_SIZE * steps_of(cfg)
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps * world_size * steps_of(cfg)
     if cfg.dataset.get("packed"):
         rows *= ROWS_PER_PACK
     with contextlib.ExitStack() as patches:
         patches.enter_context(shrunk_models())
         replacements = {
-            "torchtune.datasets._sft.load_dataset": lambda source, **_: [_row(source, i) for i in range(rows)],
-            # fsdp_cpu_offload pins memory, which needs an accelerator
-            "torch.Tensor.pin_memory": lambda tensor, *_: tensor,
+            "torchtune.datasets._sft.load_dataset": lambda source, **_: [_row(source, i) for i in range(rows)]
         }
         if "image_size" in cfg.tokenizer:
             replacements[f"{VISION}.llama3_tokenizer"] = small_tokenizer

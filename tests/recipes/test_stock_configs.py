@@ -1,5 +1,5 @@
 """Every config that torchtune ships for the two stock recipes trains here and saves, on two ranks, unchanged but for
-what a machine without GPU, network and weights cannot have (see stock_configs.py)."""
+what a machine without GPU, network and weights cannot have (see stock_configs.py). None is left out."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     calls = [getattr(item, "callspec", None) for item in request.session.items]
     wanted = {call.params["stock"] for call in calls if call is not None and "stock" in call.params}
     folder = tmp_path_factory.mktemp("stock")
-    return Runs(folder, train_all([stock for stock in ALL if stock in wanted], folder))
+    return Runs(folder, train_all([stock for stock in ALL if stock in wanted], folder, world_size=2))
 
 
 def test_torchtune_ships_configs_for_both_recipes() -> None:
@@ -87,6 +87,13 @@ def test_lora_saves_whole_weights_unless_told_not_to(runs: Runs, stock: StockCon
         assert not list(epoch_folder(cfg).glob("model-*"))
     else:
         assert saved_weights(cfg).keys() == first_weights(cfg).keys()
+
+
+def test_one_process_trains_without_sharding(tmp_path: Path) -> None:
+    kinds = {"llama3_2/1B_full", "llama3/8B_dora", "llama3_2_vision/11B_lora"}
+    stocks = [stock for stock in ALL if stock.name in kinds]
+    assert len(stocks) == len(kinds)
+    assert train_all(stocks, tmp_path, world_size=1) == {}
 
 
 def logged_losses(cfg: DictConfig) -> list[float]:
