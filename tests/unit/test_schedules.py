@@ -155,6 +155,13 @@ def test_a_resumed_run_continues_from_the_size_that_was_not_from_what_would_be_t
     assert asked == [5]
 
 
+def test_a_milestone_that_did_not_fit_is_reached_once_it_does() -> None:
+    tight = plans_of(milestones({1: 6}), max_batch_size=4)
+    assert {plan.batch_size for plan in tight} == {2}
+    roomy = plans_of(milestones({1: 6}), max_batch_size=8, past=tight[:4])
+    assert [plan.batch_size for plan in roomy] == [2, 2, 2, 2, 6, 6]
+
+
 def test_a_run_resumed_for_fewer_epochs_ends_where_it_was() -> None:
     whole = plans_of(double_every(2))
     assert plans_of(double_every(2), epochs=3, past=whole) == whole[:3]

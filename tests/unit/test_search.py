@@ -190,6 +190,7 @@ def test_no_strategy_answers_with_rows_that_were_not_measured_and_accepted(
         device.measured.clear()
         result = device.search(strategy=strategy, round_to=round_to, max_rows=500, samples_per_step=96)
         assert device.fits(result.rows)
+        assert result.fits_rows >= result.rows
         assert result.rows in device.measured
         assert len(set(device.measured)) == len(device.measured), "measured twice"
         assert result.rows in rungs_up_to(500, round_to, 96)
@@ -348,8 +349,24 @@ def test_a_near_answer_is_measured_at_once() -> None:
 
 def test_after_an_unforeseen_failure_linear_steps_back_a_little_before_it_bisects() -> None:
     device = Device(affine((1000, 1000)), 90_000 * MIB, retries_above=86)
-    assert device.search(round_to="none").rows == 82
+    result = device.search(round_to="none")
     assert device.measured == [1, 2, 60, 89, 87, 82]
+    assert (result.rows, result.fits_rows, result.reason) == (82, 82, "87 did not fit")
+
+
+def test_binary_doubles_and_then_bisects() -> None:
+    device = Device(affine((0, 1000)), 13_000 * MIB)
+    device.search(strategy="binary", round_to="none")
+    assert device.measured == [1, 2, 4, 8, 16, 12, 14, 13]
+
+
+@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize("strategy", ["linear", "binary"])
+def test_memory_that_grows_faster_than_the_rows_is_searched_to_the_end(strategy: str, soft: bool) -> None:
+    device = Device(lambda rows: {"attention": rows * rows * MIB}, 1000 * MIB, soft)
+    result = device.search(strategy=strategy, round_to="none")
+    assert result.rows in (30, 31)
+    assert result.fits_rows >= result.rows
 
 
 def test_a_failure_that_was_measured_to_its_end_says_where_to_look_next() -> None:
