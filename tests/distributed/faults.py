@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -129,23 +129,22 @@ class Bench:
         loss, tokens = over_ranks.tolist()
         return self._outcome(Totals(torch.tensor(loss), int(tokens)))
 
-    def count_operations(self) -> int:
-        """Collective: the operations of a step on the failing rank that has most of them."""
+    def operations(self) -> list[str]:
+        """Collective: what the first failing rank does in a step."""
         self._start()
         self.injector.arm_to_count()
         with self.injector.watching():
             for start in range(0, SAMPLES_PER_STEP, self.case.rows):
                 self.forward_backward(self.samples[start : start + self.case.rows])
-        mine = self.injector.operations if dist.get_rank() in self.case.failing else 0
-        most = torch.tensor(mine)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
+        names = [self.injector.operations]
+        dist.broadcast_object_list(names, src=self.case.failing[0])
+        return names[0]
 
     def disturbed(self, runner: StepRunner[Tensor], fail_at: Sequence[int]) -> Step:
-        """Collective: a step that runs out of memory on the failing ranks."""
+        """Collective: a step that runs out of memory at these operations of this rank."""
         self._start()
         runner.limit = RowLimit(self.case.rows)
-        self.injector.arm(fail_at if dist.get_rank() in self.case.failing else ())
+        self.injector.arm(fail_at)
         result = runner.run(self.samples, step=0)
         return self._outcome(Totals(result.loss_sum, result.target_tokens))
 
@@ -184,22 +183,22 @@ class Bench:
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
 
 
-def sweep(case: Case, at_most: int) -> Outcome:
-    """Collective: every operation of a step, or so many of them, evenly spread."""
+def sweep(case: Case, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
+    """Collective: every operation of a step, or so many evenly spread, or those in and around collectives."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
     bench = Bench(case)
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
-    operations = bench.count_operations()
+    places = _places(bench.operations(), case.stride, at_most, only_collectives)
     runner = bench.new_runner()
     if not case.first_pass:
         bench.disturbed(runner, ())
     gc.collect()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
     injected = recovered = wrong = 0
-    for fail_at in _points(case, operations, max(case.stride, -(-operations // at_most))):
+    for place in places:
         if case.first_pass:
             runner = bench.new_runner()
-        step = bench.disturbed(runner, fail_at)
+        step = bench.disturbed(runner, _failures(case, place))
         fired, failed = (
             _over_ranks(bench.injector.fired),
             _over_ranks(not step.same_as(expected[runner.limit.rows])),
@@ -210,17 +209,21 @@ def sweep(case: Case, at_most: int) -> Outcome:
     return Outcome(injected, recovered, 0, wrong)
 
 
-def _points(case: Case, operations: int, stride: int) -> Iterator[tuple[int, ...]]:
-    # Offset by rank, so that ranks that fail in the same step do so in different places.
-    shift = 17 * case.failing.index(dist.get_rank()) if dist.get_rank() in case.failing else 0
-    for k in range(1, operations + 1, stride):
-        first = (k - 1 + shift) % operations + 1
-        if case.again == "retry":
-            yield first, (37 * k) % operations + 1
-        elif case.again == "drain":
-            yield first, (5 * k) % 60 + 1
-        else:
-            yield (first,)
+def _places(operations: list[str], stride: int, at_most: int, only_collectives: bool) -> list[int]:
+    """Numbers of operations, from 1."""
+    if only_collectives:  # before a collective is issued, and in the wait for it, when peers have matched it
+        collectives = [index for index, name in enumerate(operations, 1) if name.startswith("c10d")]
+        return sorted({index + after for index in collectives for after in (0, 1, 2)})
+    return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
+
+
+def _failures(case: Case, place: int) -> list[int]:
+    """Where this rank fails; ranks that fail in the same step do so in different places."""
+    if dist.get_rank() not in case.failing:
+        return []
+    first = place + 17 * case.failing.index(dist.get_rank())
+    again = {"never": [], "retry": [37 * place % 900 + 1], "drain": [5 * place % 60 + 1]}
+    return [first, *again[case.again]]
 
 
 def _over_ranks(mine: float) -> float:

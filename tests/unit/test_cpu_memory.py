@@ -51,6 +51,14 @@ def test_growing_a_storage_in_place_is_counted():
         assert (meter.live_bytes, meter.peak_bytes) == (0, 3 * MIB)
 
 
+def test_growing_a_storage_from_before_is_counted():
+    tensor = a_mebibyte()
+    tensor.untyped_storage().resize_(0)
+    with MemoryMeter() as meter:
+        tensor.untyped_storage().resize_(MIB)
+        assert meter.live_bytes == MIB
+
+
 def test_tensors_from_before_are_counted_when_given():
     parameter = nn.Parameter(torch.ones(MIB // 4))
     meter = MemoryMeter()
