@@ -41,9 +41,7 @@ def add_every(epochs: int, amount: int) -> Increase:
 def milestones(batch_sizes: Mapping[int, int]) -> Increase:
     """The batch size to have from each of these epochs on."""
     if not isinstance(batch_sizes, Mapping):
-        raise ConfigError(
-            f"batch_increase_function: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}"
-        )
+        raise ConfigError(f"batch_increase_function: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
     for epoch, batch_size in batch_sizes.items():
         _require_int("milestones", "an epoch", epoch, least=0)
         _require_int("milestones", f"the batch size at epoch {epoch}", batch_size, least=1)
@@ -164,9 +162,7 @@ def _ask(function: Increase, epoch: int, current: int) -> int:
             f"{fact} returned {increase!r} ({type(increase).__name__}); allowed: an int, the number to add"
         )
     if current + increase < 1:
-        raise ConfigError(
-            f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left"
-        )
+        raise ConfigError(f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left")
     return current + increase
 
 
@@ -186,9 +182,7 @@ def _admit(asked: int, current: int, max_batch_size: int | None, beyond_memory: 
     )
 
 
-def _microbatches(
-    batch_size: int, gradient_accumulation_steps: int, max_batch_size: int | None
-) -> dict[str, int]:
+def _microbatches(batch_size: int, gradient_accumulation_steps: int, max_batch_size: int | None) -> dict[str, int]:
     if max_batch_size is None or batch_size <= max_batch_size:
         return {"microbatches": gradient_accumulation_steps, "microbatch_rows": batch_size}
     samples = batch_size * gradient_accumulation_steps
@@ -210,6 +204,4 @@ def _steps(epoch: int, samples_per_step: int, samples_per_rank: int, most: int |
 def _require_int(function: str, name: str, value: Any, least: int | None = None) -> None:
     if type(value) is not int or (least is not None and value < least):
         allowed = "an int" if least is None else f"an int from {least}"
-        raise ConfigError(
-            f"batch_increase_function: {function}: {name} cannot be {value!r}; allowed: {allowed}"
-        )
+        raise ConfigError(f"batch_increase_function: {function}: {name} cannot be {value!r}; allowed: {allowed}")

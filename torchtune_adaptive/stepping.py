@@ -158,9 +158,7 @@ class StepRunner(Generic[Sample]):
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
-    def _attempt(
-        self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan
-    ) -> tuple[Totals | None, int]:
+    def _attempt(self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan) -> tuple[Totals | None, int]:
         """Collective: runs the microbatches; after running out of memory, what the peers still need of them.
 
         Returns the totals; or None and the longest sample of the microbatch that failed.

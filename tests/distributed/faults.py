@@ -247,9 +247,7 @@ def run(case: Case, at_most: int, timeout_s: float) -> Outcome:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=3600, help="seconds that one case may take")

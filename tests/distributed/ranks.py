@@ -25,9 +25,7 @@ class RanksHung(AssertionError):
     """Some rank was still running when the time was over."""
 
 
-def run_on_ranks(
-    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60
-) -> list[Any]:
+def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60) -> list[Any]:
     """`function(*args)` on every rank of a gloo process group; what it returned, in order of rank.
 
     Like torchrun, it ends all ranks as soon as one has failed.
@@ -80,9 +78,7 @@ def _rank_main(
     args: tuple[Any, ...],
     sender: Connection,
 ) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size)
-    )
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     # Shows where a hung rank is, and ends it even if the parent is gone.
     faulthandler.dump_traceback_later(timeout_s, exit=True)

@@ -90,7 +90,7 @@ def test_lora_saves_whole_weights_unless_told_not_to(runs: Runs, stock: StockCon
 
 
 def test_one_process_trains_without_sharding(tmp_path: Path) -> None:
-    kinds = {"llama3_2/1B_full", "llama3/8B_dora", "llama3_2_vision/11B_lora"}
+    kinds = {"llama3_2/1B_full", "llama3/8B_dora", "llama2/7B_qlora", "llama3_2_vision/11B_lora"}
     stocks = [stock for stock in ALL if stock.name in kinds]
     assert len(stocks) == len(kinds)
     assert train_all(stocks, tmp_path, world_size=1) == {}

@@ -120,10 +120,7 @@ def profiled_peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> i
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
-    layers = [
-        nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256))
-        for _ in range(4)
-    ]
+    layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)) for _ in range(4)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     train(model, optimizer)

@@ -23,9 +23,7 @@ def sizes_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **
     return [plan.batch_size for plan in plans_of(function, epochs, batch_size, **options)]
 
 
-def plans_of(
-    function: Increase | None, epochs: int = 6, batch_size: int = 2, **options: Any
-) -> tuple[EpochPlan, ...]:
+def plans_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochPlan, ...]:
     defaults = {"gradient_accumulation_steps": 2, "samples_per_rank": 100_000}
     return simulate(function, epochs=epochs, batch_size=batch_size, **{**defaults, **options})
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
 
@@ -54,6 +55,9 @@ def build_lora_model(
 ) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
     model = _on_meta(cfg, settings, device)
+    if _is_quantized(model) and not _is_sharded(settings, mesh):
+        # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
+        model = _on(device, cfg, settings, device)
     peft.set_trainable_params(model, peft.get_adapter_params(model))
     _compile(model, settings)
     _checkpoint_activations(model, settings)
@@ -72,9 +76,17 @@ def build_lora_model(
 
 
 def _on_meta(cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
-    with training.set_default_dtype(dtype_of(settings, device)), torch.device("meta"):
+    return _on(torch.device("meta"), cfg, settings, device)
+
+
+def _on(where: torch.device, cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
+    with training.set_default_dtype(dtype_of(settings, device)), where:
         model: nn.Module = components.build("model", cfg)
     return model
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(parameter, NF4Tensor) for parameter in model.parameters())
 
 
 def _compile(model: nn.Module, settings: Settings) -> None:
@@ -103,9 +115,13 @@ def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
         training.apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
 
 
-def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
+def _is_sharded(settings: Settings, mesh: DeviceMesh) -> bool:
     """One process has nothing to shard, but offloading to the CPU is FSDP's and needs it all the same."""
-    if mesh["dp"].size() == 1 and not settings.fsdp_cpu_offload:
+    return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
+
+
+def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
+    if not _is_sharded(settings, mesh):
         return
     layers = list(settings.custom_sharded_layers or ())
     training.shard_model(
@@ -146,6 +162,8 @@ def _load(
     if unknown:
         raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
     try:
+        if _is_quantized(model):
+            return model.load_state_dict(weights, strict=strict)
         return training.load_from_full_model_state_dict(
             model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
         )

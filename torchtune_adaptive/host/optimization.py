@@ -146,7 +146,7 @@ class _Schedule:
         self.scheduler: LRScheduler | None = None
 
     def claim(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes room for what the scheduler keeps in the optimizer: a distributed checkpoint fills only what is there."""
+        """Makes room for what a scheduler keeps in the optimizer: a distributed checkpoint fills what is there."""
         if self._cfg.get("lr_scheduler") is not None:
             for group in optimizer.param_groups:
                 group.setdefault("initial_lr", group["lr"])
