@@ -45,10 +45,12 @@ class UpdateAfterBackward:
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         self._scheduler: LRScheduler | None = None
         self.checkpointed = components.build("optimizer", cfg, model.parameters())
+        self._first_rates = _learning_rates(self.checkpointed)
         if state:
             training.load_from_full_optimizer_state_dict(model, self.checkpointed, state, device)
 
     def start_schedule(self, *, total_steps: int, steps_done: int) -> None:
+        _keep_first_rates(self.checkpointed, self._first_rates)
         self._scheduler = _build_scheduler(self._cfg, self.checkpointed, total_steps, steps_done)
 
     def update(self, target_tokens: int) -> float | None:
@@ -81,13 +83,14 @@ class UpdateInBackward:
         optimizers = {p: components.build("optimizer", cfg, [p]) for p in model.parameters()}
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
         self.checkpointed = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
+        self._first_rates = _learning_rates(self._first())
         self._scheduler: LRScheduler | None = None
         for name, state in (states or {}).items():
             self._restore(model, name, state, device)
 
     def start_schedule(self, *, total_steps: int, steps_done: int) -> None:
-        first = next(iter(self.checkpointed.optim_map.values()))
-        self._scheduler = _build_scheduler(self._cfg, first, total_steps, steps_done)
+        _keep_first_rates(self._first(), self._first_rates)
+        self._scheduler = _build_scheduler(self._cfg, self._first(), total_steps, steps_done)
         if self._scheduler is not None:
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
@@ -98,6 +101,11 @@ class UpdateInBackward:
 
     def learning_rate(self) -> float:
         return float(training.get_lr(self.checkpointed))
+
+    def _first(self) -> torch.optim.Optimizer:
+        """The optimizer whose schedule the others follow."""
+        first: torch.optim.Optimizer = next(iter(self.checkpointed.optim_map.values()))
+        return first
 
     def _restore(self, model: nn.Module, name: str, state: State, device: torch.device) -> None:
         if name not in self.checkpointed.optim_map:
@@ -117,6 +125,16 @@ def build_optimization(
     if settings.optimizer_in_bwd:
         return UpdateInBackward(cfg, model, state, device)
     return UpdateAfterBackward(cfg, settings, model, state, device)
+
+
+def _learning_rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def _keep_first_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
+    """A schedule that goes on needs the rates that it began with, which not every checkpoint keeps."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group.setdefault("initial_lr", rate)
 
 
 def _build_scheduler(
