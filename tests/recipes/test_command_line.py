@@ -6,9 +6,6 @@ import re
 import sys
 from pathlib import Path
 
-import pytest
-import torchtune
-
 from tests.recipes.running import Finished, run_command, tune_run
 
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
