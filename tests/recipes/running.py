@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -97,13 +98,19 @@ def run_stock(kind: str, cfg: DictConfig) -> None:
         recipe.cleanup()
 
 
+def join_with_gloo(join: Callable[[str], None], _: str) -> None:
+    join("gloo")
+
+
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
-    """Without the memory statistics that exist on accelerators only."""
+    """Without what exists on accelerators only."""
     with (
         mock.patch("torchtune.training.get_memory_stats", return_value={}),
         mock.patch("torchtune.training.log_memory_stats"),
         mock.patch("torchtune.training.cleanup_before_training"),
+        # for asynchronous checkpoints it asks for gloo beside the device's backend, which here is gloo already
+        mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
     ):
         yield
 

@@ -11,10 +11,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchtune import training
 from torchtune.modules import peft
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
+from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.host import components
@@ -33,12 +35,16 @@ class FullCheckpoints:
     """Checkpoints of full finetuning: whole weights, synchronous or asynchronous."""
 
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
-        _check_paths(components.require(cfg, "checkpointer"), settings)
+        """Collective: creates the group that checkpoints are saved on beside training."""
+        section = components.require(cfg, "checkpointer")
+        _check_paths(section, settings)
         self.last: str | None = None
         self._output_dir = Path(settings.output_dir)
         self._async = settings.enable_async_checkpointing
         self._resume = settings.resume_from_checkpoint
         self._client = CheckpointClient(cfg)
+        if self._async:
+            self._client._dcp_checkpointer = _background_checkpointer(section, settings)
 
     def load(self) -> Checkpoint:
         """The weights to start from; when resuming, those that the run to go on with has saved, and its state."""
@@ -49,6 +55,10 @@ class FullCheckpoints:
         """Collective: the recipe state to go on with; an asynchronous checkpoint also fills model and optimizer."""
         if not self._async:
             return base
+        if isinstance(optimizer, OptimizerInBackwardWrapper):
+            # torchtune does this for one optimizer only: what has no state yet is not loaded
+            for one_of_many in optimizer.optim_map.values():
+                _init_optim_state(one_of_many)
         checkpoint = _load(lambda: self._client.load_distributed_checkpoint(model, optimizer))
         return {**checkpoint, **_load(lambda: _adaptive_state(self._output_dir))}
 
@@ -170,6 +180,15 @@ class AdapterCheckpoints:
         self._checkpointer.save_checkpoint(
             state, epoch=epoch, intermediate_checkpoint=unfinished, adapter_only=self._adapter_only
         )
+
+
+def _background_checkpointer(section: DictConfig, settings: Settings) -> training.DistributedCheckpointer:
+    """Collective: saves in a thread, whose collectives would meet training's if both used one group."""
+    return training.DistributedCheckpointer(
+        checkpoint_dir=section.checkpoint_dir,
+        output_dir=section.get("output_dir", settings.output_dir),
+        process_group=dist.new_group(backend="gloo"),
+    )
 
 
 def _load(load: Callable[[], Checkpoint], remedy: str = "") -> Checkpoint:

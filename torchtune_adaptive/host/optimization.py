@@ -51,7 +51,7 @@ class UpdateAfterBackward:
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
         self._schedule = _Schedule(cfg)
         self.checkpointed = components.build("optimizer", cfg, model.parameters())
-        self._schedule.claim(self.checkpointed)
+        self._schedule.watch(self.optimizers)
         if state:
             training.load_from_full_optimizer_state_dict(model, self.checkpointed, state, device)
 
@@ -60,7 +60,7 @@ class UpdateAfterBackward:
         return [self.checkpointed]
 
     def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
-        self._schedule.start(self.optimizers, total_steps, steps_done, lr_factor)
+        self._schedule.start(total_steps, steps_done, lr_factor)
 
     def use_lr_factor(self, factor: float) -> None:
         self._schedule.use_factor(factor)
@@ -94,6 +94,7 @@ class UpdateInBackward:
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
         self.checkpointed = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
         self._schedule = _Schedule(cfg)
+        self._schedule.watch(self.optimizers)
         for name, state in (states or {}).items():
             self._restore(model, name, state, device)
 
@@ -102,9 +103,9 @@ class UpdateInBackward:
         return list(self.checkpointed.optim_map.values())
 
     def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
-        self._schedule.start(self.optimizers, total_steps, steps_done, lr_factor)
-        if self._schedule.scheduler is not None:
-            self.checkpointed.set_lr_scheduler(self._schedule.scheduler)
+        self._schedule.start(total_steps, steps_done, lr_factor)
+        if self._schedule.schedulers:
+            self.checkpointed.set_lr_scheduler(self._schedule.schedulers[0])
 
     def use_lr_factor(self, factor: float) -> None:
         self._schedule.use_factor(factor)
@@ -143,33 +144,38 @@ class _Schedule:
         self._cfg = cfg
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._factor = 1.0
-        self.scheduler: LRScheduler | None = None
+        self.schedulers: list[LRScheduler] = []
+        """One for each optimizer. torchtune drives only the first of several, and then refuses to log their rates."""
 
-    def claim(self, optimizer: torch.optim.Optimizer) -> None:
-        """Makes room for what a scheduler keeps in the optimizer: a distributed checkpoint fills what is there."""
-        if self._cfg.get("lr_scheduler") is not None:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Notes the rates to begin with; call it before a checkpoint brings rates of its own."""
+        self._optimizers = optimizers
+        self._first_rates = [float(group["lr"]) for group in self._groups()]
 
-    def start(
-        self, optimizers: Sequence[torch.optim.Optimizer], total_steps: int, steps_done: int, factor: float
-    ) -> None:
-        self._optimizers, self._factor = optimizers, factor
-        if self._cfg.get("lr_scheduler") is not None:
-            # as in torchtune, the first optimizer stands for all of them
-            self.scheduler = components.build(
-                "lr_scheduler", self._cfg, optimizers[0], num_training_steps=total_steps, last_epoch=steps_done - 1
-            )
+    def start(self, total_steps: int, steps_done: int, factor: float) -> None:
+        self._factor = factor
+        if self._cfg.get("lr_scheduler") is None:
+            return
+        for group, rate in zip(self._groups(), self._first_rates, strict=True):
+            # a schedule that goes on needs the rate that it began with, which not every checkpoint keeps
+            group.setdefault("initial_lr", rate * factor)
+        length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
+        self.schedulers = [
+            components.build("lr_scheduler", self._cfg, optimizer, **length) for optimizer in self._optimizers
+        ]
 
     def step(self) -> None:
-        if self.scheduler is not None:
-            self.scheduler.step()
+        for scheduler in self.schedulers:
+            scheduler.step()
 
     def use_factor(self, factor: float) -> None:
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
             return
-        for group in (group for optimizer in self._optimizers for group in optimizer.param_groups):
+        for group in self._groups():
             group.update({key: group[key] * ratio for key in ("lr", "initial_lr") if key in group})
-        if self.scheduler is not None:
-            self.scheduler.base_lrs = [rate * ratio for rate in self.scheduler.base_lrs]
+        for scheduler in self.schedulers:
+            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]
