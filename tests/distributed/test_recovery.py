@@ -54,7 +54,7 @@ def runner_of(model: nn.Module, rows: int, injector: Injector | None = None) -> 
 
 
 def recover_after_evaluation() -> tuple[int, bool]:
-    model = build(ModelConfig(dropout=0.0))
+    model = build(ModelConfig(dropout=0.0, reshard_after_forward=False))  # so evaluation leaves it unsharded
     samples, injector = samples_of(dist.get_rank(), 2), Injector()
     forward_backward_of(model)(samples[:1])
     forward_backward_of(model)(samples[1:])
