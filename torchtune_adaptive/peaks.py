@@ -57,7 +57,8 @@ class Line:
 
     def rows_within(self, budget_bytes: int) -> float:
         """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
-        free_bytes = budget_bytes - self.fixed_bytes
+        # Bytes are whole: half of one keeps floating point from costing a row, and cannot add one.
+        free_bytes = budget_bytes + 0.5 - self.fixed_bytes
         if self.bytes_per_row == 0:
             return math.inf if free_bytes >= 0 else 0.0
         return max(0.0, free_bytes / self.bytes_per_row)

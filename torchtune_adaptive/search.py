@@ -74,18 +74,12 @@ def search(
         raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows)
-    while (rows := STRATEGIES[strategy](history) or _unverified(history)) is not None:
+    while (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows, measure(rows))
         history = history.plus(probe)
         if rows == 1 and not probe.accepted(budget_bytes):
             raise _one_row_error(probe, budget_bytes)
     return _result(history, strategy, round_to)
-
-
-def _unverified(history: History) -> int | None:
-    """The answer as far as the strategy knows, if it was not measured itself."""
-    rows = history.rung_at_most(history.fit_rows)
-    return None if any(probe.rows == rows for probe in history.probes) else rows
 
 
 def _one_row_error(probe: Probe, budget_bytes: int) -> OneRowDoesNotFitError:

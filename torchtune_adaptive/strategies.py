@@ -64,8 +64,7 @@ class History:
         return min(promised, self.max_rows)
 
     def rung_at_most(self, rows: float) -> int:
-        # A hair more, so that floating point does not cost a row; the measurement has the last word.
-        index = bisect_right(self.rungs, floor(rows + 1e-6))
+        index = bisect_right(self.rungs, floor(rows))
         return self.rungs[index - 1] if index else 0
 
     def rung_above(self, rows: int) -> int | None:
