@@ -62,9 +62,9 @@ def _search(prober: Prober, progress: Progress | None, **options: Any) -> Search
             progress(rows, peak)
         return peak
 
-    budget_bytes = prober.warm_up()
+    budget_bytes, resident_bytes = prober.warm_up()
     try:
-        return search(measure, budget_bytes, **options)
+        return search(measure, budget_bytes, resident_bytes=resident_bytes, **options)
     except OneRowDoesNotFitError:
         raise prober.one_row_error() from None
 

@@ -51,6 +51,8 @@ class RankReport(NamedTuple):
     """What one rank measured in a probe."""
 
     budget_bytes: int
+    resident_bytes: int
+    """What stays between two steps: weights and optimizer state."""
     retries: int
     seconds: float
     peaks: tuple[int, ...]
@@ -62,16 +64,33 @@ class RankReport(NamedTuple):
         return max(self.peaks) - self.budget_bytes
 
 
+class Bounds(NamedTuple):
+    """What a search works with, the same on every rank."""
+
+    budget_bytes: int
+    """Of the tightest rank."""
+    resident_bytes: int
+    """What every point of a step needs on every rank, whatever its rows."""
+
+
+def agreed_bounds(reports: Sequence[RankReport]) -> Bounds:
+    tightest = min(report.budget_bytes for report in reports)
+    resident = min(report.resident_bytes + tightest - report.budget_bytes for report in reports)
+    return Bounds(tightest, max(0, resident))
+
+
 def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
     """One peak for all ranks, against the tightest budget among them.
 
-    Ranks differ in what they need and in what they have. What counts is what is left, so each rank's peaks are shifted
-    by what it has more than the tightest: the peak is within the tightest budget if every rank is within its own.
+    Ranks differ in what they need and in what they have, and what counts is what is left. So each rank's peaks are
+    shifted by what it has more than the tightest: the peak is within that budget if every rank is within its own.
     """
     tightest = min(report.budget_bytes for report in reports)
-    shifted = [[peak + tightest - report.budget_bytes for peak in report.peaks] for report in reports]
+    columns = zip(
+        *([peak + tightest - report.budget_bytes for peak in report.peaks] for report in reports), strict=True
+    )
     return Peak(
-        phase_bytes={phase: max(0, *column) for phase, column in zip(phases, zip(*shifted, strict=True), strict=True)},
+        phase_bytes={phase: max(0, *column) for phase, column in zip(phases, columns, strict=True)},
         fits=True,
         retries=max(report.retries for report in reports),
         seconds=max(report.seconds for report in reports),
@@ -92,10 +111,10 @@ class Prober:
         self._reports: list[RankReport] = []
         self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
 
-    def warm_up(self) -> int:
+    def warm_up(self) -> Bounds:
         """Collective: brings all steps to where they are in training, with optimizer state and communication buffers.
 
-        Returns the tightest budget. Raises OneRowDoesNotFitError if not even the shortest sample is within the budget:
+        Raises OneRowDoesNotFitError if not even the shortest sample is within the budget:
         a rank that ran out of memory could not keep its peers company then.
         """
         self._probe(1, {name: [[step.runner.stand_in(step.sample)]] for name, step in self._steps.items()})
@@ -104,7 +123,7 @@ class Prober:
             if any(max(report.peaks) == 0 for report in self._reports):
                 raise ValueError("a training step needed no memory at all: search inside of `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
-                return min(self._budgets)
+                return agreed_bounds(self._reports)
             self.measure(1)  # tells what the user needs to know
         raise self.one_row_error()
 
@@ -131,15 +150,23 @@ class Prober:
         release()
         # What is free may change while others use the GPU too: an answer is for one budget.
         budget_bytes = self._budgets[rank()] if self._budgets else self._memory.budget_bytes
-        retries, seconds = self._memory.retries - retries_before, perf_counter() - started
-        self._exchange(RankReport(budget_bytes, retries, seconds, tuple(peaks.get(p, 0) for p in self._phases)))
+        self._memory.reset_peak()
+        self._exchange(
+            RankReport(
+                budget_bytes=budget_bytes,
+                resident_bytes=self._memory.peak_bytes,
+                retries=self._memory.retries - retries_before,
+                seconds=perf_counter() - started,
+                peaks=tuple(peaks.get(phase, 0) for phase in self._phases),
+            )
+        )
 
     def _exchange(self, report: RankReport) -> None:
         """Collective: one small table of numbers."""
         *facts, peaks = report
         self._reports = [
-            RankReport(int(budget), int(retries), seconds, tuple(map(int, measured)))
-            for budget, retries, seconds, *measured in self._agreement.gather([*facts, *peaks])
+            RankReport(int(budget), int(resident), int(retries), seconds, tuple(map(int, measured)))
+            for budget, resident, retries, seconds, *measured in self._agreement.gather([*facts, *peaks])
         ]
 
     def _run(

@@ -63,17 +63,19 @@ def search(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
+    resident_bytes: int = 0,
 ) -> SearchResult:
     """The largest rows, rounded down, that `measure` accepts within the budget.
 
     `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
-    `samples_per_step` is what `divisor` divides. Raises OneRowDoesNotFitError.
+    `samples_per_step` is what `divisor` divides. `resident_bytes`, which every point of a step needs whatever its rows,
+    lets `linear` go further at once. Raises OneRowDoesNotFitError.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
-    history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows)
+    history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes)
     while (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows, measure(rows))
         history = history.plus(probe)

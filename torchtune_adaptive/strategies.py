@@ -36,6 +36,8 @@ class History:
     """The rows that may be the answer, ascending, from 1."""
     max_rows: int
     """Never more than this; the highest rung may be lower."""
+    resident_bytes: int = 0
+    """What is there at every point of a step, however few the rows: weights and optimizer state."""
     probes: tuple[Probe, ...] = ()
 
     def plus(self, probe: Probe) -> "History":
@@ -117,22 +119,22 @@ def linear(history: History) -> int | None:
 
 def _reach(history: History) -> float:
     phases = phase_points(history.probes).values()
-    reach = min(_phase_reach(points, history.budget_bytes) for points in phases)
+    reach = min(_phase_reach(points, history.budget_bytes, history.resident_bytes) for points in phases)
     # If nothing has grown yet, no line says where something will.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
     return reach if grows else min(reach, _TRUSTED_JUMP * history.fit_rows)
 
 
-def _phase_reach(points: Mapping[int, int], budget_bytes: int) -> float:
+def _phase_reach(points: Mapping[int, int], budget_bytes: int, resident_bytes: int) -> float:
     """The most rows at which this phase may be measured next without betting on a line that is not proven.
 
-    Growing in proportion to the whole peak is safe for every maximum of affine laws. A line through two
+    Growing in proportion to all but what is resident is safe for every maximum of affine laws. A line through two
     sizes is trusted a little further. From the third on it is trusted wherever it leads, unless that one came
     out above the line: another point of the program has taken over. (Below the line, it was the first row
     that is different, and `fit_line` has left it out by now.)
     """
     last = max(points)
-    safe = last * budget_bytes / max(1, points[last])
+    safe = last * (budget_bytes - resident_bytes) / max(1, points[last] - resident_bytes)
     if len(points) == 2:
         return max(safe, _TRUSTED_JUMP * last)
     before = fit_line({rows: points[rows] for rows in points if rows != last})

@@ -1,0 +1,179 @@
+"""A small model whose training step is searched, and brute force, which is the judge."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from torchtune_adaptive.collectives import world_size
+from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.stepping import StepResult, StepRunner, Totals
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes that decide which phase of a step needs the most."""
+
+    vocabulary: int = 32
+    dim: int = 16
+    hidden: int = 64
+    layers: int = 2
+    length: int = 16
+    checkpointing: bool = False
+    foreach: bool = True
+
+    @classmethod
+    def drawn(cls, seed: int) -> "Shape":
+        draw = random.Random(seed)
+        return cls(
+            vocabulary=draw.choice([16, 128, 1024]),
+            dim=draw.choice([16, 31, 48]),
+            hidden=draw.choice([32, 257]),
+            layers=draw.choice([1, 2, 4]),
+            length=draw.choice([8, 33]),
+            checkpointing=draw.random() < 0.5,
+            foreach=draw.random() < 0.5,
+        )
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.dim, shape.hidden)
+        self.down = nn.Linear(shape.hidden, shape.dim)
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes.add_(1)
+        return x + F.dropout(self.down(F.gelu(self.up(x))), 0.1)
+
+
+class Model(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.dim)
+        self.layers = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.dim)
+        self.head = nn.Linear(shape.dim, shape.vocabulary)
+        self.checkpointing = shape.checkpointing
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.checkpointing else layer(x)
+        return self.head(self.norm(x))
+
+
+def build(shape: Shape, seed: int = 0) -> nn.Module:
+    """Collective: the model, sharded where there are ranks."""
+    torch.manual_seed(seed)
+    model = Model(shape)
+    if dist.is_initialized():
+        for layer in model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+@dataclass
+class Trained:
+    """A model with its optimizer, and the ways to train it."""
+
+    shape: Shape
+    optimizer_kind: Any = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=dict)
+    cut: bool = True
+
+    def __post_init__(self) -> None:
+        self.model = build(self.shape)
+        self.optimizer = self.optimizer_kind(
+            self.model.parameters(), **{"lr": 0.01, "foreach": self.shape.foreach, **self.options}
+        )
+        self.sample = torch.arange(self.shape.length) % self.shape.vocabulary
+        self.loss = nn.CrossEntropyLoss(reduction="sum")
+        self.runner = StepRunner(
+            self.model,
+            self.forward_backward,
+            limit=RowLimit(1),
+            length_of=len,
+            stand_in=lambda tokens: tokens[:2],
+        )
+
+    def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+        tokens = torch.stack(list(samples))
+        loss = self.loss(self.model(tokens).flatten(0, 1), tokens.flatten())
+        loss.backward()
+        return Totals(loss.detach(), tokens.numel())
+
+    def update(self, result: StepResult) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad.mul_(world_size() / result.target_tokens)
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+
+    def step(self) -> TrainingStep[Tensor]:
+        boundaries = {"layers": self.model.norm, "head": self.model.head, "loss": self.loss}
+        return TrainingStep(
+            runner=self.runner,
+            sample=self.sample,
+            update=self.update,
+            optimizers=[self.optimizer],
+            boundaries=boundaries if self.cut else {},
+        )
+
+    def train(self, microbatches: Sequence[int]) -> float:
+        """Collective: one step as plain PyTorch takes it, on microbatches of so many rows; its loss."""
+        losses = [self.forward_backward([self.sample] * rows).loss_sum.item() for rows in microbatches]
+        self.update(StepResult(torch.tensor(0.0), sum(microbatches) * self.shape.length, len(microbatches), 0))
+        self.optimizer.zero_grad(set_to_none=True)
+        return sum(losses)
+
+
+def measured_peaks(trained: Trained, meter: MemoryMeter, most_rows: int) -> list[list[int]]:
+    """Collective: what a training step with accumulation needs, on each rank, with 1, 2, ... rows."""
+    trained.train([1])
+    peaks = []
+    for rows in range(1, most_rows + 1):
+        meter.reset_peak()
+        trained.train([rows, rows])
+        peaks.append(meter.peak_bytes)
+    if not dist.is_initialized():
+        return [peaks]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, peaks)
+    return gathered
+
+
+def brute_force(peaks: Sequence[Sequence[int]], budgets: Sequence[int]) -> int:
+    """The most rows that every rank has room for."""
+    fitting = [all(p <= b for p, b in zip(column, budgets, strict=True)) for column in zip(*peaks, strict=True)]
+    assert fitting[0]
+    assert not fitting[-1]
+    return fitting.index(False)
+
+
+def drawn_budgets(peaks: Sequence[Sequence[int]], seed: int) -> list[int]:
+    """A budget for each rank: one is tight somewhere between two sizes, the others may have more."""
+    draw = random.Random(seed)
+    rows = draw.randint(1, len(peaks[0]) - 4)
+    tight = draw.randrange(len(peaks))
+    budgets = []
+    for rank, own in enumerate(peaks):
+        has = rows if rank == tight else rows + draw.randint(0, 3)
+        budgets.append(draw.randint(own[has - 1], own[has] - 1) if own[has] > own[has - 1] else own[has - 1])
+    return budgets
+
+
+def naive_rows(peaks: Sequence[int], budget: int) -> float:
+    """What the peak of the whole step promises, extrapolated from one and two rows."""
+    slope = peaks[1] - peaks[0]
+    return (budget - (peaks[0] - slope)) / slope if slope else float("inf")
