@@ -28,7 +28,7 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
-from tests.distributed.ranks import RankFailed, RanksHung, run_on_ranks
+from tests.ranks import RankFailed, RanksHung, run_on_ranks
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner, Totals
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_module
 
 from tests.distributed.injection import Injector
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
-from tests.distributed.ranks import RankFailed, run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.fsdp import why_recovery_is_off
 from torchtune_adaptive.limits import RowLimit

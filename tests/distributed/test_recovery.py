@@ -19,7 +19,7 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
-from tests.distributed.ranks import run_on_ranks
+from tests.ranks import run_on_ranks
 from torchtune_adaptive import stepping
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.fsdp import CollectiveLedger

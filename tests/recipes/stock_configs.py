@@ -84,7 +84,9 @@ def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> d
     pending = list(stocks)
     while pending:
         try:
-            run_on_ranks(world_size, _train_each, pending, free_ports(len(pending)), folder, timeout_s=400)
+            run_on_ranks(
+                world_size, _train_each, pending, free_ports(len(pending)), folder, timeout_s=400, in_group=False
+            )
         except RankFailed as failure:
             pending = [stock for stock in pending if not stock.is_done(folder, world_size)]
             failures[pending.pop(0)] = str(failure)

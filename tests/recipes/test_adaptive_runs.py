@@ -82,7 +82,11 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
 @pytest.fixture(scope="module", params=["full", "lora"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     folder = tmp_path_factory.mktemp(request.param)
-    return Runs(request.param, folder, run_on_ranks(2, run_all, request.param, folder, free_ports(4), timeout_s=200))
+    return Runs(
+        request.param,
+        folder,
+        run_on_ranks(2, run_all, request.param, folder, free_ports(4), timeout_s=200, in_group=False),
+    )
 
 
 def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> None:

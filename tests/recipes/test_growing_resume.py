@@ -69,7 +69,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module", params=["full", "lora"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    run_on_ranks(2, run_all, request.param, folder, free_ports(1 + 2 * EPOCHS), timeout_s=240)
+    run_on_ranks(2, run_all, request.param, folder, free_ports(1 + 2 * EPOCHS), timeout_s=240, in_group=False)
     return folder
 
 

@@ -129,7 +129,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         if kind not in folders:
             folders[kind] = tmp_path_factory.mktemp(kind)
             count = len(NEVER_STOPPED[kind]) + 2 * len(CASES[kind])
-            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=240)
+            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=240, in_group=False)
         return folders[kind]
 
     return of
