@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from torchtune_adaptive.collectives import Agreement, rank, sum_over_ranks
 from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, UnrecoverableError
-from torchtune_adaptive.fsdp import CollectiveLedger, why_recovery_is_off
+from torchtune_adaptive.fsdp import why_recovery_is_off
+from torchtune_adaptive.ledger import CollectiveLedger
 from torchtune_adaptive.limits import RowLimit, shrink_after_oom
 from torchtune_adaptive.memory import RngState, forget_frames, is_oom, release
 from torchtune_adaptive.packing import Plan, plan_rows
