@@ -50,9 +50,10 @@ class CollectiveLedger:
         self._current: list[Collective] = []  # what the running microbatch has communicated
         self._already_issued = 0  # collectives that a replay leaves out
         self._root = root if isinstance(root, FSDPModule) else None
-        self._watches = self._root is not None and world_size() > 1
+        self._watches = False
         self._put_back: Callable[[], None] = lambda: None
-        if self._watches:
+        if self._root is not None and world_size() > 1:
+            self._watches = True
             self._put_back = fsdp.replace_collectives(
                 self._root, partial(_CountedAllGather, self), partial(_CountedReduceScatter, self)
             )
