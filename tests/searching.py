@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
@@ -31,6 +31,8 @@ class Shape:
     length: int = 16
     checkpointing: bool = False
     foreach: bool = True
+    offload: bool = False
+    """To the host, by FSDP."""
 
     @classmethod
     def drawn(cls, seed: int) -> "Shape":
@@ -83,9 +85,9 @@ def build(shape: Shape, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = Model(shape)
     if dist.is_initialized():
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        policy = CPUOffloadPolicy(pin_memory=False) if shape.offload else OffloadPolicy()
+        for module in (*model.layers, model):
+            fully_shard(module, offload_policy=policy)
         # As torchtune fills a model: uneven shards move to a padded storage when FSDP first runs.
         state = {name: value.clone() for name, value in model.state_dict().items()}
         model.load_state_dict(state, assign=True)
