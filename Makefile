@@ -10,6 +10,7 @@ export OMP_NUM_THREADS := 1
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
+	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
 
 test: $(READY)
 	$(BIN)/python -m pytest

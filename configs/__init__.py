@@ -1,1 +1,1 @@
-"""The configs of the recipes, installed as `torchtune_adaptive.configs` and named `adaptive/...` on the command line."""
+"""The configs of the recipes, installed as `torchtune_adaptive.configs` and named `adaptive/...` for --config."""

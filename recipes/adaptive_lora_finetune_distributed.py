@@ -7,20 +7,31 @@ Takes every config of torchtune's lora_finetune_distributed unchanged.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from typing import Any
+
 from omegaconf import DictConfig
+from torch import nn
 
 from torchtune_adaptive.config import read_adaptive
 from torchtune_adaptive.host import components, devices, launch, process_group
+from torchtune_adaptive.host.batch_search import rows_that_fit, training_step
 from torchtune_adaptive.host.checkpoints import AdapterCheckpoints
-from torchtune_adaptive.host.data import build_collate, build_dataset, build_step_loader
+from torchtune_adaptive.host.data import build_data
 from torchtune_adaptive.host.loss import build_loss
+from torchtune_adaptive.host.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.host.metrics import Metrics
 from torchtune_adaptive.host.microbatch import Sample, build_step_runner
 from torchtune_adaptive.host.model import build_lora_model
 from torchtune_adaptive.host.optimization import build_optimization
 from torchtune_adaptive.host.profiling import build_profiler
 from torchtune_adaptive.host.progress import start_progress
-from torchtune_adaptive.host.settings import check_lora, read_settings
+from torchtune_adaptive.host.run_plan import announce, build_increase_function, plan_epochs
+from torchtune_adaptive.host.settings import read_lora_settings
+from torchtune_adaptive.host.worst_case import worst_sample
+from torchtune_adaptive.memory import MemorySource
+from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.schedules import EpochPlan, total_steps
 
 
 class AdaptiveLoraFinetuneDistributed:
@@ -28,13 +39,14 @@ class AdaptiveLoraFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._cfg = cfg
-        self._settings = check_lora(read_settings(cfg))
+        self._settings, self._lora = read_lora_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
-        self._checkpoints = AdapterCheckpoints(cfg, self._settings, self._device)
-        self.progress = start_progress(self._settings)
+        self._checkpoints = AdapterCheckpoints(cfg, self._settings, self._lora, self._device)
+        self._ranks = self._mesh["dp"].size()
+        self.progress = start_progress(self._settings, self._ranks)
         self.global_step = 0
 
     def setup(self) -> None:
@@ -45,45 +57,70 @@ class AdaptiveLoraFinetuneDistributed:
         checkpoint = self._checkpoints.load()
         if settings.resume_from_checkpoint:
             self.progress = self.progress.resumed(checkpoint)
-        self._model = build_lora_model(cfg, settings, device, mesh, checkpoint)
+        self._model = build_lora_model(cfg, settings, self._lora, device, mesh, checkpoint)
         tokenizer = components.build("tokenizer", cfg)
         self._optimization = build_optimization(cfg, settings, self._model, checkpoint, device)
         loss_fn = build_loss(cfg, settings, self._model)
 
-        dataset, packed = build_dataset(cfg, tokenizer)
-        self._loader = build_step_loader(dataset, settings, mesh)
-        collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
-        self._steps_per_epoch = self.progress.steps_per_epoch(len(self._loader))
-        self.global_step = self.progress.epochs_run * self._steps_per_epoch
+        self._data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
+        self._runner = build_step_runner(self._model, loss_fn, self._data.collate, settings, self._adaptive, device)
+        self._plans = self._plan_epochs(tokenizer, loss_fn)
+        self.global_step = total_steps(self._plans[: self.progress.epochs_run])
         self._optimization.start_schedule(
-            total_steps=self.progress.total_epochs * self._steps_per_epoch, steps_done=self.global_step
+            total_steps=total_steps(self._plans),
+            steps_done=self.global_step,
+            lr_factor=self.progress.past[-1].lr_factor if self.progress.past else 1.0,
         )
-        self._runner = build_step_runner(self._model, loss_fn, collate, settings, self._adaptive, device)
         self._profiler = build_profiler(cfg, device)
-        self._metrics.announce(settings, self._steps_per_epoch, self.progress.total_epochs)
+
+    def _plan_epochs(self, tokenizer: Any, loss_fn: nn.Module) -> tuple[EpochPlan, ...]:
+        """What every epoch does, with microbatches of the configured rows or of as many as fit."""
+        cfg, settings, adaptive, loader = self._cfg, self._settings, self._adaptive, self._data.loader
+
+        def worst_step() -> TrainingStep[Sample]:
+            sample = worst_sample(cfg, self._data, tokenizer, adaptive.sequence_length)
+            return training_step(self._runner, self._optimization, loss_fn, sample)
+
+        with self._limited_memory() as memory:
+            rows = rows_that_fit(cfg, settings, adaptive, memory, worst_step, loader.samples_per_rank)
+        increase = build_increase_function(cfg)
+        plans = plan_epochs(settings, adaptive, increase, rows, self.progress, loader.samples_per_rank)
+        announce(plans, settings, self.progress, self._ranks)
+        return plans
+
+    def _limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        resident = resident_tensors(self._model, self._optimization.optimizers)
+        return limited_memory(self._adaptive.memory_limit, self._device, resident)
 
     def train(self) -> None:
         devices.start_clean(self._device)
         self._profiler.start()
-        for epoch in range(self.progress.epochs_run, self.progress.total_epochs):
-            steps = self._loader.epoch(epoch, self._steps_per_epoch)
-            for samples in self._metrics.epoch(epoch, steps, self._steps_per_epoch):
-                self._train_step(samples)
-            self.progress = self.progress.after_epoch()
-            self._save_checkpoint(epoch)
+        with self._limited_memory():
+            for plan in self._plans[self.progress.epochs_run :]:
+                self._train_epoch(plan)
         self._profiler.stop()
+
+    def _train_epoch(self, plan: EpochPlan) -> None:
+        self._runner.use_rows(plan.microbatch_rows)
+        self._optimization.use_lr_factor(plan.lr_factor)
+        steps = self._data.loader.epoch(plan.epoch, samples_per_step=plan.samples_per_step, steps=plan.steps)
+        for samples in self._metrics.epoch(plan.epoch, steps, plan.steps):
+            self._train_step(samples)
+        self.progress = self.progress.after_epoch(plan, self._ranks)
+        self._save_checkpoint(plan.epoch)
 
     def _train_step(self, samples: list[Sample]) -> None:
         result = self._runner.run(samples, step=self.global_step + 1)
         with self._runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
             grad_norm = self._optimization.update(result.target_tokens)
         self.global_step += 1
-        self._metrics.log_step(self.global_step, result, self._optimization.learning_rate(), grad_norm)
+        learning_rate = self._optimization.learning_rate()
+        self._metrics.log_step(self.global_step, result, self._runner, learning_rate=learning_rate, grad_norm=grad_norm)
         self._profiler.step()
 
     def _save_checkpoint(self, epoch: int) -> None:
         self._checkpoints.save(
-            epoch, self._model, self._optimization.checkpointed, self.progress, self._loader.state_dict()
+            epoch, self._model, self._optimization.checkpointed, self.progress, self._data.loader.state_dict()
         )
 
     def cleanup(self) -> None:

@@ -1,42 +1,106 @@
 """Runs a function on several gloo ranks, each a process of its own, and never longer than it may."""
 
-from __future__ import annotations
-
+import faulthandler
 import multiprocessing
 import os
-import queue
 import socket
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import Any
 
-IMPORTS_S = 60.0
-"""What a fresh process may take before its function even starts, on a busy machine of two cores."""
+# Forked from a server that has already imported torch and torchtune: a rank starts in a fraction of a second.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["tests.distributed.models", "tests.recipes.running"])
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or was still running when the time was over."""
+    """A rank raised or died."""
 
 
-def run_on_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float) -> list[Any]:
-    """`function(*args)` on every rank, with torchrun's environment; the results in order of rank."""
-    context = multiprocessing.get_context("spawn")
-    results: multiprocessing.Queue[tuple[int, bool, Any]] = context.Queue()
+class RanksHung(AssertionError):
+    """Some rank was still running when the time was over."""
+
+
+def run_on_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 60, in_group: bool = True
+) -> list[Any]:
+    """`function(*args)` on every rank of a gloo process group; what it returned, in order of rank.
+
+    Like torchrun, it ends all ranks as soon as one has failed. With `in_group=False` the function joins a group itself.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     port = free_ports(1)[0]
-    ranks = [
-        context.Process(target=_rank_main, args=(rank, world_size, port, function, args, results), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in ranks:
+    processes: list[BaseProcess] = []
+    results: dict[int, Connection] = {}
+    for rank in range(world_size):
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        process = _CONTEXT.Process(
+            target=_rank_main, args=(rank, world_size, port, timeout_s, in_group, function, args, sender), daemon=True
+        )
         process.start()
+        sender.close()
+        processes.append(process)
+        results[rank] = receiver
     try:
-        return _collect(ranks, results, time.monotonic() + IMPORTS_S + timeout_s)
+        return _collect(results, time.monotonic() + timeout_s)
     finally:
-        for process in ranks:
+        for process in processes:
             process.kill()
             process.join()
+
+
+def _collect(results: dict[int, Connection], deadline: float) -> list[Any]:
+    returned: dict[int, Any] = {}
+    while pending := {results[rank]: rank for rank in results if rank not in returned}:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RanksHung(f"ranks {sorted(pending.values())} were still running when the time was over")
+        for connection in ready:
+            rank = pending[connection]
+            try:
+                succeeded, value = connection.recv()
+            except EOFError:
+                raise RankFailed(f"rank {rank} died without a word") from None
+            if not succeeded:
+                raise RankFailed(f"rank {rank} raised:\n{value}")
+            returned[rank] = value
+    return [returned[rank] for rank in sorted(returned)]
+
+
+def _rank_main(
+    rank: int,
+    world_size: int,
+    port: int,
+    timeout_s: float,
+    in_group: bool,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    sender: Connection,
+) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    # Shows where a hung rank is, and ends it even if the parent is gone.
+    faulthandler.dump_traceback_later(timeout_s, exit=True)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        if in_group:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
+        result = function(*args)
+        if dist.is_initialized():
+            dist.barrier()  # nobody leaves while a peer still communicates
+        sender.send((True, result))
+    except BaseException:  # noqa: BLE001 - the parent raises it
+        sender.send((False, traceback.format_exc()))
+    # Threads of gloo would be joined at exit, also those that wait for a peer that is gone.
+    os._exit(0)
 
 
 def free_ports(count: int) -> list[int]:
@@ -46,43 +110,3 @@ def free_ports(count: int) -> list[int]:
         for probe in probes:
             probe.bind(("127.0.0.1", 0))
         return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def _collect(ranks: list[Any], results: Any, deadline: float) -> list[Any]:
-    returned: dict[int, Any] = {}
-    while len(returned) < len(ranks):
-        try:
-            rank, succeeded, value = results.get(timeout=0.2)
-        except queue.Empty:
-            dead = [r for r, p in enumerate(ranks) if p.exitcode not in (None, 0) and r not in returned]
-            if dead:
-                raise RankFailed(f"rank {dead[0]} died with exit code {ranks[dead[0]].exitcode}") from None
-            if time.monotonic() > deadline:
-                missing = sorted(set(range(len(ranks))) - set(returned))
-                raise RankFailed(f"ranks {missing} hung: not done in time") from None
-            continue
-        if not succeeded:
-            raise RankFailed(f"rank {rank} raised:\n{value}")
-        returned[rank] = value
-    return [returned[rank] for rank in range(len(ranks))]
-
-
-def _rank_main(
-    rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple[Any, ...], results: Any
-) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        OMP_NUM_THREADS="1",
-    )
-    try:
-        import torch
-
-        torch.set_num_threads(1)
-        results.put((rank, True, function(*args)))
-    except BaseException:
-        results.put((rank, False, traceback.format_exc()))

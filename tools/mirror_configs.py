@@ -53,7 +53,11 @@ MIRRORED = {
         "phi4/14B_lora",
     ),
 }
-OURS = {"adaptive": {"recover_from_oom": None}}
+OURS = {
+    "use_maximum_batch_size": False,
+    "batch_increase_function": None,
+    "adaptive": {"recover_from_oom": None, "memory_limit": None, "search": "linear"},
+}
 """What every mirrored config has besides torchtune's keys, with its default."""
 
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.sizes import MemorySize, parse_sizes
 
 T = TypeVar("T")
 
@@ -34,11 +35,13 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+ANY = Rule(lambda v: True, "anything")
 BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
 COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
 INTEGER = Rule(_is_int, "a whole number")
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
+ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
@@ -47,9 +50,21 @@ def one_of(*choices: Any) -> Rule:
     return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
 
 
-def option(rule: Rule, default: Any = dataclasses.MISSING) -> Any:
-    """A field of a section; required when it has no default."""
-    return dataclasses.field(default=default, metadata={"rule": rule})
+def some_of(*choices: str) -> Rule:
+    return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
+
+
+def option(rule: Rule, default: Any = dataclasses.MISSING, *, convert: Callable[[Any, str], Any] | None = None) -> Any:
+    """A field of a section; required when it has no default. `convert` takes the value and what errors call it."""
+    return dataclasses.field(default=default, metadata={"rule": rule, "convert": convert or _frozen})
+
+
+def _frozen(value: Any, key: str) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
+    return None if value is None else parse_sizes(value, key)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +73,26 @@ class AdaptiveConfig:
 
     recover_from_oom: bool | None = option(BOOL | NULL, None)
     """Repeat a step that ran out of memory with smaller microbatches; null: wherever that is possible."""
+    memory_limit: tuple[MemorySize, ...] | None = option(ANY, None, convert=_sizes)
+    """What a rank may use, less than its device has: 24GiB, a fraction, or a list with one for each rank."""
+
+    search: str = option(one_of("linear", "binary", "decrease"), "linear")
+    """How `use_maximum_batch_size` looks for what fits."""
+    round_to: str = option(one_of("power_of_two", "divisor", "none"), "power_of_two")
+    """What its answer is rounded down to; `divisor` of the configured samples per step."""
+    max_batch_size: int | None = option(COUNT | NULL, None)
+    """No more rows than that, however many fit."""
+    sequence_length: int | None = option(COUNT | NULL, None)
+    """Tokens of the worst case; null: tokenizer.max_seq_len, else those of the longest sample."""
+    accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
+    """What the rows that fit do to gradient_accumulation_steps and to the samples per step."""
+    lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
+    """What growth of the samples per step does to the learning rate."""
+    reuse_search: bool = option(BOOL, True)
+    """Take the answer from output_dir when it was found under the same circumstances."""
+
+    beyond_memory: str = option(one_of("skip", "accumulate", "error"), "skip")
+    """What happens to an increase of the batch size beyond what fits."""
 
 
 def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
@@ -89,7 +124,7 @@ def _checked(field: dataclasses.Field[Any], values: Mapping[Any, Any], prefix: s
     value = values[field.name]
     if not rule.accepts(value):
         raise ConfigError(f"{key} is {value!r}: allowed is {rule.allowed}")
-    return tuple(value) if isinstance(value, list) else value
+    return field.metadata["convert"](value, key)
 
 
 def _plain(values: Any, name: str) -> Mapping[Any, Any]:

@@ -91,10 +91,11 @@ class MemoryMeter(TorchDispatchMode):
         resize = self._resize = UntypedStorage.resize_
 
         def counted_resize(storage: UntypedStorage, size: int) -> Any:
-            if size > storage.size():
-                self._check(size - storage.size(), "UntypedStorage.resize_")
+            extra_bytes = size - storage.size()
+            if extra_bytes > 0:
+                self._check(extra_bytes, "UntypedStorage.resize_")
             result = resize(storage, size)
-            self._update(storage, may_be_new=False)
+            self._update(storage, may_be_new=extra_bytes > 0)
             return result
 
         UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]

@@ -21,25 +21,26 @@ Sample = TypeVar("Sample")
 
 
 class StepLoader(Generic[Sample]):
-    """Yields this rank's samples of each step of an epoch."""
+    """Yields this rank's samples of each step; how many a step has may change from epoch to epoch."""
 
-    def __init__(
-        self, dataset: Dataset[Sample], *, samples_per_step: int, rank: int, world_size: int, shuffle: bool
-    ) -> None:
-        sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+    def __init__(self, dataset: Dataset[Sample], *, rank: int, world_size: int, shuffle: bool) -> None:
+        self._dataset = dataset
+        self._sampler = StatefulDistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle)
+        self._loader: StatefulDataLoader | None = None
+
+    @property
+    def samples_per_rank(self) -> int:
+        """Samples of this rank in an epoch, the same for all ranks."""
+        return len(self._sampler)
+
+    def epoch(self, epoch: int, *, samples_per_step: int, steps: int) -> Iterator[list[Sample]]:
+        """The first `steps` whole steps of an epoch."""
+        self._sampler.set_epoch(epoch)
         self._loader = StatefulDataLoader(
-            dataset, batch_size=samples_per_step, sampler=sampler, collate_fn=list, drop_last=True
+            self._dataset, batch_size=samples_per_step, sampler=self._sampler, collate_fn=list, drop_last=True
         )
-
-    def __len__(self) -> int:
-        """Whole steps in an epoch."""
-        return len(self._loader)
-
-    def epoch(self, epoch: int, steps: int | None = None) -> Iterator[list[Sample]]:
-        """The steps of one epoch, at most `steps` of them."""
-        self._loader.sampler.set_epoch(epoch)
         return islice(iter(self._loader), steps)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._loader.state_dict()
-        return state
+        """Where the last epoch has come to, for torchtune's recipes; ours begin with a whole epoch."""
+        return {} if self._loader is None else dict(self._loader.state_dict())

@@ -171,9 +171,7 @@ class _Counted:
     def __init__(self, ledger: CollectiveLedger, comm: Any) -> None:
         self._ledger, self._comm = ledger, comm
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
         return buffer
 

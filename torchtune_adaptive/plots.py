@@ -59,9 +59,7 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
 def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> None:
     """The budget, and a cross for each size that did not fit: at its peak, or on the budget if unknown."""
     budget = result.budget_bytes / unit_bytes
-    axes.axhline(
-        budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}", zorder=2
-    )
+    axes.axhline(budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}", zorder=2)
     refused = [probe for probe in shown if not probe.accepted(result.budget_bytes)]
     heights = [(probe.peak.peak_bytes or result.budget_bytes) / unit_bytes for probe in refused]
     if refused:

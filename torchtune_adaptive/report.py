@@ -57,9 +57,7 @@ def schedule_table(plans: Sequence[EpochPlan], ranks: int) -> str:
     return "\n".join(lines)
 
 
-def write_search(
-    directory: Path, result: SearchResult, sequence_length: int, fingerprint: Mapping[str, Any]
-) -> Path:
+def write_search(directory: Path, result: SearchResult, sequence_length: int, fingerprint: Mapping[str, Any]) -> Path:
     """Writes `batch_search.json`, whole or not at all, for `read_search` and for people."""
     record = {
         "fingerprint": dict(fingerprint),
@@ -90,9 +88,7 @@ def read_search(directory: Path, fingerprint: Mapping[str, Any]) -> SearchResult
             return None
         return SearchResult.from_json(record["result"])
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not the record of a search ({error}); delete it to search again"
-        ) from error
+        raise ValueError(f"{path} is not the record of a search ({error}); delete it to search again") from error
 
 
 def _probe_line(probe: Probe, result: SearchResult) -> str:

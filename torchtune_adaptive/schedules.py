@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.accumulation import lr_factor, split_step
+from torchtune_adaptive.accumulation import Accumulation, lr_factor, split_step
 from torchtune_adaptive.errors import ConfigError
 
 Increase = Callable[[int, int], int]
@@ -41,9 +41,7 @@ def add_every(epochs: int, amount: int) -> Increase:
 def milestones(batch_sizes: Mapping[int, int]) -> Increase:
     """The batch size to have from each of these epochs on."""
     if not isinstance(batch_sizes, Mapping):
-        raise ConfigError(
-            f"batch_increase_function: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}"
-        )
+        raise ConfigError(f"batch_increase_function: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
     for epoch, batch_size in batch_sizes.items():
         _require_int("milestones", "an epoch", epoch, least=0)
         _require_int("milestones", f"the batch size at epoch {epoch}", batch_size, least=1)
@@ -73,8 +71,35 @@ class EpochPlan:
     """The batch size that was asked for and not taken, since it does not fit."""
 
 
+def steady(
+    step: Accumulation,
+    *,
+    epochs: int,
+    samples_per_rank: int,
+    max_steps_per_epoch: int | None = None,
+    lr_scaling: str = "none",
+    past: Sequence[EpochPlan] = (),
+) -> tuple[EpochPlan, ...]:
+    """Every epoch of a run whose steps are all alike, after the `past` epochs of a resumed one."""
+    return (
+        *past[:epochs],
+        *(
+            EpochPlan(
+                epoch=epoch,
+                batch_size=step.rows,
+                microbatches=step.microbatches,
+                microbatch_rows=step.rows,
+                samples_per_step=step.samples_per_step,
+                steps=_steps(epoch, step.samples_per_step, samples_per_rank, max_steps_per_epoch),
+                lr_factor=lr_factor(step.growth, lr_scaling),
+            )
+            for epoch in range(len(past), epochs)
+        ),
+    )
+
+
 def simulate(
-    function: Increase | None,
+    function: Increase,
     *,
     epochs: int,
     batch_size: int,
@@ -86,7 +111,7 @@ def simulate(
     lr_scaling: str = "none",
     past: Sequence[EpochPlan] = (),
 ) -> tuple[EpochPlan, ...]:
-    """Every epoch of the run, in order. Without a function, the batch size stays.
+    """Every epoch of the run, in order.
 
     `max_batch_size` is what fits; an increase above it is refused (`skip`), taken with more microbatches
     (`accumulate`) or an error. `past` are the epochs of a resumed run as they were: the function is not asked
@@ -96,7 +121,7 @@ def simulate(
     plans = list(past[:epochs])
     current = plans[-1].batch_size if plans else batch_size
     for epoch in range(len(plans), epochs):
-        asked = current if function is None else _ask(function, epoch, current)
+        asked = _ask(function, epoch, current)
         taken = _admit(asked, current, max_batch_size, beyond_memory, epoch)
         samples = taken * gradient_accumulation_steps
         plans.append(
@@ -137,9 +162,7 @@ def _ask(function: Increase, epoch: int, current: int) -> int:
             f"{fact} returned {increase!r} ({type(increase).__name__}); allowed: an int, the number to add"
         )
     if current + increase < 1:
-        raise ConfigError(
-            f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left"
-        )
+        raise ConfigError(f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left")
     return current + increase
 
 
@@ -159,9 +182,7 @@ def _admit(asked: int, current: int, max_batch_size: int | None, beyond_memory: 
     )
 
 
-def _microbatches(
-    batch_size: int, gradient_accumulation_steps: int, max_batch_size: int | None
-) -> dict[str, int]:
+def _microbatches(batch_size: int, gradient_accumulation_steps: int, max_batch_size: int | None) -> dict[str, int]:
     if max_batch_size is None or batch_size <= max_batch_size:
         return {"microbatches": gradient_accumulation_steps, "microbatch_rows": batch_size}
     samples = batch_size * gradient_accumulation_steps
@@ -183,6 +204,4 @@ def _steps(epoch: int, samples_per_step: int, samples_per_rank: int, most: int |
 def _require_int(function: str, name: str, value: Any, least: int | None = None) -> None:
     if type(value) is not int or (least is not None and value < least):
         allowed = "an int" if least is None else f"an int from {least}"
-        raise ConfigError(
-            f"batch_increase_function: {function}: {name} cannot be {value!r}; allowed: {allowed}"
-        )
+        raise ConfigError(f"batch_increase_function: {function}: {name} cannot be {value!r}; allowed: {allowed}")

@@ -103,6 +103,11 @@ class StepRunner(Generic[Sample]):
         self._ledger = CollectiveLedger(model if recover else None)
         self._agreement = Agreement(len(_Report._fields))
 
+    def use_rows(self, rows: int) -> None:
+        """From the next step on, microbatches of so many rows; of fewer, if recovery has come down to fewer."""
+        shrunk = self.recoveries > 0 and self.limit.rows < rows
+        self.limit = self.limit if shrunk else RowLimit(rows)
+
     def close(self) -> None:
         """Puts FSDP's own collectives back."""
         self._ledger.close()
@@ -153,9 +158,7 @@ class StepRunner(Generic[Sample]):
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
-    def _attempt(
-        self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan
-    ) -> tuple[Totals | None, int]:
+    def _attempt(self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan) -> tuple[Totals | None, int]:
         """Collective: runs the microbatches; after running out of memory, what the peers still need of them.
 
         Returns the totals; or None and the longest sample of the microbatch that failed.

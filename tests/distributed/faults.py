@@ -1,7 +1,7 @@
-"""The fault sweep: runs out of memory at every operation of a step, and looks at the gradients that come out.
+"""The fault sweep: runs out of memory at every operation of a step, and compares the gradients that come out.
 
 python -m tests.distributed.faults                 every operation of every case
-python -m tests.distributed.faults --stride 13     every 13th
+python -m tests.distributed.faults --at-most 50    50 operations of every case, evenly spread
 python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
 """
 
@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
-from tests.distributed.ranks import RankFailed, RanksHung, run_on_ranks
+from tests.ranks import RankFailed, RanksHung, run_on_ranks
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner, Totals
 
@@ -129,23 +129,22 @@ class Bench:
         loss, tokens = over_ranks.tolist()
         return self._outcome(Totals(torch.tensor(loss), int(tokens)))
 
-    def count_operations(self) -> int:
-        """Collective: the operations of a step on the failing rank that has most of them."""
+    def operations(self) -> list[str]:
+        """Collective: what the first failing rank does in a step."""
         self._start()
         self.injector.arm_to_count()
         with self.injector.watching():
             for start in range(0, SAMPLES_PER_STEP, self.case.rows):
                 self.forward_backward(self.samples[start : start + self.case.rows])
-        mine = self.injector.operations if dist.get_rank() in self.case.failing else 0
-        most = torch.tensor(mine)
-        dist.all_reduce(most, op=dist.ReduceOp.MAX)
-        return int(most)
+        names = [self.injector.operations]
+        dist.broadcast_object_list(names, src=self.case.failing[0])
+        return names[0]
 
     def disturbed(self, runner: StepRunner[Tensor], fail_at: Sequence[int]) -> Step:
-        """Collective: a step that runs out of memory on the failing ranks."""
+        """Collective: a step that runs out of memory at these operations of this rank."""
         self._start()
         runner.limit = RowLimit(self.case.rows)
-        self.injector.arm(fail_at if dist.get_rank() in self.case.failing else ())
+        self.injector.arm(fail_at)
         result = runner.run(self.samples, step=0)
         return self._outcome(Totals(result.loss_sum, result.target_tokens))
 
@@ -184,22 +183,22 @@ class Bench:
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
 
 
-def sweep(case: Case, stride: int) -> Outcome:
-    """Collective: every `stride`-th operation of a step."""
+def sweep(case: Case, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
+    """Collective: every operation of a step, or so many evenly spread, or those in and around collectives."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
     bench = Bench(case)
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
-    operations = bench.count_operations()
+    places = _places(bench.operations(), case.stride, at_most, only_collectives)
     runner = bench.new_runner()
     if not case.first_pass:
         bench.disturbed(runner, ())
     gc.collect()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
     injected = recovered = wrong = 0
-    for fail_at in _points(case, operations, stride):
+    for place in places:
         if case.first_pass:
             runner = bench.new_runner()
-        step = bench.disturbed(runner, fail_at)
+        step = bench.disturbed(runner, _failures(case, place))
         fired, failed = (
             _over_ranks(bench.injector.fired),
             _over_ranks(not step.same_as(expected[runner.limit.rows])),
@@ -210,17 +209,21 @@ def sweep(case: Case, stride: int) -> Outcome:
     return Outcome(injected, recovered, 0, wrong)
 
 
-def _points(case: Case, operations: int, stride: int) -> Iterator[tuple[int, ...]]:
-    # Offset by rank, so that ranks that fail in the same step do so in different places.
-    shift = 17 * case.failing.index(dist.get_rank()) if dist.get_rank() in case.failing else 0
-    for k in range(1, operations + 1, stride):
-        first = (k - 1 + shift) % operations + 1
-        if case.again == "retry":
-            yield first, (37 * k) % operations + 1
-        elif case.again == "drain":
-            yield first, (5 * k) % 60 + 1
-        else:
-            yield (first,)
+def _places(operations: list[str], stride: int, at_most: int, only_collectives: bool) -> list[int]:
+    """Numbers of operations, from 1."""
+    if only_collectives:  # before a collective is issued, and in the wait for it, when peers have matched it
+        collectives = [index for index, name in enumerate(operations, 1) if name.startswith("c10d")]
+        return sorted({index + after for index in collectives for after in (0, 1, 2)})
+    return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
+
+
+def _failures(case: Case, place: int) -> list[int]:
+    """Where this rank fails; ranks that fail in the same step do so in different places."""
+    if dist.get_rank() not in case.failing:
+        return []
+    first = place + 17 * case.failing.index(dist.get_rank())
+    again = {"never": [], "retry": [37 * place % 900 + 1], "drain": [5 * place % 60 + 1]}
+    return [first, *again[case.again]]
 
 
 def _over_ranks(mine: float) -> float:
@@ -229,10 +232,10 @@ def _over_ranks(mine: float) -> float:
     return total.item()
 
 
-def run(case: Case, stride: int, timeout_s: float) -> Outcome:
+def run(case: Case, at_most: int, timeout_s: float) -> Outcome:
     """A sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
     try:
-        outcomes = run_on_ranks(case.world_size, sweep, case, stride, timeout_s=timeout_s)
+        outcomes = run_on_ranks(case.world_size, sweep, case, at_most, timeout_s=timeout_s)
     except RanksHung as error:
         print(f"{case.name}: {error}", file=sys.stderr)
         return Outcome(hung=1)
@@ -244,17 +247,15 @@ def run(case: Case, stride: int, timeout_s: float) -> Outcome:
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    arguments.add_argument("--stride", type=int, help="try every n-th operation only")
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=3600, help="seconds that one case may take")
     options = arguments.parse_args()
     total = Outcome()
     for case in (case for case in CASES if options.case in case.name):
         started = time.monotonic()
-        outcome = run(case, options.stride or case.stride, options.timeout)
+        outcome = run(case, options.at_most, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
     print(total)

@@ -20,26 +20,26 @@ class Injector:
 
     def __init__(self) -> None:
         self.fired = 0
-        self.operations = 0
+        self.operations: list[str] = []
         self._fail_at: list[int] = []
         self._active = False
 
     def arm(self, fail_at: Sequence[int] = ()) -> None:
         """Each number counts from 1, and from the failure before it."""
         self.fired = 0
-        self.operations = 0
+        self.operations = []
         self._fail_at = list(fail_at)
 
     def arm_to_count(self) -> None:
-        """Never fails; `operations` says how many there were."""
+        """Never fails; `operations` says what there was."""
         self.arm([sys.maxsize])
 
-    def tick(self) -> None:
-        self.operations += 1
-        if self._fail_at and self.operations == self._fail_at[0]:
+    def tick(self, operation: str) -> None:
+        self.operations.append(operation)
+        if self._fail_at and len(self.operations) == self._fail_at[0]:
             self._fail_at.pop(0)
             self.fired += 1
-            self.operations = 0
+            self.operations = []
             raise OUT_OF_MEMORY(f"injected failure number {self.fired}")
 
     @contextmanager
@@ -52,7 +52,7 @@ class Injector:
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
             if size > storage.size():
-                self.tick()
+                self.tick("resize_")
             return grow(storage, size)
 
         torch.UntypedStorage.resize_ = resize_
@@ -70,5 +70,5 @@ class _Watch(TorchDispatchMode):
         self._injector = injector
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._injector.tick()
+        self._injector.tick(str(func))
         return func(*args, **(kwargs or {}))

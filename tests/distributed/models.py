@@ -70,9 +70,7 @@ def _shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for name, module in reversed(list(model.named_modules())):
         if name == "" or training.get_shard_conditions(name, module):
-            fully_shard(
-                module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, mp_policy=policy
-            )
+            fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, mp_policy=policy)
     return model
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
-from tests.distributed.ranks import run_on_ranks
+from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner
 

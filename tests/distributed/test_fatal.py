@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_module
 
 from tests.distributed.injection import Injector
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
-from tests.distributed.ranks import RankFailed, run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.fsdp import why_recovery_is_off
 from torchtune_adaptive.limits import RowLimit
@@ -62,9 +62,7 @@ def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
     assert first == second
     kind, message = first
     assert kind == LimitExhaustedError.__name__
-    assert message.startswith(
-        "step 5: out of memory on rank 1 (longest sample 7 tokens): a microbatch of 1 row does"
-    )
+    assert message.startswith("step 5: out of memory on rank 1 (longest sample 7 tokens): a microbatch of 1 row does")
 
 
 def run_without_memory_to_drain() -> None:
@@ -73,9 +71,7 @@ def run_without_memory_to_drain() -> None:
 
 def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
     started = time.monotonic()
-    with pytest.raises(
-        RankFailed, match="UnrecoverableError: rank 1 ran out of memory with nothing but its shard"
-    ):
+    with pytest.raises(RankFailed, match="UnrecoverableError: rank 1 ran out of memory with nothing but its shard"):
         run_on_ranks(2, run_without_memory_to_drain)
     assert time.monotonic() - started < 30
 
@@ -129,9 +125,7 @@ def run_out_of_memory_without_recovery() -> str:
     def out_of_memory(samples):
         raise torch.OutOfMemoryError("mine")
 
-    runner = StepRunner(
-        model, out_of_memory, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=False
-    )
+    runner = StepRunner(model, out_of_memory, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=False)
     with pytest.raises(torch.OutOfMemoryError, match="mine"):
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
@@ -199,9 +193,7 @@ def change_what_a_microbatch_communicates() -> None:
 
 
 def test_a_schedule_that_changes_is_not_drained_by_guessing():
-    with pytest.raises(
-        RankFailed, match="RecoveryUnsupportedError: out of memory, and what a microbatch communicates"
-    ):
+    with pytest.raises(RankFailed, match="RecoveryUnsupportedError: out of memory, and what a microbatch communicates"):
         run_on_ranks(2, change_what_a_microbatch_communicates)
 
 

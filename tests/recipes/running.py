@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import runpy
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -16,13 +22,15 @@ import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.host.configs import locate
+from torchtune_adaptive.host import process_group
+from torchtune_adaptive.host.configs import locate, read_command_line
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
     "full": ("adaptive_full_finetune_distributed", "AdaptiveFullFinetuneDistributed"),
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoraFinetuneDistributed"),
 }
+STOCK_CLASSES = {"full": "FullFinetuneRecipeDistributed", "lora": "LoRAFinetuneRecipeDistributed"}
 
 
 def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
@@ -34,6 +42,10 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
         "metric_logger._component_=tests.recipes.recording.JsonLogger",
         f"metric_logger.path={folder / 'log.jsonl'}",
         "dataset.samples=64",
+        "batch_size=4",
+        "gradient_accumulation_steps=2",
+        "use_maximum_batch_size=False",
+        "adaptive=null",
         "epochs=1",
     ]
     merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
@@ -42,37 +54,63 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
     return merged
 
 
+def load_ours(kind: str) -> Any:
+    module, name = OURS[kind]
+    return getattr(import_module(module), name)
+
+
+def load_stock(kind: str) -> Any:
+    """The class of the installed stock recipe."""
+    return runpy.run_path(str(STOCK / f"{kind}_finetune_distributed.py"))[STOCK_CLASSES[kind]]
+
+
 def run_ours(kind: str, cfg: DictConfig) -> Any:
     """Collective: the whole life of our recipe; returns it."""
-    module, name = OURS[kind]
-    recipe = getattr(import_module(module), name)(cfg)
+    recipe = load_ours(kind)(cfg)
     recipe.setup()
     recipe.train()
     recipe.cleanup()
     return recipe
 
 
+def start_here(kind: str, *arguments: str, train: bool = False) -> None:
+    """Our recipe as the command line starts it, on one rank, in this process; without `train` only until it could."""
+    with mock.patch.object(sys, "argv", [OURS[kind][0], *arguments]):
+        cfg = read_command_line(sys.argv)
+    try:
+        recipe = load_ours(kind)(cfg)
+        recipe.setup()
+        if train:
+            recipe.train()
+            recipe.cleanup()
+    finally:
+        process_group.leave()
+
+
 def run_stock(kind: str, cfg: DictConfig) -> None:
-    """Collective: the whole life of the installed stock recipe, with the names replaced that fail on a CPU."""
+    """Collective: the whole life of the stock recipe, with the names replaced that fail on a CPU."""
     with stock_on_cpu():
-        loaded = runpy.run_path(str(STOCK / f"{kind}_finetune_distributed.py"))
-        recipe_type = loaded["FullFinetuneRecipeDistributed" if kind == "full" else "LoRAFinetuneRecipeDistributed"]
         if kind == "lora":
             dist.init_process_group("gloo")
-        recipe = recipe_type(cfg)
+        recipe = load_stock(kind)(cfg)
         recipe.setup(cfg)
         recipe.train()
         recipe.cleanup()
 
 
+def join_with_gloo(join: Callable[[str], None], _: str) -> None:
+    join("gloo")
+
+
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
-    """Without the memory statistics that exist on accelerators only."""
-    nothing: dict[str, float] = {}
+    """Without what exists on accelerators only."""
     with (
-        mock.patch("torchtune.training.get_memory_stats", lambda *_, **__: nothing),
-        mock.patch("torchtune.training.log_memory_stats", lambda *_, **__: None),
-        mock.patch("torchtune.training.cleanup_before_training", lambda: None),
+        mock.patch("torchtune.training.get_memory_stats", return_value={}),
+        mock.patch("torchtune.training.log_memory_stats"),
+        mock.patch("torchtune.training.cleanup_before_training"),
+        # for asynchronous checkpoints it asks for gloo beside the device's backend, which here is gloo already
+        mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
     ):
         yield
 
@@ -85,7 +123,54 @@ def saved_weights(folder: Path, epoch: int = 0) -> dict[str, torch.Tensor]:
     return loaded
 
 
-def tune_run(recipe: str, arguments: Sequence[str], nproc: int | None) -> list[str]:
-    """The command line of `tune run`, with this interpreter's torchtune."""
-    launcher = [] if nproc is None else ["--nproc_per_node", str(nproc)]
-    return [str(Path(sys.executable).parent / "tune"), "run", *launcher, recipe, *arguments]
+@dataclass(frozen=True)
+class Finished:
+    """A command that has ended by itself."""
+
+    status: int
+    output: str
+    """What it wrote to stdout and stderr, in the order in which a user sees it."""
+    seconds: float
+
+
+def tune_run(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout_s: float) -> Finished:
+    """`tune run`, as a user calls it; without `ranks` there is no launcher, and the recipe runs in tune's process."""
+    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    tune = str(Path(sys.executable).parent / "tune")
+    return run_command([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
+
+
+def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
+    """The command in a session of its own, so that none of its processes outlives it, nor the timeout."""
+    began = time.monotonic()
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        kill_session(process)
+        output, _ = process.communicate()
+        raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}") from None
+    finally:
+        kill_session(process)
+    return Finished(process.returncode, output, time.monotonic() - began)
+
+
+def kill_session(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def environment() -> dict[str, str]:
+    """What a user's shell has: nothing of a test's, and one thread a process, because the ranks share the cores."""
+    from_outside = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
+    for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        from_outside.pop(key, None)
+    return {**from_outside, "OMP_NUM_THREADS": "1"}

@@ -44,7 +44,7 @@ def run_both(kind: str, folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module", params=["full", "lora"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    run_on_ranks(2, run_both, request.param, folder, free_ports(2 * len(CASES)), timeout_s=150)
+    run_on_ranks(2, run_both, request.param, folder, free_ports(2 * len(CASES)), timeout_s=150, in_group=False)
     return folder
 
 

@@ -15,9 +15,7 @@ sizes = st.integers(1, 200)
 
 
 def of(rows: int, batch_size: int, gradient_accumulation_steps: int, mode: str) -> Accumulation:
-    return accumulate(
-        rows, batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps, mode=mode
-    )
+    return accumulate(rows, batch_size=batch_size, gradient_accumulation_steps=gradient_accumulation_steps, mode=mode)
 
 
 @given(sizes, sizes, sizes)
@@ -56,9 +54,7 @@ def test_no_microbatch_is_above_what_fits_and_together_they_hold_the_step(
 
 
 @given(sizes, sizes, sizes, st.sampled_from(["keep", "rebalance"]))
-def test_one_microbatch_fewer_would_not_hold_the_step(
-    rows: int, batch_size: int, steps: int, mode: str
-) -> None:
+def test_one_microbatch_fewer_would_not_hold_the_step(rows: int, batch_size: int, steps: int, mode: str) -> None:
     step = of(rows, batch_size, steps, mode)
     assert (step.microbatches - 1) * rows < step.samples_per_step
 

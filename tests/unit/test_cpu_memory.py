@@ -51,6 +51,14 @@ def test_growing_a_storage_in_place_is_counted():
         assert (meter.live_bytes, meter.peak_bytes) == (0, 3 * MIB)
 
 
+def test_growing_a_storage_from_before_is_counted():
+    tensor = a_mebibyte()
+    tensor.untyped_storage().resize_(0)
+    with MemoryMeter() as meter:
+        tensor.untyped_storage().resize_(MIB)
+        assert meter.live_bytes == MIB
+
+
 def test_tensors_from_before_are_counted_when_given():
     parameter = nn.Parameter(torch.ones(MIB // 4))
     meter = MemoryMeter()
@@ -112,10 +120,7 @@ def profiled_peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> i
 
 @pytest.mark.parametrize("foreach", [False, True])
 def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
-    layers = [
-        nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256))
-        for _ in range(4)
-    ]
+    layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)) for _ in range(4)]
     model = nn.Sequential(*layers)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     train(model, optimizer)

@@ -272,9 +272,7 @@ def test_a_demo_config_builds_what_it_names(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     cfg = OmegaConf.load(OUR_CONFIGS / f"{name}.yaml")
     model = config.instantiate(cfg.model)
-    model.load_state_dict(
-        config.instantiate(cfg.checkpointer).load_checkpoint()["model"], strict=name == "full"
-    )
+    model.load_state_dict(config.instantiate(cfg.checkpointer).load_checkpoint()["model"], strict=name == "full")
     dataset = config.instantiate(cfg.dataset, config.instantiate(cfg.tokenizer))
     assert len(dataset[0]["tokens"]) <= cfg.tokenizer.max_seq_len
     config.instantiate(cfg.optimizer, model.parameters())

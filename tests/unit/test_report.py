@@ -1,4 +1,3 @@
-# ruff: noqa: RUF001 (the × is what is printed)
 import json
 import logging
 import sys

@@ -23,9 +23,7 @@ def sizes_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **
     return [plan.batch_size for plan in plans_of(function, epochs, batch_size, **options)]
 
 
-def plans_of(
-    function: Increase | None, epochs: int = 6, batch_size: int = 2, **options: Any
-) -> tuple[EpochPlan, ...]:
+def plans_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochPlan, ...]:
     defaults = {"gradient_accumulation_steps": 2, "samples_per_rank": 100_000}
     return simulate(function, epochs=epochs, batch_size=batch_size, **{**defaults, **options})
 
@@ -153,6 +151,13 @@ def test_a_resumed_run_continues_from_the_size_that_was_not_from_what_would_be_t
     assert resumed[:5] == whole[:5]
     assert resumed[5].batch_size == 8
     assert asked == [5]
+
+
+def test_a_milestone_that_did_not_fit_is_reached_once_it_does() -> None:
+    tight = plans_of(milestones({1: 6}), max_batch_size=4)
+    assert {plan.batch_size for plan in tight} == {2}
+    roomy = plans_of(milestones({1: 6}), max_batch_size=8, past=tight[:4])
+    assert [plan.batch_size for plan in roomy] == [2, 2, 2, 2, 6, 6]
 
 
 def test_a_run_resumed_for_fewer_epochs_ends_where_it_was() -> None:

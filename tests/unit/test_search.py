@@ -109,9 +109,7 @@ def test_decrease_answers_the_first_of_its_halvings_that_fits(
     laws: list[tuple[int, int]], headroom: float, round_to: str, samples: int, max_rows: int
 ) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom, rows=1))
-    result = device.search(
-        strategy="decrease", round_to=round_to, max_rows=max_rows, samples_per_step=samples
-    )
+    result = device.search(strategy="decrease", round_to=round_to, max_rows=max_rows, samples_per_step=samples)
     rungs = rungs_up_to(max_rows, round_to, samples)
     assert device.measured[0] == rungs[-1]
     assert device.measured[-1] == result.rows
@@ -181,9 +179,7 @@ def test_no_strategy_answers_with_rows_that_were_not_measured_and_accepted(
     plain = affine(*laws)
 
     def law(rows: int) -> dict[str, int]:
-        return {
-            name: ceil(need / granule) * granule for name, need in plain(ceil(rows / chunk) * chunk).items()
-        }
+        return {name: ceil(need / granule) * granule for name, need in plain(ceil(rows / chunk) * chunk).items()}
 
     device = Device(law, budget_for(law, headroom, rows=1), soft)
     for strategy in STRATEGIES:
@@ -282,9 +278,7 @@ def test_ranks_of_equal_memory_with_different_budgets_answer_with_the_tightest(
         most = {name: max(peak.phase_bytes.get(name, 0) for peak in peaks) for name in law(rows)}
         return Peak(most, fits=all(peak.fits for peak in peaks))
 
-    result = search(
-        agreed, min(device.budget_bytes for device in devices), strategy=strategy, round_to=round_to
-    )
+    result = search(agreed, min(device.budget_bytes for device in devices), strategy=strategy, round_to=round_to)
     alone = [device.search(strategy=strategy, round_to=round_to).rows for device in devices]
     assert result.rows == min(alone)
 
@@ -456,9 +450,7 @@ def test_the_reason_says_why_not_more(options: dict[str, Any], reason: str) -> N
 
 
 @given(phases, headrooms, st.sampled_from(list(STRATEGIES)), roundings)
-def test_a_result_survives_json(
-    laws: list[tuple[int, int]], headroom: float, strategy: str, round_to: str
-) -> None:
+def test_a_result_survives_json(laws: list[tuple[int, int]], headroom: float, strategy: str, round_to: str) -> None:
     device = Device(affine(*laws), budget_for(affine(*laws), headroom))
     result = device.search(strategy=strategy, round_to=round_to, samples_per_step=24, max_rows=100)
     assert SearchResult.from_json(json.loads(json.dumps(result.to_json()))) == result

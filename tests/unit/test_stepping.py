@@ -83,9 +83,7 @@ def test_a_step_that_needs_more_memory_than_there_is_runs_in_smaller_microbatche
 def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     model = a_model()
     runner = runner_of(model, 8)
-    message = (
-        r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row does not fit"
-    )
+    message = r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row does not fit"
     with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message):
         runner.run(SAMPLES, step=3)
 

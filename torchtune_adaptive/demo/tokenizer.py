@@ -44,9 +44,7 @@ class DemoTokenizer:
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         return [self.bos_id] * add_bos + list(text.encode()) + [self.eos_id] * add_eos
 
-    def decode(
-        self, token_ids: Sequence[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True
-    ) -> str:
+    def decode(self, token_ids: Sequence[int], truncate_at_eos: bool = True, skip_special_tokens: bool = True) -> str:
         ids = list(token_ids)
         if truncate_at_eos and self.eos_id in ids:
             ids = ids[: ids.index(self.eos_id)]

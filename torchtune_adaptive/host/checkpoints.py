@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,37 +10,57 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.checkpoint.state_dict_loader import load
 from torchtune import training
 from torchtune.modules import peft
 from torchtune.training.checkpointing._checkpoint_client import CheckpointClient, TrainingProgress
+from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.host import components
-from torchtune_adaptive.host.progress import Progress
-from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.host.progress import ADAPTIVE_KEY, Progress
+from torchtune_adaptive.host.settings import LoraSettings, Settings
 
 Checkpoint = dict[str, Any]
+
+HOW_TO_RESUME = (
+    "; to resume, checkpointer.output_dir must be that of an unfinished run, and checkpointer.checkpoint_files are "
+    "relative to it, for example [epoch_0/model-00001-of-00001.bin]"
+)
 
 
 class FullCheckpoints:
     """Checkpoints of full finetuning: whole weights, synchronous or asynchronous."""
 
     def __init__(self, cfg: DictConfig, settings: Settings) -> None:
-        _check_paths(components.require(cfg, "checkpointer"))
+        """Collective: creates the group that checkpoints are saved on beside training."""
+        section = components.require(cfg, "checkpointer")
+        _check_paths(section, settings)
         self.last: str | None = None
         self._output_dir = Path(settings.output_dir)
         self._async = settings.enable_async_checkpointing
         self._resume = settings.resume_from_checkpoint
         self._client = CheckpointClient(cfg)
+        if self._async:
+            self._client._dcp_checkpointer = _background_checkpointer(section, settings)
 
     def load(self) -> Checkpoint:
-        return _load(self._client.load_base_checkpoint)
+        """The weights to start from; when resuming, those that the run to go on with has saved, and its state."""
+        resumes_here = self._resume and not self._async
+        return _load(self._client.load_base_checkpoint, HOW_TO_RESUME if resumes_here else "")
 
     def resume(self, base: Checkpoint, model: nn.Module, optimizer: Any) -> Checkpoint:
         """Collective: the recipe state to go on with; an asynchronous checkpoint also fills model and optimizer."""
         if not self._async:
             return base
-        return _load(lambda: self._client.load_distributed_checkpoint(model, optimizer))
+        if isinstance(optimizer, OptimizerInBackwardWrapper):
+            # torchtune does this for one optimizer only: what has no state yet is not loaded
+            for one_of_many in optimizer.optim_map.values():
+                _init_optim_state(one_of_many)
+        checkpoint = _load(lambda: self._client.load_distributed_checkpoint(model, optimizer))
+        return {**checkpoint, **_load(lambda: _adaptive_state(self._output_dir))}
 
     def save(
         self,
@@ -52,19 +71,48 @@ class FullCheckpoints:
         loader_state: Mapping[str, Any],
     ) -> None:
         """Collective: weights of this epoch, and all that is needed to go on unless it is the last."""
-        state = TrainingProgress(dataloader_state_dict=dict(loader_state), **asdict(progress))
+        state = _TrainingProgress(progress, loader_state)
         self._client.save_checkpoint(model=model, optimizer=optimizer, training_progress=state, epoch=epoch)
         self.last = str(self._output_dir / f"epoch_{epoch}")
+
+
+class _TrainingProgress(TrainingProgress):
+    """Our progress, as torchtune's checkpoint client takes it."""
+
+    def __init__(self, progress: Progress, loader_state: Mapping[str, Any]) -> None:
+        super().__init__(
+            seed=progress.seed,
+            epochs_run=progress.epochs_run,
+            total_epochs=progress.total_epochs,
+            max_steps_per_epoch=progress.max_steps_per_epoch,
+            dataloader_state_dict=dict(loader_state),
+        )
+        self._progress = progress
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), **self._progress.recipe_state()}
+
+
+def _adaptive_state(output_dir: Path) -> Checkpoint:
+    """What the newest asynchronous checkpoint knows besides torchtune's keys, if it is one of ours."""
+    complete = [path.parent for path in output_dir.glob("dist_epoch_*/.metadata")]
+    newest = max(complete, key=lambda path: int(path.name.rpartition("_")[2]))
+    reader = FileSystemReader(newest)
+    state: Checkpoint = {ADAPTIVE_KEY: ""}
+    if ADAPTIVE_KEY not in reader.read_metadata().state_dict_metadata:
+        return {}
+    load(state, storage_reader=reader)
+    return state
 
 
 class AdapterCheckpoints:
     """Checkpoints of LoRA finetuning: the adapter alone, and merged into the base weights."""
 
-    def __init__(self, cfg: DictConfig, settings: Settings, device: torch.device) -> None:
-        _check_paths(components.require(cfg, "checkpointer"))
+    def __init__(self, cfg: DictConfig, settings: Settings, lora: LoraSettings, device: torch.device) -> None:
+        _check_paths(components.require(cfg, "checkpointer"), settings)
         self.last: str | None = None
         self._output_dir = Path(settings.output_dir)
-        self._cfg_model = components.require(cfg, "model")
+        self._lora = lora
         self._adapter_only = settings.save_adapter_weights_only
         self._device = device
         self._resume = settings.resume_from_checkpoint
@@ -111,19 +159,19 @@ class AdapterCheckpoints:
             return {**state, training.ADAPTER_KEY: weights}
         state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(weights)
         state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(
-            weights, rank=self._cfg_model.lora_rank, alpha=self._cfg_model.lora_alpha
+            weights, rank=self._lora.lora_rank, alpha=self._lora.lora_alpha
         )
         return state
 
     def _adapter_config(self) -> dict[str, Any]:
         """What PEFT wants to know to load the adapter."""
-        model = self._cfg_model
+        lora = self._lora
         targets = peft.get_lora_module_names(
-            list(model.lora_attn_modules), model.apply_lora_to_mlp, model.get("apply_lora_to_output", False)
+            list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
         )
         return {
-            "r": model.lora_rank,
-            "lora_alpha": model.lora_alpha,
+            "r": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha,
             "target_modules": targets,
             "peft_type": "LORA",
         }
@@ -134,22 +182,41 @@ class AdapterCheckpoints:
         )
 
 
-def _load(load: Any) -> Checkpoint:
+def _background_checkpointer(section: DictConfig, settings: Settings) -> training.DistributedCheckpointer:
+    """Collective: saves in a thread, whose collectives would meet training's if both used one group."""
+    return training.DistributedCheckpointer(
+        checkpoint_dir=section.checkpoint_dir,
+        output_dir=section.get("output_dir", settings.output_dir),
+        process_group=dist.new_group(backend="gloo"),
+    )
+
+
+def _load(load: Callable[[], Checkpoint], remedy: str = "") -> Checkpoint:
     try:
-        checkpoint: Checkpoint = load()
-    except (ValueError, FileNotFoundError, OSError, RuntimeError) as error:
-        raise ConfigError(f"checkpointer: loading failed: {' '.join(str(error).split())}") from error
-    return checkpoint
+        return load()
+    except AdaptiveError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"checkpointer: loading failed: {components.reason(error)}{remedy}") from error
 
 
-def _check_paths(section: DictConfig) -> None:
+def _check_paths(section: DictConfig, settings: Settings) -> None:
     """torchtune's own checkpointers name neither key nor directory when a file is missing."""
-    directory = section.get("checkpoint_dir")
-    if directory is None:
-        raise ConfigError("checkpointer.checkpoint_dir is missing: give the directory that holds the weights")
+    directory, output_dir = section.get("checkpoint_dir"), section.get("output_dir", settings.output_dir)
+    if not isinstance(directory, str):
+        raise ConfigError(f"checkpointer.checkpoint_dir is {directory!r}: give the directory that holds the weights")
     component = str(section.get("_component_", ""))
     if component.startswith("torchtune.training.") and not Path(directory).is_dir():
         raise ConfigError(
             f"checkpointer.checkpoint_dir is {directory!r}, which is no directory: "
             "download the weights first (tune download) or correct the path"
         )
+    if settings.resume_from_checkpoint and not list(Path(output_dir).glob("*epoch_*")):
+        raise ConfigError(
+            f"resume_from_checkpoint is True and checkpointer.output_dir is {output_dir!r}, where no epoch was saved: "
+            "give the output_dir of the run to go on with"
+        )
+    try:
+        Path(output_dir).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"output_dir is {output_dir!r}, which cannot be written to: {error.strerror}") from error

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
+
+LONGEST_REASON = 500
 
 
 def require(cfg: DictConfig, key: str) -> Any:
@@ -15,6 +17,8 @@ def require(cfg: DictConfig, key: str) -> Any:
     section = cfg.get(key)
     if section is None:
         raise ConfigError(f"{key} is missing: give a section with a _component_")
+    if not OmegaConf.is_config(section):
+        raise ConfigError(f"{key} is {section!r}: allowed is a section with a _component_")
     return section
 
 
@@ -30,7 +34,7 @@ def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
     except AdaptiveError:
         raise
     except Exception as error:
-        raise ConfigError(f"{key} could not be built from {_described(section)}: {_reason(error)}") from error
+        raise ConfigError(f"{key} could not be built from {_described(section)}: {reason(error)}") from error
 
 
 def _described(section: Any) -> str:
@@ -38,6 +42,9 @@ def _described(section: Any) -> str:
     return str(component) if component else f"{section} (a section with a _component_ is needed)"
 
 
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
+def reason(error: Exception) -> str:
+    """An error of another library in one line, without what nobody reads to the end."""
+    text = " ".join(str(error).split()).rstrip(".")
+    if len(text) > LONGEST_REASON:
+        text = f"{text[:LONGEST_REASON]} ..."
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

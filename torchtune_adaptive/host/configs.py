@@ -48,12 +48,12 @@ def installed_configs() -> dict[str, Path]:
 
 
 def _position_of_config(argv: list[str]) -> int:
-    for position, word in enumerate(argv):
-        if word.startswith("--config="):
-            argv[position : position + 1] = ["--config", word.removeprefix("--config=")]
-        if argv[position] == "--config" and position + 1 < len(argv):
-            return position + 1
-    raise ConfigError("--config is missing: give a path, a name of torchtune's configs or adaptive/...")
+    argv[:] = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if argv.count("--config") > 1:
+        raise ConfigError("--config is given twice: allowed is one; other values are replaced with key=value")
+    if "--config" not in argv[:-1]:
+        raise ConfigError("--config is missing: give a path, a name of torchtune's configs or adaptive/...")
+    return argv.index("--config") + 1
 
 
 def _near(name: str, installed: Sequence[str]) -> str:
@@ -71,12 +71,14 @@ def _near(name: str, installed: Sequence[str]) -> str:
 
 def _check_yaml(path: Path) -> None:
     try:
-        with path.open(encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} holds {type(content).__name__}: allowed is a mapping of keys to values")
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if isinstance(content, dict) and all(isinstance(key, str) for key in content):
+            OmegaConf.load(path)  # refuses what YAML lets pass, such as the same key twice
+            return
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+        raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
+    found = "nothing" if content is None else f"a {type(content).__name__}"
+    raise ConfigError(f"--config {path} holds {found}: allowed is a mapping of keys, which are texts, to values")
 
 
 def _parse() -> DictConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,23 @@ from torchtune_adaptive.host import components
 from torchtune_adaptive.host.settings import Settings
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The dataset of a run, and what stands between it and a microbatch."""
+
+    dataset: Any
+    packed: bool
+    """All rows are of one length: several samples in each."""
+    collate: Collate
+    loader: StepLoader[Any]
+
+
+def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
+    dataset, packed = build_dataset(cfg, tokenizer)
+    collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
+    return Data(dataset, packed, collate, build_step_loader(dataset, settings, mesh))
 
 
 def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:
@@ -50,16 +68,12 @@ def build_collate(settings: Settings, tokenizer: Any, loss_fn: nn.Module, *, pac
 
 
 def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: DeviceMesh) -> StepLoader[Any]:
-    """The loader of this data-parallel rank; a dataset that does not fill one step is an error."""
-    loader: StepLoader[Any] = StepLoader(
-        dataset,
-        samples_per_step=settings.samples_per_step,
-        rank=mesh["dp"].get_local_rank(),
-        world_size=mesh["dp"].size(),
-        shuffle=settings.shuffle,
-    )
+    """The loader of this data-parallel rank; a dataset that does not fill one configured step is an error."""
     ranks = mesh["dp"].size()
-    if len(loader) == 0:
+    loader: StepLoader[Any] = StepLoader(
+        dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle
+    )
+    if loader.samples_per_rank < settings.samples_per_step:
         raise ConfigError(
             f"dataset has {len(dataset)} samples, but one step takes {settings.samples_per_step * ranks}: "  # type: ignore[arg-type]
             f"batch_size {settings.batch_size} × gradient_accumulation_steps "

@@ -16,11 +16,18 @@ def device_of(settings: Settings) -> torch.device:
     try:
         device: torch.device = utils.get_device(device=settings.device)
     except (RuntimeError, AttributeError) as error:
-        raise ConfigError(
-            f"device is {settings.device!r}, which this machine does not offer ({error}); "
-            "set device: cpu, or start no more processes on a machine than it has devices"
-        ) from error
+        raise _not_offered(settings, str(error)) from error
+    # without an accelerator torchtune takes the CPU for whatever was asked for
+    if device.type != torch.device(settings.device).type:
+        raise _not_offered(settings, f"torch found {device.type} only")
     return device
+
+
+def _not_offered(settings: Settings, reason: str) -> ConfigError:
+    return ConfigError(
+        f"device is {settings.device!r}, which this machine does not offer ({reason}): "
+        "set device: cpu, or start no more processes on a machine than it has devices"
+    )
 
 
 def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:

@@ -15,12 +15,12 @@ from typing import Protocol
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.errors import AdaptiveError, UnrecoverableError
 from torchtune_adaptive.host.configs import read_command_line
 
-FIRST_RANK_SPEAKS_S = 3.0
-"""How long the other ranks hold an error back. The first rank has most likely met the same one: it says so, ends, and
-the launcher ends the others before they repeat it."""
+FIRST_WORD_S = 10.0
+"""How long an error is held back that another rank may explain better: it ends first, and the launcher then ends the
+others before they add to its message."""
 
 
 class Recipe(Protocol):
@@ -42,7 +42,12 @@ def main(recipe_type: type[Recipe]) -> None:
         recipe.train()
         recipe.cleanup()
     except AdaptiveError as error:
+        if _rank() != 0 or isinstance(error, UnrecoverableError):  # rank 0 has most likely met the same error
+            _let_peers_speak_first()
         _end_with(error)
+    except Exception:
+        _let_peers_speak_first()  # a connection that breaks is what a rank sees of a peer that has ended
+        raise
 
 
 def show_decisions() -> None:
@@ -56,13 +61,18 @@ def show_decisions() -> None:
 
 def _end_with(error: AdaptiveError) -> None:
     rank = _rank()
-    if rank != 0:
-        time.sleep(FIRST_RANK_SPEAKS_S)
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
     where = "" if rank == 0 else f" (rank {rank})"
     print(f"\nerror{where}: {error}", file=sys.stderr, flush=True)
+    # what was only half built complains when it is collected
+    sys.unraisablehook = lambda _: None
     sys.exit(1)
+
+
+def _let_peers_speak_first() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        time.sleep(FIRST_WORD_S)
 
 
 def _rank() -> int:

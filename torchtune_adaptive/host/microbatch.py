@@ -44,6 +44,7 @@ class ForwardBackward:
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         batch = self.collate(samples)
+        self._check_length(batch)
         ignored = cast(int, self.loss_fn.ignore_index)
         target_tokens = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
@@ -59,6 +60,14 @@ class ForwardBackward:
             loss = loss * self.loss_scale(target_tokens)
         loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
+
+    def _check_length(self, batch: Batch) -> None:
+        longest, allowed = batch["tokens"].size(1), getattr(self.model, "max_seq_len", None)
+        if allowed is not None and longest > allowed:
+            raise ConfigError(
+                f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
+                f"set tokenizer.max_seq_len to {allowed} or less"
+            )
 
     def _loss(self, logits: Logits, labels: Tensor) -> Tensor:
         """The mean over target tokens. Losses that take logits in chunks shape them themselves."""

@@ -15,13 +15,17 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
-from torchtune import config, modules, training
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import modules, training
 from torchtune.modules import peft
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.devices import dtype_of
-from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.host.settings import LoraSettings, Settings
+from torchtune_adaptive.memory import is_oom
+
+NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
 
 Checkpoint = Mapping[str, Any]
 
@@ -36,22 +40,24 @@ def build_full_model(
     _checkpoint_activations(model, settings)
     _shard(model, settings, mesh)
     _init_rope(model, settings, device)
-    try:
-        _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
-    except (KeyError, RuntimeError) as error:
-        raise ConfigError(
-            f"checkpointer: the weights do not belong to {cfg.model.get('_component_')}: "
-            f"{' '.join(str(error).split())[:500]}"
-        ) from error
+    _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
 
 
 def build_lora_model(
-    cfg: DictConfig, settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint
+    cfg: DictConfig,
+    settings: Settings,
+    lora: LoraSettings,
+    device: torch.device,
+    mesh: DeviceMesh,
+    checkpoint: Checkpoint,
 ) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
     model = _on_meta(cfg, settings, device)
+    if _is_quantized(model) and not _is_sharded(settings, mesh):
+        # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
+        model = _on(device, cfg, settings, device)
     peft.set_trainable_params(model, peft.get_adapter_params(model))
     _compile(model, settings)
     _checkpoint_activations(model, settings)
@@ -64,15 +70,23 @@ def build_lora_model(
     _init_rope(model, settings, device)
     base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
-    _check_lora_keys(cfg.model, base_keys, adapter_keys)
+    _check_lora_keys(lora, base_keys, adapter_keys)
     training.validate_no_params_on_meta_device(model)
     return model
 
 
 def _on_meta(cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
-    with training.set_default_dtype(dtype_of(settings, device)), torch.device("meta"):
+    return _on(torch.device("meta"), cfg, settings, device)
+
+
+def _on(where: torch.device, cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
+    with training.set_default_dtype(dtype_of(settings, device)), where:
         model: nn.Module = components.build("model", cfg)
     return model
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(parameter, NF4Tensor) for parameter in model.parameters())
 
 
 def _compile(model: nn.Module, settings: Settings) -> None:
@@ -83,7 +97,7 @@ def _compile(model: nn.Module, settings: Settings) -> None:
 def _parallelize_tensors(model: nn.Module, cfg: DictConfig, settings: Settings, mesh: DeviceMesh) -> nn.Module:
     if settings.tensor_parallel_dim == 1:
         return model
-    plan = config.instantiate(cfg.tensor_parallel_plan)
+    plan = components.build("tensor_parallel_plan", cfg)
     try:
         model = training.prepare_mha_for_tp(model, mesh["tp"])
     except ValueError as error:
@@ -101,9 +115,13 @@ def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
         training.apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
 
 
-def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
+def _is_sharded(settings: Settings, mesh: DeviceMesh) -> bool:
     """One process has nothing to shard, but offloading to the CPU is FSDP's and needs it all the same."""
-    if mesh["dp"].size() == 1 and not settings.fsdp_cpu_offload:
+    return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
+
+
+def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
+    if not _is_sharded(settings, mesh):
         return
     layers = list(settings.custom_sharded_layers or ())
     training.shard_model(
@@ -139,22 +157,33 @@ def _init_adapters(model: nn.Module, settings: Settings, device: torch.device) -
 def _load(
     model: nn.Module, weights: Mapping[str, Any], settings: Settings, device: torch.device, *, strict: bool
 ) -> Any:
-    return training.load_from_full_model_state_dict(
-        model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
-    )
+    """Collective: fills the model from whole weights, which every rank has read from the same files."""
+    unknown = sorted(weights.keys() - model.state_dict().keys())
+    if unknown:
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
+    try:
+        if _is_quantized(model):
+            return model.load_state_dict(weights, strict=strict)
+        return training.load_from_full_model_state_dict(
+            model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
+        )
+    except RuntimeError as error:
+        if is_oom(error):
+            raise
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error
 
 
-def _check_lora_keys(cfg_model: DictConfig, base_keys: Any, adapter_keys: Any) -> None:
+def _check_lora_keys(lora: LoraSettings, base_keys: Any, adapter_keys: Any) -> None:
     missing, unexpected = adapter_keys if adapter_keys is not None else (None, None)
     try:
         peft.validate_missing_and_unexpected_for_lora(
-            lora_attn_modules=list(cfg_model.lora_attn_modules),
-            apply_lora_to_mlp=cfg_model.apply_lora_to_mlp,
-            apply_lora_to_output=cfg_model.get("apply_lora_to_output", False),
+            lora_attn_modules=list(lora.lora_attn_modules),
+            apply_lora_to_mlp=lora.apply_lora_to_mlp,
+            apply_lora_to_output=lora.apply_lora_to_output,
             base_missing=base_keys.missing_keys,
             base_unexpected=base_keys.unexpected_keys,
             lora_missing=missing,
             lora_unexpected=unexpected,
         )
     except AssertionError as error:
-        raise ConfigError(f"checkpointer: weights and model do not fit together: {error}") from error
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,7 +26,14 @@ class Optimization(Protocol):
     checkpointed: Any
     """What torchtune's checkpointing takes as the optimizer."""
 
-    def start_schedule(self, *, total_steps: int, steps_done: int) -> None: ...
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]: ...
+
+    def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
+        """`lr_factor` is what a resumed run has already multiplied its learning rate with."""
+
+    def use_lr_factor(self, factor: float) -> None:
+        """From the next step on, the schedule's learning rate times this."""
 
     def update(self, target_tokens: int) -> float | None:
         """Collective where it clips: one update. Returns the gradient's norm if that was computed."""
@@ -40,16 +47,23 @@ class UpdateAfterBackward:
     def __init__(
         self, cfg: DictConfig, settings: Settings, model: nn.Module, state: State | None, device: torch.device
     ) -> None:
-        self._cfg = cfg
         self._model = model
         self._max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-        self._scheduler: LRScheduler | None = None
+        self._schedule = _Schedule(cfg)
         self.checkpointed = components.build("optimizer", cfg, model.parameters())
+        self._schedule.watch(self.optimizers)
         if state:
             training.load_from_full_optimizer_state_dict(model, self.checkpointed, state, device)
 
-    def start_schedule(self, *, total_steps: int, steps_done: int) -> None:
-        self._scheduler = _build_scheduler(self._cfg, self.checkpointed, total_steps, steps_done)
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return [self.checkpointed]
+
+    def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
+        self._schedule.start(total_steps, steps_done, lr_factor)
+
+    def use_lr_factor(self, factor: float) -> None:
+        self._schedule.use_factor(factor)
 
     def update(self, target_tokens: int) -> float | None:
         # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens
@@ -57,8 +71,7 @@ class UpdateAfterBackward:
         norm = self._clip()
         self.checkpointed.step()
         self.checkpointed.zero_grad(set_to_none=True)
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._schedule.step()
         return norm
 
     def learning_rate(self) -> float:
@@ -77,24 +90,29 @@ class UpdateInBackward:
     def __init__(
         self, cfg: DictConfig, model: nn.Module, states: Mapping[str, State] | None, device: torch.device
     ) -> None:
-        self._cfg = cfg
         optimizers = {p: components.build("optimizer", cfg, [p]) for p in model.parameters()}
         training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
         self.checkpointed = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
-        self._scheduler: LRScheduler | None = None
+        self._schedule = _Schedule(cfg)
+        self._schedule.watch(self.optimizers)
         for name, state in (states or {}).items():
             self._restore(model, name, state, device)
 
-    def start_schedule(self, *, total_steps: int, steps_done: int) -> None:
-        first = next(iter(self.checkpointed.optim_map.values()))
-        self._scheduler = _build_scheduler(self._cfg, first, total_steps, steps_done)
-        if self._scheduler is not None:
-            self.checkpointed.set_lr_scheduler(self._scheduler)
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return list(self.checkpointed.optim_map.values())
+
+    def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
+        self._schedule.start(total_steps, steps_done, lr_factor)
+        if self._schedule.schedulers:
+            self.checkpointed.set_lr_scheduler(self._schedule.schedulers[0])
+
+    def use_lr_factor(self, factor: float) -> None:
+        self._schedule.use_factor(factor)
 
     def update(self, target_tokens: int) -> None:
         """The weights are updated already; only the schedule moves on."""
-        if self._scheduler is not None:
-            self._scheduler.step()
+        self._schedule.step()
 
     def learning_rate(self) -> float:
         return float(training.get_lr(self.checkpointed))
@@ -119,12 +137,45 @@ def build_optimization(
     return UpdateAfterBackward(cfg, settings, model, state, device)
 
 
-def _build_scheduler(
-    cfg: DictConfig, optimizer: torch.optim.Optimizer, total_steps: int, steps_done: int
-) -> LRScheduler | None:
-    if cfg.get("lr_scheduler") is None:
-        return None
-    scheduler: LRScheduler = components.build(
-        "lr_scheduler", cfg, optimizer, num_training_steps=total_steps, last_epoch=steps_done - 1
-    )
-    return scheduler
+class _Schedule:
+    """The learning rate of one or several optimizers: the config's scheduler times a factor."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._cfg = cfg
+        self._optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._factor = 1.0
+        self.schedulers: list[LRScheduler] = []
+        """One for each optimizer. torchtune drives only the first of several, and then refuses to log their rates."""
+
+    def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Notes the rates to begin with; call it before a checkpoint brings rates of its own."""
+        self._optimizers = optimizers
+        self._first_rates = [float(group["lr"]) for group in self._groups()]
+
+    def start(self, total_steps: int, steps_done: int, factor: float) -> None:
+        self._factor = factor
+        if self._cfg.get("lr_scheduler") is None:
+            return
+        for group, rate in zip(self._groups(), self._first_rates, strict=True):
+            # a schedule that goes on needs the rate that it began with, which not every checkpoint keeps
+            group.setdefault("initial_lr", rate * factor)
+        length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
+        self.schedulers = [
+            components.build("lr_scheduler", self._cfg, optimizer, **length) for optimizer in self._optimizers
+        ]
+
+    def step(self) -> None:
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def use_factor(self, factor: float) -> None:
+        ratio, self._factor = factor / self._factor, factor
+        if ratio == 1:
+            return
+        for group in self._groups():
+            group.update({key: group[key] * ratio for key in ("lr", "initial_lr") if key in group})
+        for scheduler in self.schedulers:
+            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]

@@ -24,7 +24,9 @@ class StepProfiler:
             return
         if section.get("_component_", COMPONENT) != COMPONENT:
             raise ConfigError(f"profiler._component_ is {section['_component_']!r}: allowed is {COMPONENT}")
-        named = OmegaConf.merge({"_component_": COMPONENT}, section)
+        # resolved here: apart from the whole config, ${output_dir} would be the section's own key
+        values = OmegaConf.to_container(section, resolve=True)
+        named = OmegaConf.merge({"_component_": COMPONENT}, values)
         self._profiler, chosen = components.build_section("profiler", named)
         if record_memory and chosen.get("profile_memory"):
             self._record_from = chosen["wait_steps"] + chosen["warmup_steps"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +13,7 @@ from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.schedules import EpochPlan
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,9 @@ KEYS = {
 }
 """Field -> its name in torchtune's recipe state."""
 
+ADAPTIVE_KEY = "adaptive"
+"""The name of the rest."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
@@ -32,13 +37,13 @@ class Progress:
     epochs_run: int
     total_epochs: int
     max_steps_per_epoch: int | None
+    past: tuple[EpochPlan, ...] = ()
+    """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
+    ranks: int
+    """Data-parallel ranks; of a resumed run, those that it had."""
 
-    def steps_per_epoch(self, whole_steps: int) -> int:
-        """Steps of an epoch, given how many the data has."""
-        return whole_steps if self.max_steps_per_epoch is None else min(whole_steps, self.max_steps_per_epoch)
-
-    def after_epoch(self) -> Progress:
-        return replace(self, epochs_run=self.epochs_run + 1)
+    def after_epoch(self, plan: EpochPlan, ranks: int) -> Progress:
+        return replace(self, epochs_run=self.epochs_run + 1, past=(*self.past, plan), ranks=ranks)
 
     def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
         """The progress that a checkpoint continues."""
@@ -48,13 +53,26 @@ class Progress:
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
                 "give the recipe state of an unfinished run (checkpointer.recipe_checkpoint)"
             )
-        saved = Progress(**{field: checkpoint[key] for field, key in KEYS.items()})
+        ours = json.loads(checkpoint.get(ADAPTIVE_KEY, "{}"))
+        saved = Progress(
+            **{field: checkpoint[key] for field, key in KEYS.items()},
+            past=tuple(EpochPlan(**plan) for plan in ours.get("past", ())),
+            ranks=ours.get("ranks", self.ranks),
+        )
         going_on = replace(saved, total_epochs=self.total_epochs)
+        if going_on.epochs_run >= going_on.total_epochs:
+            raise ConfigError(
+                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from has run {going_on.epochs_run} "
+                "already: raise epochs, or set resume_from_checkpoint: False"
+            )
         self._log_differences(saved, going_on)
         return going_on
 
     def recipe_state(self) -> dict[str, Any]:
-        return {KEYS[field]: value for field, value in asdict(self).items()}
+        """In torchtune's keys, and one of ours that its recipes ignore."""
+        values = asdict(self)
+        ours = {"past": values["past"], "ranks": values["ranks"]}
+        return {**{key: values[field] for field, key in KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
 
     def _log_differences(self, saved: Progress, going_on: Progress) -> None:
         if dist.get_rank() != 0:
@@ -66,7 +84,7 @@ class Progress:
                 logger.info("%s: config %s, checkpoint %s; going on with %s", field, configured, kept, chosen)
 
 
-def start_progress(settings: Settings) -> Progress:
+def start_progress(settings: Settings, ranks: int) -> Progress:
     """Collective: seeds every rank and starts counting."""
     try:
         seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
@@ -77,4 +95,5 @@ def start_progress(settings: Settings) -> Progress:
         epochs_run=0,
         total_epochs=settings.epochs,
         max_steps_per_epoch=settings.max_steps_per_epoch,
+        ranks=ranks,
     )

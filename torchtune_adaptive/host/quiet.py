@@ -20,3 +20,5 @@ class _Without(logging.Filter):
 logging.getLogger("torchao").addFilter(_Without("cpp extensions"))
 # torchdata 0.11 calls what torch 2.13 has deprecated
 warnings.filterwarnings("ignore", message=".*set_vital.*")
+# torchtune's profiler asks for XPU unless the config says otherwise
+warnings.filterwarnings("ignore", message="XPU is not available")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive import config
-from torchtune_adaptive.config import BOOL, COUNT, INTEGER, NAMES, NULL, NUMBER, TEXT, one_of, option
+from torchtune_adaptive.config import ABOVE_ZERO, BOOL, COUNT, INTEGER, NAMES, NULL, TEXT, one_of, option, some_of
 from torchtune_adaptive.errors import ConfigError
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,18 +18,19 @@ class Settings:
     """Keys that both recipes know, with torchtune's names and defaults."""
 
     device: str = option(TEXT)
-    dtype: str = option(one_of("bf16", "fp32", "fp16"))
+    dtype: str = option(one_of("bf16", "fp32"))
     output_dir: str = option(TEXT)
     seed: int | None = option(INTEGER | NULL, None)
-    cudnn_deterministic_mode: str | int | None = option(NULL | INTEGER | TEXT, None)
+    cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
     batch_size: int = option(COUNT)
+    use_maximum_batch_size: bool = option(BOOL, False)
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(COUNT)
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
     shuffle: bool = option(BOOL)
     collate_fn: str = option(TEXT, "torchtune.data.padded_collate_sft")
-    clip_grad_norm: float | str | None = option(NUMBER | NULL | one_of("inf"), None)
+    clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = option(BOOL, False)
 
     resume_from_checkpoint: bool = option(BOOL, False)
@@ -36,8 +39,8 @@ class Settings:
 
     enable_activation_checkpointing: bool = option(BOOL, False)
     enable_activation_offloading: bool = option(BOOL, False)
-    ac_mode: str | None = option(one_of("full", "selective", None), None)
-    ac_option: int | str | None = option(COUNT | NULL | one_of("op"), None)
+    ac_mode: str | None = option(one_of("full", "selective") | NULL, None)
+    ac_option: int | str | None = option(COUNT | one_of("op") | NULL, None)
     optimizer_in_bwd: bool = option(BOOL, False)
 
     custom_sharded_layers: tuple[str, ...] | None = option(NAMES | NULL, None)
@@ -54,18 +57,29 @@ class Settings:
         return self.batch_size * self.gradient_accumulation_steps
 
 
-def read_settings(cfg: DictConfig) -> Settings:
-    """Settings of a whole config, with the combinations refused that torchtune refuses as well."""
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """What the recipe itself has to know of a LoRA model's section, to check and to save its adapters."""
+
+    lora_attn_modules: tuple[str, ...] = option(some_of(*PROJECTIONS))
+    apply_lora_to_mlp: bool = option(BOOL)
+    apply_lora_to_output: bool = option(BOOL, False)
+    lora_rank: int = option(COUNT)
+    lora_alpha: float = option(ABOVE_ZERO)
+
+
+def read_full_settings(cfg: DictConfig) -> Settings:
+    """Settings of a full finetune, with the combinations refused that torchtune refuses as well."""
     settings = config.read(Settings, cfg)
-    _check_precision(settings)
-    _check_activations(settings)
+    _check_offloading(settings)
     _check_optimizer_in_bwd(settings)
     _check_tensor_parallel(settings, cfg)
     return settings
 
 
-def check_lora(settings: Settings) -> Settings:
-    """The same settings, if LoRA knows all that they ask for."""
+def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    """The same for LoRA, which knows less, and of its model's section."""
+    settings = config.read(Settings, cfg)
     for key, value, allowed in (
         ("optimizer_in_bwd", settings.optimizer_in_bwd, False),
         ("enable_async_checkpointing", settings.enable_async_checkpointing, False),
@@ -73,15 +87,15 @@ def check_lora(settings: Settings) -> Settings:
     ):
         if value != allowed:
             raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: allowed is {allowed}")
-    return settings
+    _check_offloading(settings)
+    return settings, config.read(LoraSettings, cfg.get("model"), prefix="model.")
 
 
-def _check_precision(settings: Settings) -> None:
-    if settings.dtype == "fp16":
-        raise ConfigError("dtype is 'fp16', which has no gradient scaling here: allowed is bf16 or fp32")
-
-
-def _check_activations(settings: Settings) -> None:
+def _check_offloading(settings: Settings) -> None:
+    if settings.fsdp_cpu_offload and settings.device.startswith("cpu"):
+        raise ConfigError(
+            f"fsdp_cpu_offload is True and device is {settings.device!r}: weights are there already, set it to False"
+        )
     if not settings.enable_activation_offloading:
         return
     if not settings.device.startswith("cuda"):
@@ -118,7 +132,7 @@ def _check_tensor_parallel(settings: Settings, cfg: DictConfig) -> None:
             f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
             "name one, for example torchtune.models.llama3.base_llama_tp_plan"
         )
-    if cfg.optimizer.get("fused", False):
+    if OmegaConf.select(cfg, "optimizer.fused"):
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
             "set optimizer.fused: False"

@@ -1,0 +1,103 @@
+"""The wheel, in an environment that has nothing else of this project."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.running import Finished, run_command
+
+ROOT = Path(__file__).parents[2]
+RECIPES = {path.name for path in (ROOT / "recipes").glob("*.py")}
+CONFIGS = {path.relative_to(ROOT / "configs").as_posix() for path in (ROOT / "configs").rglob("*.yaml")}
+TUNE = ("-m", "torchtune._cli.tune", "run")
+
+
+def run_ok(*command: str, cwd: Path, timeout_s: float = 120) -> Finished:
+    ended = run_command(command, cwd=cwd, timeout_s=timeout_s)
+    assert ended.status == 0, ended.output
+    return ended
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy, since building leaves files beside the source."""
+    source = tmp_path_factory.mktemp("source") / "project"
+    leave_out = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "runs", "__pycache__")
+    shutil.copytree(ROOT, source, ignore=leave_out)
+    # torch needs setuptools, so it is here already
+    run_ok(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "out", cwd=source)
+    (built,) = (source / "out").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """An interpreter that has the wheel, and the test environment's packages without this project."""
+    folder = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    (site,) = (folder / "lib").glob("python3*/site-packages")
+    # a path of a .pth file is searched, but its own .pth files, among them those of editable installs, are not read
+    (site / "the-others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    run_ok(
+        *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"),
+        *("--no-deps", "--no-index", str(wheel)),
+        cwd=folder,
+    )
+    return str(python)
+
+
+@pytest.fixture(scope="module")
+def files(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_recipes_are_top_level_modules(files: set[str]) -> None:
+    assert {name for name in files if "/" not in name} == RECIPES
+    assert len(RECIPES) >= 2
+
+
+def test_all_configs_are_inside(files: set[str]) -> None:
+    prefix = "torchtune_adaptive/configs/"
+    assert {name.removeprefix(prefix) for name in files if name.endswith(".yaml")} == CONFIGS
+    assert {"demo/full.yaml", "demo/lora.yaml"} < CONFIGS
+
+
+def test_every_module_of_the_package_is_inside(files: set[str]) -> None:
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "torchtune_adaptive").rglob("*.py")}
+    assert modules <= files
+    assert len(modules) > 20
+
+
+def test_licence_and_type_marker_are_inside_and_nothing_else(files: set[str]) -> None:
+    assert "torchtune_adaptive/py.typed" in files
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in files)
+    tops = {name.split("/")[0] for name in files if "/" in name and ".dist-info/" not in name}
+    assert tops == {"torchtune_adaptive"}
+
+
+def test_what_is_installed_is_the_wheel(python: str, tmp_path: Path) -> None:
+    names = ["torchtune_adaptive", "torchtune_adaptive.configs", "adaptive_full_finetune_distributed"]
+    look = f"from importlib.util import find_spec\nfor name in {names}: print(find_spec(name).origin)"
+    places = run_ok(python, "-c", look, cwd=tmp_path).output.split()
+    assert len(places) == len(names)
+    assert all(Path(place).is_relative_to(Path(python).parents[1]) for place in places), places
+
+
+@pytest.mark.parametrize("launcher", [(), ("--nproc_per_node", "2")], ids=["one-process", "two-ranks"])
+def test_tune_runs_a_recipe_from_an_empty_directory(python: str, tmp_path: Path, launcher: tuple[str, ...]) -> None:
+    ended = run_ok(
+        *(python, *TUNE, *launcher, "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"),
+        *("dataset.samples=16", "epochs=1", "output_dir=out"),
+        cwd=tmp_path,
+    )
+    assert "samples a step" in ended.output
+    assert list((tmp_path / "out" / "epoch_0").glob("model-*.bin"))

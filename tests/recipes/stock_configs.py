@@ -1,0 +1,206 @@
+"""Every config that torchtune ships for the two recipes, made to run on CPUs without network or weights.
+
+What has to be replaced, and nothing else: the device, the places of files, the sizes of models and images, the
+tokenizers' vocabularies, the rows of the datasets, offloading to the CPU and the compiler's code generation. All
+other keys keep their values, and the rest of torchtune runs as it is: builders, transforms, packing, checkpointers.
+"""
+
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from torchtune._recipe_registry import get_all_recipes
+from torchtune.data import Message
+
+from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.recipes.running import run_ours
+from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, shrunk_models, write_checkpoint
+from torchtune_adaptive.demo.dataset import demo_row
+from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
+
+RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
+BYTES_PER_TOKEN = 4
+# more than fit into a pack
+ROWS_PER_PACK = 24
+VISION = "torchtune.models.llama3_2_vision._transform"
+TORCHVISION = ("torchvision", "torchvision.transforms", "torchvision.transforms.v2")
+
+
+@dataclass(frozen=True)
+class StockConfig:
+    recipe: str
+    name: str
+    path: Path
+
+    @property
+    def is_lora(self) -> bool:
+        return self.recipe.startswith("lora")
+
+    def __str__(self) -> str:
+        return self.name
+
+    def folder(self, parent: Path) -> Path:
+        return parent / self.name
+
+    def mark_done(self, parent: Path) -> None:
+        (self.folder(parent) / f"done_{os.environ['RANK']}").touch()
+
+    def is_done(self, parent: Path, world_size: int) -> bool:
+        return len(list(self.folder(parent).glob("done_*"))) == world_size
+
+    def load(self) -> DictConfig:
+        return OmegaConf.load(self.path)
+
+
+def stock_configs() -> list[StockConfig]:
+    folder = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
+    return [
+        StockConfig(recipe.name, listed.name, folder / listed.file_path)
+        for recipe in get_all_recipes()
+        if recipe.name in RECIPES
+        for listed in recipe.configs
+    ]
+
+
+def train_all(stocks: Sequence[StockConfig], folder: Path, world_size: int) -> dict[StockConfig, str]:
+    """Our recipes over these configs; returns why each that failed did so."""
+    failures = {}
+    _spare_garbage_collector()
+    for stock in stocks:
+        cfg = on_cpu(stock.load(), stock.folder(folder))
+        import_model(cfg)
+        write_checkpoint(cfg)
+    pending = list(stocks)
+    while pending:
+        try:
+            run_on_ranks(
+                world_size, _train_each, pending, free_ports(len(pending)), folder, timeout_s=400, in_group=False
+            )
+        except RankFailed as failure:
+            pending = [stock for stock in pending if not stock.is_done(folder, world_size)]
+            failures[pending.pop(0)] = str(failure)
+        else:
+            break
+    return failures
+
+
+def _train_each(stocks: Sequence[StockConfig], ports: Sequence[int], folder: Path) -> None:
+    """Collective: one run after the other, each in a process group of its own."""
+    os.environ["TORCH_COMPILE_BACKEND"] = "eager"
+    for stock, port in zip(stocks, ports, strict=True):
+        _spare_garbage_collector()
+        os.environ["MASTER_PORT"] = str(port)
+        cfg = on_cpu(stock.load(), stock.folder(folder))
+        with _offline(cfg, int(os.environ["WORLD_SIZE"])):
+            run_ours("lora" if stock.is_lora else "full", cfg)
+        stock.mark_done(folder)
+
+
+def _spare_garbage_collector() -> None:
+    """torchtune collects after each of up to 191 files of a checkpoint: not through all of torch every time."""
+    gc.freeze()
+
+
+def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
+    """The config with the keys changed that a machine without GPU, network and weights cannot take."""
+    changed = cfg.copy()
+    changed.device = "cpu"
+    changed.output_dir = str(directory / "out")
+    changed.checkpointer.checkpoint_dir = str(directory / "weights")
+    if cfg.get("fsdp_cpu_offload"):
+        # FSDP pins what it offloads, which no machine without an accelerator can
+        changed.fsdp_cpu_offload = False
+    if "image_size" in cfg.tokenizer:
+        changed.tokenizer.image_size = changed.model.image_size = IMAGE_SIZE
+    else:
+        changed.tokenizer._component_ = f"{__name__}.small_tokenizer"
+    return changed
+
+
+def import_model(cfg: DictConfig) -> None:
+    """Imports the models of a config. torchtune's vision models import torchvision, for images alone."""
+    package = cfg.model._component_.rpartition(".")[0]
+    missing = importlib.util.find_spec("torchvision") is None
+    stand_ins = {name: mock.MagicMock() for name in TORCHVISION} if missing else {}
+    sys.modules.update(stand_ins)
+    try:
+        importlib.import_module(package)
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def steps_of(cfg: DictConfig) -> int:
+    """Two where the first step's learning rate is that of a warmup's start, which is 0; one suffices otherwise."""
+    return 2 if "lr_scheduler" in cfg else 1
+
+
+@contextlib.contextmanager
+def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
+    """While open, models are small, and rows, image tiles and vision's tokenizer are made on the spot."""
+    import_model(cfg)
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps * world_size * steps_of(cfg)
+    if cfg.dataset.get("packed"):
+        rows *= ROWS_PER_PACK
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(shrunk_models())
+        replacements = {
+            "torchtune.datasets._sft.load_dataset": lambda source, **_: [_row(source, i) for i in range(rows)]
+        }
+        if "image_size" in cfg.tokenizer:
+            replacements[f"{VISION}.llama3_tokenizer"] = small_tokenizer
+            replacements[f"{VISION}.CLIPImageTransform"] = RandomTiles
+        for name, replacement in replacements.items():
+            patches.enter_context(mock.patch(name, replacement))
+        yield
+
+
+def _row(source: str, index: int) -> dict[str, Any]:
+    """A row with the columns of the dataset at `source`."""
+    row = demo_row(0, index)
+    if "alpaca" in source:
+        return {"instruction": row["input"], "input": "", "output": row["output"]}
+    return {"images": [index], "texts": [{"user": row["input"], "assistant": row["output"]}]}
+
+
+class RandomTiles:
+    """Stands in for CLIPImageTransform: an image is a number, and gives one to four tiles of noise."""
+
+    def __init__(self, *, tile_size: int, max_num_tiles: int, **_: Any) -> None:
+        assert (tile_size, max_num_tiles) == (IMAGE_SIZE, MAX_TILES)
+
+    def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
+        tiles = sample["image"] % MAX_TILES + 1
+        noise = torch.rand(tiles, 3, IMAGE_SIZE, IMAGE_SIZE, dtype=torch.bfloat16)
+        return {"image": noise, "aspect_ratio": torch.tensor([1, tiles])}
+
+
+class SmallTokenizer(DemoTokenizer):
+    """As many tokens as a real tokenizer has for a text, and one for images, which vision models embed apart."""
+
+    image_id = VOCAB_SIZE
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        return super().encode(text[::BYTES_PER_TOKEN], add_bos, add_eos)
+
+    def tokenize_messages(self, messages: list[Message], **kwargs: Any) -> tuple[list[int], list[bool]]:
+        images = sum(len(message.get_media()) for message in messages)
+        text = [Message(message.role, message.text_content, masked=message.masked) for message in messages]
+        (bos, *tokens), (masked, *mask) = super().tokenize_messages(text, **kwargs)
+        return [bos, *[self.image_id] * images, *tokens], [masked, *[True] * images, *mask]
+
+
+def small_tokenizer(*_: Any, max_seq_len: int | None = None, **__: Any) -> SmallTokenizer:
+    """Takes the arguments of any of torchtune's tokenizers, and reads no file."""
+    return SmallTokenizer(max_seq_len=max_seq_len)

@@ -1,0 +1,158 @@
+"""What a user sees of searching, recovering and growing: whole runs of both recipes on two ranks."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import demo_config, run_ours
+
+PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
+LIMIT_MIB = {"full": 64, "lora": 52}
+"""Room for 8 rows of 256 tokens on rank 1, and for little more; rank 0 has plenty."""
+GROWING = (
+    *("batch_size=1", "gradient_accumulation_steps=2", "epochs=3", "clip_grad_norm=inf"),
+    *(
+        "batch_increase_function._component_=torchtune_adaptive.schedules.double_every",
+        "batch_increase_function.epochs=1",
+    ),
+    *("adaptive.max_batch_size=2", "adaptive.beyond_memory=accumulate", "adaptive.lr_scaling=sqrt"),
+    *("lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",),
+    *("lr_scheduler.num_warmup_steps=3", "optimizer.lr=0.001"),
+)
+
+
+class Runs(NamedTuple):
+    kind: str
+    folder: Path
+    lines: list[dict[str, list[str]]]
+    """Of each rank, by the name of the run."""
+
+    def log(self, name: str) -> list[dict[str, float]]:
+        return read_log(self.folder / name / "log.jsonl")
+
+
+class Lines(logging.Handler):
+    """Keeps what a run logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines += record.getMessage().splitlines()
+
+
+def run_and_listen(kind: str, folder: Path, *overrides: str) -> list[str]:
+    """Collective: the recipe's whole life, and the lines that it logged on this rank."""
+    heard = Lines()
+    logger = logging.getLogger("torchtune_adaptive")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(heard)
+    try:
+        run_ours(kind, demo_config(kind, folder, *overrides))
+    finally:
+        logger.removeHandler(heard)
+    return heard.lines
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
+    limit = f"adaptive.memory_limit=[120MiB,{LIMIT_MIB[kind]}MiB]"
+    runs: dict[str, tuple[str, ...]] = {
+        "searched": (*PLAIN, limit, "use_maximum_batch_size=True", "adaptive.sequence_length=256"),
+        "written": (*PLAIN, limit, "batch_size=8", "gradient_accumulation_steps=1"),
+        "unlimited": PLAIN,
+        "growing": GROWING,
+    }
+    lines = {}
+    for (name, overrides), port in zip(runs.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        lines[name] = run_and_listen(kind, folder / name, *overrides)
+    return lines
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp(request.param)
+    return Runs(
+        request.param,
+        folder,
+        run_on_ranks(2, run_all, request.param, folder, free_ports(4), timeout_s=200, in_group=False),
+    )
+
+
+def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> None:
+    lines = runs.lines[0]["searched"]
+    limit = LIMIT_MIB[runs.kind]
+    assert f"batch search · linear · 256 tokens · budget {limit}.0 MiB a rank" in lines
+    assert sum("<- chosen" in line for line in lines) == 1
+    assert any(line.startswith("8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)") for line in lines)
+
+
+def test_the_search_leaves_its_record_and_its_picture(runs: Runs) -> None:
+    output = runs.folder / "searched" / "out"
+    record = json.loads((output / "batch_search.json").read_text())
+    assert record["result"]["rows"] == 8
+    assert record["fingerprint"]["budgets"] == [120 * 2**20, LIMIT_MIB[runs.kind] * 2**20]
+    assert (output / "batch_search.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_training_after_a_search_is_training_with_the_found_size_in_the_config(runs: Runs) -> None:
+    searched, written = runs.log("searched"), runs.log("written")
+    assert len(searched) == len(written) == 4
+    for one, other in zip(searched, written, strict=True):
+        assert (one["loss"], one["grad_norm"]) == (other["loss"], other["grad_norm"])
+
+
+def test_a_sample_longer_than_searched_for_costs_a_repeated_step_and_not_the_run(runs: Runs) -> None:
+    lines = [line for line in runs.lines[0]["searched"] if "out of memory" in line]
+    assert lines
+    assert all("on rank 1 (longest sample" in line and line.endswith("rows, step repeated") for line in lines)
+    assert runs.log("searched")[-1]["oom_recoveries"] == len(lines)
+    assert runs.log("searched")[-1]["microbatch_rows"] < 8
+
+
+def test_a_run_with_recoveries_has_the_losses_of_one_with_all_memory(runs: Runs) -> None:
+    limited, unlimited = runs.log("searched"), runs.log("unlimited")
+    assert unlimited[-1]["oom_recoveries"] == 0
+    for one, other in zip(limited, unlimited, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+
+
+def test_only_the_first_rank_speaks(runs: Runs) -> None:
+    assert not any(runs.lines[1].values())
+
+
+def test_a_growing_batch_takes_the_steps_and_microbatches_of_its_plan(runs: Runs) -> None:
+    # 64 samples on 2 ranks: 32 a rank; 1, 2, then 4 rows of which 2 fit, twice a step
+    log = runs.log("growing")
+    assert [step["step"] for step in log] == list(range(1, 16 + 8 + 4 + 1))
+    assert [step["microbatch_rows"] for step in log] == [1] * 16 + [2] * 8 + [2] * 4
+
+
+def test_a_growing_batch_has_the_learning_rate_that_a_hand_computes(runs: Runs) -> None:
+    warm_up, total = 3, 16 + 8 + 4
+    growth = [1.0] * 16 + [2.0] * 8 + [4.0] * 4
+    for step in runs.log("growing"):
+        done = int(step["step"])  # the rate is logged after the schedule has moved on
+        if done == total:
+            continue
+        progress = (done - warm_up) / (total - warm_up)
+        cosine = done / warm_up if done < warm_up else max(0.0, 0.5 * (1 + math.cos(math.pi * 0.5 * 2 * progress)))
+        # the factor of an epoch applies from its first step on, so the rate logged before it has the old one
+        factor = math.sqrt(growth[done - 1])
+        assert step["lr"] == pytest.approx(1e-3 * cosine * factor, rel=1e-6, abs=1e-12)
+
+
+def test_a_growing_run_prints_its_plan(runs: Runs) -> None:
+    lines = runs.lines[0]["growing"]
+    assert any("batch schedule · 3 epochs · 28 steps" in line for line in lines)

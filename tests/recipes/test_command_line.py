@@ -1,0 +1,108 @@
+"""`tune run` as a user types it, from a directory that holds nothing of ours."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from tests.recipes.running import Finished, run_command, tune_run
+
+FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
+SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out")
+STOCK_ON_A_LAPTOP = (
+    "tokenizer=torchtune_adaptive.demo.tokenizer.demo_tokenizer",
+    "~tokenizer.path",
+    "tokenizer.max_seq_len=256",
+    "model=torchtune_adaptive.demo.model.demo_model",
+    "checkpointer=torchtune_adaptive.demo.weights.demo_checkpointer",
+    "checkpointer.checkpoint_dir=weights",
+    "checkpointer.checkpoint_files=[demo.pt]",
+    "dataset=torchtune_adaptive.demo.dataset.demo_dataset",
+    "device=cpu",
+    "dtype=fp32",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
+)
+OUR_LINE = r"^\d+ rows × \d+ microbatches × \d+ ranks = \d+ samples a step .*$"
+NOISE = re.compile(
+    r"warning|deprecat|cpp extensions|set_vital|pin_memory|destroy_process_group|NCCL|OMP_NUM_THREADS", re.IGNORECASE
+)
+
+
+def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
+    """The run ended well, said its arithmetic once, and wrote nothing that a user could take for a problem."""
+    assert ended.status == 0, ended.output
+    assert re.findall(OUR_LINE, ended.output, re.MULTILINE) == [arithmetic], ended.output
+    assert ended.output.count("with resolved config") == 1, ended.output
+    assert [line for line in ended.output.splitlines() if NOISE.search(line)] == []
+    assert list((cwd / "out" / "epoch_0").glob("model-*.bin"))
+
+
+def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
+    ended = tune_run(
+        *(FULL, "--config", "adaptive/demo/full", *SMALL, "batch_size=2", "optimizer.lr=1e-4", "my_note=kept"),
+        ranks=2,
+        cwd=tmp_path,
+        timeout_s=120,
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step · 4 steps an epoch · 1 epochs",
+    )
+    assert "lr: 0.0001" in ended.output
+    assert "my_note: kept" in ended.output  # torchtune lets users add keys of their own, and so do we
+    (log,) = (tmp_path / "out" / "logs").glob("*.txt")
+    assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4
+
+
+def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: Path) -> None:
+    ended = tune_run(
+        FULL, "--config", "llama3_2/1B_full", *STOCK_ON_A_LAPTOP, *SMALL, ranks=None, cwd=tmp_path, timeout_s=120
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 2 microbatches × 1 ranks = 4 samples a step · 8 steps an epoch · 1 epochs",
+    )
+
+
+def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as my_dataset\n")
+    run_command([tune(), "cp", "llama3_2/1B_lora", "mine.yaml"], cwd=tmp_path, timeout_s=60)
+    ended = tune_run(
+        LORA,
+        *("--config", "mine.yaml", *STOCK_ON_A_LAPTOP, *SMALL),
+        *("model=torchtune_adaptive.demo.model.lora_demo_model", "dataset=mine.my_dataset"),
+        ranks=None,
+        cwd=tmp_path,
+        timeout_s=120,
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 2 microbatches × 1 ranks = 4 samples a step · 8 steps an epoch · 1 epochs",
+    )
+    assert (tmp_path / "out" / "epoch_0" / "adapter_model.pt").is_file()
+
+
+def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
+    ended = run_command(
+        [
+            *(sys.executable, "-m", LORA, "--config=adaptive/demo/lora", *SMALL),
+            *("profiler.enabled=True", "profiler.wait_steps=1", "profiler.warmup_steps=1", "profiler.active_steps=1"),
+        ],
+        cwd=tmp_path,
+        timeout_s=120,
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="4 rows × 2 microbatches × 1 ranks = 8 samples a step · 4 steps an epoch · 1 epochs",
+    )
+    assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace.json*"))
+
+
+def tune() -> str:
+    return str(Path(sys.executable).parent / "tune")

@@ -1,0 +1,364 @@
+"""What a user gets wrong, and the one message that says so: the key, its value and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from tests.recipes.running import start_here, tune_run
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host.configs import locate
+
+FULL, LORA = "full", "lora"
+SMALL = "dataset.samples=16"
+COUNT = "a whole number of at least 1"
+TP_PLAN = "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan"
+
+Start = Callable[..., str]
+
+
+@pytest.fixture
+def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a recipe in an empty directory with something wrong in its config; returns the error's message."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(kind: str, *overrides: str, config: str | None = None, train: bool = False) -> str:
+        with pytest.raises(ConfigError) as caught:
+            start_here(kind, "--config", config or f"adaptive/demo/{kind}", *overrides, train=train)
+        return str(caught.value)
+
+    return start
+
+
+def assert_says(text: str, *parts: str) -> None:
+    assert [part for part in parts if part not in text] == [], text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("a: [1\nb: 2", ["cannot be read", "line 2"]),
+        ("a:\n\tb: 1", ["cannot be read", "line 2"]),
+        ("a: 1\na: 2", ["cannot be read", "duplicate key a"]),
+        ("a: ${b", ["cannot be read", "${b"]),
+        ("- a\n- b", ["holds a list", "allowed is a mapping"]),
+        ("just text", ["holds a str", "allowed is a mapping"]),
+        ("", ["holds nothing", "allowed is a mapping"]),
+        ("1: 2", ["allowed is a mapping of keys, which are texts"]),
+    ],
+)
+def test_a_malformed_file_is_named_with_what_is_wrong(
+    message: Start, tmp_path: Path, content: str, parts: list[str]
+) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(content)
+    assert_says(message(FULL, config=str(path)), f"--config {path}", *parts)
+
+
+@pytest.mark.parametrize(
+    ("content", "parts"),
+    [
+        ("a: ${b}", ["a cannot be resolved", "'b' not found"]),
+        ("a:\n  b: ${oc.env:NO_SUCH_VARIABLE}", ["a.b cannot be resolved", "NO_SUCH_VARIABLE"]),
+        ("a: ${a}", ["a cannot be resolved", "Recursive"]),
+        ("a: ???", ["a cannot be resolved", "mandatory"]),
+    ],
+)
+def test_a_value_that_cannot_be_resolved_is_named(
+    message: Start, tmp_path: Path, content: str, parts: list[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    assert_says(message(FULL, config="mine.yaml"), *parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("adaptive/llama3_2/1B_ful", "adaptive/llama3_2/1B_full"),
+        ("adaptive/demo/lorra", "adaptive/demo/lora"),
+        ("llama3_2/1B_ful", "llama3_2/1B_full"),
+    ],
+)
+def test_an_unknown_config_lists_the_near_ones(message: Start, name: str, near: str) -> None:
+    assert_says(message(FULL, config=name), f"--config {name}", f" {near}")
+
+
+def test_a_config_that_is_like_none_lists_all_installed_ones(message: Start) -> None:
+    assert_says(message(FULL, config="/nowhere/x.yaml"), "--config /nowhere/x.yaml", "adaptive/demo/full")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--config"], ["epochs=1"]])
+def test_no_config_at_all_is_said(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"--config is missing"):
+        start_here(FULL, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("foo", ["foo", "key=value"]),
+        ("a=b=c", ["a=b=c", "key=value"]),
+        ("--learning_rate=3", ["--learning_rate=3", "key=value"]),
+        ("--config=adaptive/demo/lora", ["--config", "twice"]),
+        ("~nothing", ["nothing", "Could not find key"]),
+        ("tokenizer.max_seq_len=[1", ["expected"]),
+    ],
+)
+def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]) -> None:
+    assert_says(message(FULL, override), *parts)
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        (
+            "adaptive.recover_from_omm=True",
+            ["adaptive.recover_from_omm", "allowed are", "did you mean recover_from_oom?"],
+        ),
+        ("adaptive.colour=red", ["adaptive.colour", "allowed are recover_from_oom"]),
+        ("adaptive.recover_from_oom=maybe", ["adaptive.recover_from_oom is 'maybe'", "True or False or null"]),
+        ("adaptive=yes", ["adaptive is True", "a section"]),
+        ("batch_size=0", ["batch_size is 0", COUNT]),
+        ("batch_size=four", ["batch_size is 'four'", COUNT]),
+        ("batch_size=2.5", ["batch_size is 2.5", COUNT]),
+        ("batch_size=True", ["batch_size is True", COUNT]),
+        ("batch_size=None", ["batch_size is None", COUNT]),
+        ("~batch_size", ["batch_size is missing", COUNT]),
+        ("gradient_accumulation_steps=0", ["gradient_accumulation_steps is 0", COUNT]),
+        ("epochs=0", ["epochs is 0", COUNT]),
+        ("max_steps_per_epoch=0", ["max_steps_per_epoch is 0", f"{COUNT} or null"]),
+        ("log_every_n_steps=0", ["log_every_n_steps is 0", COUNT]),
+        ("dtype=fp16", ["dtype is 'fp16'", "bf16 or fp32"]),
+        ("clip_grad_norm=text", ["clip_grad_norm is 'text'", "a number above 0 or inf or null"]),
+        ("clip_grad_norm=-1", ["clip_grad_norm is -1", "above 0"]),
+        ("seed=x", ["seed is 'x'", "a whole number or null"]),
+        ("seed=-5", ["seed is -5", "range"]),
+        ("cudnn_deterministic_mode=loud", ["cudnn_deterministic_mode is 'loud'", "warn"]),
+        ("shuffle=maybe", ["shuffle is 'maybe'", "True or False"]),
+        ("ac_mode=some", ["ac_mode is 'some'", "full or selective or null"]),
+        ("custom_sharded_layers=tok_embeddings", ["custom_sharded_layers is 'tok_embeddings'", "a list of names"]),
+        ("device=gpu", ["device is 'gpu'", "set device: cpu"]),
+        ("device=cuda:9", ["device is 'cuda:9'", "set device: cpu"]),
+        ("fsdp_cpu_offload=True", ["fsdp_cpu_offload is True", "device is 'cpu'", "set it to False"]),
+        ("enable_activation_offloading=True", ["enable_activation_offloading is True", "device is 'cpu'"]),
+        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "clip_grad_norm is 1.0"]),
+        ("collate_fn=nowhere.collate", ["collate_fn is 'nowhere.collate'", "cannot be imported"]),
+        ("collate_fn=torchtune.data.left_pad_sequence", ["collate_fn is", "inference only"]),
+        ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
+        ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
+        ("output_dir=/proc/none", ["output_dir is '/proc/none'", "cannot be written to"]),
+    ],
+)
+def test_a_wrong_value_is_named_with_what_is_allowed(message: Start, override: str, parts: list[str]) -> None:
+    assert_says(message(FULL, override, SMALL), *parts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_gpu_that_is_not_there_is_not_replaced_by_the_cpu(message: Start) -> None:
+    assert_says(message(FULL, "device=cuda", SMALL), "device is 'cuda'", "does not offer", "set device: cpu")
+
+
+def test_a_world_size_that_tensor_parallelism_does_not_divide_is_refused(message: Start) -> None:
+    text = message(FULL, "tensor_parallel_dim=2", TP_PLAN, "optimizer.fused=False")
+    assert_says(text, "tensor_parallel_dim is 2", "world size is 1", "--nproc_per_node")
+
+
+@pytest.mark.parametrize(
+    "section", ["tokenizer", "dataset", "model", "checkpointer", "optimizer", "loss", "metric_logger"]
+)
+@pytest.mark.parametrize("kind", [FULL, LORA])
+def test_a_section_that_is_missing_or_no_section_is_named(
+    message: Start, tmp_path: Path, kind: str, section: str
+) -> None:
+    cfg = OmegaConf.load(locate(f"adaptive/demo/{kind}"))
+    del cfg[section]
+    OmegaConf.save(cfg, tmp_path / "without.yaml")
+    assert_says(message(kind, config="without.yaml"), f"{section}", "is missing")
+    cfg[section] = "torch.optim.AdamW"
+    OmegaConf.save(cfg, tmp_path / "text.yaml")
+    assert_says(message(kind, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("model=torchtune.models.llama3.llama9", ["model", "torchtune.models.llama3.llama9"]),
+        ("model.colour=red", ["model", "demo_model", "colour"]),
+        ("tokenizer=nowhere.tokenizer", ["tokenizer", "nowhere.tokenizer"]),
+        ("tokenizer=torchtune.models.llama3.llama3_tokenizer", ["tokenizer", "llama3_tokenizer", "path"]),
+        ("tokenizer.max_seq_len=1", ["tokenizer.max_seq_len is 1"]),
+        ("dataset=nowhere.dataset", ["dataset", "nowhere.dataset"]),
+        ("optimizer=bitsandbytes.optim.PagedAdamW8bit", ["optimizer", "bitsandbytes", "installed"]),
+        ("optimizer.lr=-1", ["optimizer", "learning rate", "-1"]),
+        ("optimizer.learning_rate=1", ["optimizer", "AdamW", "learning_rate"]),
+        ("loss=torch.nn.MSELoss", ["loss is torch.nn.MSELoss", "ignore_index", "cross-entropy"]),
+        ("metric_logger=nowhere.logger", ["metric_logger", "nowhere.logger"]),
+        ("checkpointer=torchtune.NoCheckpointer", ["checkpointer", "torchtune.NoCheckpointer"]),
+        ("checkpointer.colour=red", ["checkpointer", "colour"]),
+        ("checkpointer.model_type=LAMA", ["checkpointer", "LAMA"]),
+        ("checkpointer.checkpoint_files=[none.pt]", ["checkpointer", "none.pt"]),
+        ("checkpointer.checkpoint_dir=None", ["checkpointer.checkpoint_dir is None"]),
+    ],
+)
+@pytest.mark.parametrize("kind", [FULL, LORA])
+def test_a_component_that_cannot_be_built_is_named(message: Start, kind: str, override: str, parts: list[str]) -> None:
+    if kind == LORA:
+        parts = [part.replace("demo_model", "lora_demo_model") for part in parts]
+    assert_says(message(kind, override, SMALL), *parts)
+
+
+def test_a_checkpoint_directory_that_does_not_exist_is_named(message: Start) -> None:
+    text = message(
+        FULL,
+        "checkpointer=torchtune.training.FullModelHFCheckpointer",
+        "checkpointer.checkpoint_dir=/nowhere/Llama",
+    )
+    assert_says(text, "checkpointer.checkpoint_dir is '/nowhere/Llama'", "tune download")
+
+
+def test_a_tokenizer_file_that_does_not_exist_is_named(message: Start) -> None:
+    text = message(
+        FULL,
+        "tokenizer=torchtune.models.llama3.llama3_tokenizer",
+        "tokenizer.path=/nowhere/tokenizer.model",
+    )
+    assert_says(text, "tokenizer could not be built", "/nowhere/tokenizer.model")
+
+
+def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
+    text = message(
+        FULL,
+        "dataset=torchtune.datasets.instruct_dataset",
+        "dataset.source=json",
+        "dataset.data_files=/nowhere/rows.json",
+    )
+    assert_says(text, "dataset could not be built", "/nowhere/rows.json")
+
+
+@pytest.mark.parametrize(
+    ("override", "found"),
+    [
+        ("model.embed_dim=64", "size mismatch"),
+        ("model.num_layers=4", "layers.3"),
+        ("model.num_layers=2", "the first is layers.2"),
+    ],
+)
+@pytest.mark.parametrize("kind", [FULL, LORA])
+def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
+    assert_says(message(kind, override), "checkpointer: these are not the weights of this model", found)
+
+
+def test_a_dataset_smaller_than_one_step_is_refused_with_the_arithmetic(message: Start) -> None:
+    text = message(FULL, "dataset.samples=7")
+    assert_says(text, "7 samples", "takes 8", "batch_size 4 × gradient_accumulation_steps 2 × 1 ranks")
+
+
+def test_a_sample_longer_than_the_model_takes_is_refused(message: Start) -> None:
+    text = message(FULL, "tokenizer.max_seq_len=None", "model.max_seq_len=32", SMALL, train=True)
+    assert_says(text, "tokens", "at most 32", "tokenizer.max_seq_len")
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "LoRA"]),
+        ("enable_async_checkpointing=True", ["enable_async_checkpointing is True", "LoRA"]),
+        ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "LoRA"]),
+        ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
+        ("model.lora_rank=0", ["model.lora_rank is 0", COUNT]),
+        ("model.lora_alpha=high", ["model.lora_alpha is 'high'", "a number above 0"]),
+        ("model.lora_attn_modules=[query]", ["model.lora_attn_modules is ['query']", "q_proj"]),
+        ("model.lora_attn_modules=[]", ["model.lora_attn_modules is []", "q_proj"]),
+        ("~model.apply_lora_to_mlp", ["model.apply_lora_to_mlp is missing"]),
+    ],
+)
+def test_what_lora_cannot_do_is_refused_before_training(message: Start, override: str, parts: list[str]) -> None:
+    assert_says(message(LORA, override), *parts)
+
+
+def test_a_config_of_full_finetuning_is_refused_by_lora(message: Start) -> None:
+    assert_says(message(LORA, config="adaptive/demo/full"), "model.lora_attn_modules is missing")
+
+
+def test_resuming_where_nothing_was_saved_is_refused(message: Start) -> None:
+    for kind in (FULL, LORA):
+        text = message(kind, "resume_from_checkpoint=True")
+        assert_says(text, "resume_from_checkpoint is True", f"'runs/demo/{kind}'", "no epoch was saved")
+
+
+def test_resuming_a_finished_run_is_refused(message: Start) -> None:
+    start_here(FULL, "--config", "adaptive/demo/full", "epochs=1", SMALL, train=True)
+    text = message(FULL, "resume_from_checkpoint=True", "epochs=2", SMALL)
+    assert_says(text, "recipe_checkpoint", "to resume", "an unfinished run")
+
+
+def test_resuming_says_that_files_are_looked_for_in_the_output(message: Start) -> None:
+    start_here(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
+    text = message(FULL, "resume_from_checkpoint=True", "epochs=2", SMALL)
+    assert_says(text, "demo.pt", "relative to it", "epoch_0/model-00001-of-00001.bin")
+
+
+def test_resuming_with_no_epoch_left_is_refused(message: Start) -> None:
+    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+    start_here(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
+    text = message(FULL, "resume_from_checkpoint=True", "epochs=1", SMALL, files)
+    assert_says(text, "epochs is 1", "has run 1 already", "raise epochs")
+
+
+def test_resuming_lora_without_its_adapter_is_refused(message: Start, tmp_path: Path) -> None:
+    start_here(LORA, "--config", "adaptive/demo/lora", "epochs=2", SMALL, train=True)
+    for adapter in (tmp_path / "runs/demo/lora").glob("epoch_*/adapter_model.pt"):
+        adapter.unlink()
+    files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+    text = message(LORA, "resume_from_checkpoint=True", "epochs=2", SMALL, files)
+    assert_says(text, "no adapter weights", "checkpointer.adapter_checkpoint")
+
+
+HERE_ONLY = """
+import torch.distributed
+from torchtune_adaptive.demo.tokenizer import demo_tokenizer
+
+def tokenizer(max_seq_len):
+    if torch.distributed.get_rank() == 1:
+        raise FileNotFoundError("this machine has no such file")
+    return demo_tokenizer(max_seq_len)
+"""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(["batch_size=0"], "error: batch_size is 0", id="before-the-ranks-meet"),
+        pytest.param(["model.embed_dim=64"], "error: checkpointer: these are not the weights", id="while-they-talk"),
+        pytest.param(["metric_logger=nowhere.log"], "error: metric_logger could not be built", id="on-rank-0-only"),
+        pytest.param(
+            ["tokenizer=here_only.tokenizer"],
+            "error (rank 1): tokenizer could not be built",
+            id="on-rank-1-only",
+        ),
+    ],
+)
+def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: list[str], message: str) -> None:
+    (tmp_path / "here_only.py").write_text(HERE_ONLY)
+    ended = tune_run(
+        "adaptive_full_finetune_distributed",
+        "--config",
+        "adaptive/demo/full",
+        *overrides,
+        ranks=2,
+        cwd=tmp_path,
+        timeout_s=60,
+    )
+    assert ended.status != 0
+    before_the_launcher, *launcher = re.split("torch[./]distributed[./]elastic", ended.output, maxsplit=1)
+    assert launcher, ended.output
+    assert ended.output.count(message) == 1, ended.output
+    assert re.findall("^error", ended.output, re.MULTILINE) == ["error"], ended.output
+    assert "Traceback" not in before_the_launcher, ended.output
+    assert ended.output.count("Traceback") == 1, ended.output

@@ -1,0 +1,187 @@
+"""A run that was stopped and resumed, by our recipe or by the stock one, is the run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.training import FullModelTorchTuneCheckpointer
+from torchtune.training.checkpointing import _checkpointer
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import demo_config, run_ours, run_stock, saved_weights
+
+RELATIVE = 1e-5
+EPOCHS, STEPS_PER_EPOCH = 3, 3
+WHOLE_RUN = (
+    f"epochs={EPOCHS}",
+    f"max_steps_per_epoch={STEPS_PER_EPOCH}",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
+SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+ASYNC = ("enable_async_checkpointing=True",)
+IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
+ADAPTER_ONLY = ("save_adapter_weights_only=True",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who trains the first epoch, and who the others; with what besides; and what is given only to resume."""
+
+    first: str = "ours"
+    then: str = "ours"
+    overrides: tuple[str, ...] = ()
+    to_resume: tuple[str, ...] = ()
+    like: str = "never-stopped"
+
+
+FULL = {
+    "ours": Case(to_resume=(SAVED_WEIGHTS,)),
+    "ours-by-stock": Case(then="stock", to_resume=(SAVED_WEIGHTS,)),
+    "stock-by-ours": Case(first="stock", to_resume=(SAVED_WEIGHTS,)),
+    "async": Case(overrides=ASYNC),
+    "async-stock-by-ours": Case(first="stock", overrides=ASYNC),
+    "in-backward": Case(overrides=IN_BACKWARD, to_resume=(SAVED_WEIGHTS,), like="never-stopped-in-backward"),
+    "async-in-backward": Case(overrides=(*ASYNC, *IN_BACKWARD), like="never-stopped-in-backward"),
+    "in-backward-stock-by-ours": Case(
+        first="stock", overrides=IN_BACKWARD, to_resume=(SAVED_WEIGHTS,), like="never-stopped-in-backward"
+    ),
+}
+LORA = {
+    "ours": Case(),
+    "ours-by-stock": Case(then="stock"),
+    "stock-by-ours": Case(first="stock"),
+    "adapter-only": Case(overrides=ADAPTER_ONLY),
+}
+CASES = {"full": FULL, "lora": LORA}
+NEVER_STOPPED: dict[str, dict[str, tuple[str, ...]]] = {
+    "full": {"never-stopped": (), "never-stopped-in-backward": IN_BACKWARD},
+    "lora": {"never-stopped": ()},
+}
+ALL = [(kind, case) for kind, cases in CASES.items() for case in cases]
+
+
+class Stopped(Exception):
+    """Ends a run after its first epoch was saved."""
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+    """Collective: everything that the tests of one recipe compare."""
+    free = iter(ports)
+    for name, overrides in NEVER_STOPPED[kind].items():
+        run(kind, "ours", folder / name, overrides, next(free))
+    for name, case in CASES[kind].items():
+        with stop_before_the_second_epoch():
+            run(kind, case.first, folder / name, case.overrides, next(free))
+        resume = (*case.overrides, *case.to_resume, "resume_from_checkpoint=True")
+        run(kind, case.then, folder / name, resume, next(free))
+
+
+def run(kind: str, who: str, folder: Path, overrides: tuple[str, ...], port: int) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+    start = run_ours if who == "ours" else run_stock
+    try:
+        start(kind, demo_config(kind, folder, *WHOLE_RUN, *overrides))
+    except Stopped:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def stop_before_the_second_epoch() -> Iterator[None]:
+    """Ends either recipe where an epoch begins, once its checkpoint is on disk."""
+    being_saved = []
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        being_saved.append(async_save(*args, **kwargs))
+        return being_saved[-1]
+
+    def begin(sampler: StatefulDistributedSampler, epoch: int) -> None:
+        if epoch == 1:
+            for future in being_saved:
+                future.result(timeout=60)
+            raise Stopped
+        set_epoch(sampler, epoch)
+
+    async_save, set_epoch = _checkpointer.async_save, StatefulDistributedSampler.set_epoch
+    with (
+        mock.patch.object(_checkpointer, "async_save", save),
+        mock.patch.object(StatefulDistributedSampler, "set_epoch", begin),
+    ):
+        yield
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folders: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            count = len(NEVER_STOPPED[kind]) + 2 * len(CASES[kind])
+            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=240, in_group=False)
+        return folders[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "case"), ALL)
+def test_every_step_is_that_of_the_run_that_was_never_stopped(runs: Any, kind: str, case: str) -> None:
+    folder = runs(kind)
+    whole, resumed = (read_log(folder / name / "log.jsonl") for name in (CASES[kind][case].like, case))
+    assert [step["step"] for step in resumed] == [step["step"] for step in whole]
+    assert len(whole) == EPOCHS * STEPS_PER_EPOCH
+    assert len({step["lr"] for step in whole}) == len(whole)
+    for step_of_whole, step in zip(whole, resumed, strict=True):
+        for figure in {"loss", "lr", "grad_norm"} & step_of_whole.keys():
+            assert step[figure] == pytest.approx(step_of_whole[figure], rel=RELATIVE), (step["step"], figure)
+
+
+@pytest.mark.parametrize(("kind", "case"), [each for each in ALL if each[1] != "adapter-only"])
+def test_the_last_weights_are_those_of_the_run_that_was_never_stopped(runs: Any, kind: str, case: str) -> None:
+    folder = runs(kind)
+    whole, resumed = (saved_weights(folder / name, EPOCHS - 1) for name in (CASES[kind][case].like, case))
+    assert resumed.keys() == whole.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=RELATIVE, atol=1e-7, msg=name)
+
+
+def test_only_the_adapter_is_saved_when_only_the_adapter_is_asked_for(runs: Any) -> None:
+    whole, adapter_only = (runs("lora") / case / "out" / f"epoch_{EPOCHS - 1}" for case in ("ours", "adapter-only"))
+    assert list(whole.glob("model*.bin"))
+    assert not list(adapter_only.glob("model*"))
+    expected, saved = (torch.load(epoch / "adapter_model.pt", weights_only=True) for epoch in (whole, adapter_only))
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(saved[name], weight, rtol=RELATIVE, atol=1e-7, msg=name)
+
+
+def test_an_unfinished_checkpoint_is_what_torchtunes_checkpointer_expects(runs: Any) -> None:
+    ours, stock = (load(runs("full") / case / "out") for case in ("ours", "stock-by-ours"))
+    assert ours.keys() == stock.keys()
+    assert ours["model"].keys() == stock["model"].keys()
+    assert ours["optimizer"].keys() == stock["optimizer"].keys()
+    assert [ours[key] for key in ("seed", "total_epochs", "max_steps_per_epoch")] == [0, EPOCHS, STEPS_PER_EPOCH]
+
+
+def load(output_dir: Path) -> dict[str, Any]:
+    """What torchtune's own checkpointer reads of the last epoch that a run can be resumed from."""
+    checkpointer = FullModelTorchTuneCheckpointer(
+        checkpoint_dir=str(output_dir.parent.parent / "weights"),
+        checkpoint_files=[f"epoch_{EPOCHS - 2}/model-00001-of-00001.bin"],
+        model_type="LLAMA3",
+        output_dir=str(output_dir),
+        should_load_recipe_state=True,
+    )
+    loaded: dict[str, Any] = checkpointer.load_checkpoint()
+    return loaded

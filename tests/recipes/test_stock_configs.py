@@ -1,0 +1,140 @@
+"""Every config that torchtune ships for the two stock recipes trains here and saves, on two ranks, unchanged but for
+what a machine without GPU, network and weights cannot have (see stock_configs.py). None is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import config
+from torchtune.modules.peft import get_adapter_state_dict
+
+from tests.recipes.shrunk_models import file_names, shrunk_models
+from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, on_cpu, steps_of, stock_configs, train_all
+
+ALL = stock_configs()
+FULL = [stock for stock in ALL if not stock.is_lora]
+LORA = [stock for stock in ALL if stock.is_lora]
+MLP = {"w1", "w2", "w3"}
+
+pytestmark = pytest.mark.timeout(900)
+"""The first test waits for all the runs, on a machine that may be busy with others."""
+
+
+@dataclass(frozen=True)
+class Runs:
+    folder: Path
+    failures: Mapping[StockConfig, str]
+
+    def config_of(self, stock: StockConfig) -> DictConfig:
+        """The config as it ran."""
+        assert stock not in self.failures, self.failures[stock]
+        return on_cpu(stock.load(), stock.folder(self.folder))
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs of all configs that a selected test asks for."""
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    wanted = {call.params["stock"] for call in calls if call is not None and "stock" in call.params}
+    folder = tmp_path_factory.mktemp("stock")
+    return Runs(folder, train_all([stock for stock in ALL if stock in wanted], folder, world_size=2))
+
+
+def test_torchtune_ships_configs_for_both_recipes() -> None:
+    assert {stock.recipe for stock in ALL} == set(RECIPES)
+
+
+@pytest.mark.parametrize("stock", ALL, ids=str)
+def test_every_step_logs_a_finite_loss(runs: Runs, stock: StockConfig) -> None:
+    cfg = runs.config_of(stock)
+    losses = logged_losses(cfg)
+    assert len(losses) >= steps_of(cfg)
+    assert torch.tensor(losses).isfinite().all()
+
+
+@pytest.mark.parametrize("stock", FULL, ids=str)
+def test_full_finetuning_moves_trainable_weights_only(runs: Runs, stock: StockConfig) -> None:
+    cfg = runs.config_of(stock)
+    before, after = first_weights(cfg), saved_weights(cfg)
+    assert after.keys() == before.keys()
+    moved = {name for name in before if not torch.equal(after[name], before[name])}
+    assert moved
+    assert moved <= {name for name, weight in built(cfg).state_dict(keep_vars=True).items() if weight.requires_grad}
+    assert all(weight.isfinite().all() for weight in after.values())
+
+
+@pytest.mark.parametrize("stock", LORA, ids=str)
+def test_lora_saves_an_adapter_as_its_config_describes_it(runs: Runs, stock: StockConfig) -> None:
+    cfg = runs.config_of(stock)
+    adapter = torch.load(epoch_folder(cfg) / "adapter_model.pt", weights_only=True)
+    assert adapter.keys() == get_adapter_state_dict(built(cfg).state_dict()).keys()
+    assert {weight.shape[0] for name, weight in adapter.items() if "lora_a" in name} == {cfg.model.lora_rank}
+    assert any("magnitude" in name for name in adapter) == cfg.model.get("use_dora", False)
+    assert adapted_layers(adapter) == described_layers(cfg.model)
+    assert any(weight.any() for name, weight in adapter.items() if "lora_b" in name), "no step moved it"
+
+
+@pytest.mark.parametrize("stock", LORA, ids=str)
+def test_lora_saves_whole_weights_unless_told_not_to(runs: Runs, stock: StockConfig) -> None:
+    cfg = runs.config_of(stock)
+    if cfg.get("save_adapter_weights_only", False):
+        assert not list(epoch_folder(cfg).glob("model-*"))
+    else:
+        assert saved_weights(cfg).keys() == first_weights(cfg).keys()
+
+
+def test_one_process_trains_without_sharding(tmp_path: Path) -> None:
+    kinds = {"llama3_2/1B_full", "llama3/8B_dora", "llama2/7B_qlora", "llama3_2_vision/11B_lora"}
+    stocks = [stock for stock in ALL if stock.name in kinds]
+    assert len(stocks) == len(kinds)
+    assert train_all(stocks, tmp_path, world_size=1) == {}
+
+
+def logged_losses(cfg: DictConfig) -> list[float]:
+    (log,) = Path(cfg.metric_logger.log_dir).glob("*.txt")
+    figures = [line.split("loss:")[1] for line in log.read_text().splitlines() if "loss:" in line]
+    return [float(figure.split()[0]) for figure in figures]
+
+
+def epoch_folder(cfg: DictConfig) -> Path:
+    return Path(cfg.output_dir) / "epoch_0"
+
+
+def first_weights(cfg: DictConfig) -> dict[str, torch.Tensor]:
+    return read_weights(cfg, Path(cfg.checkpointer.checkpoint_dir), file_names(cfg))
+
+
+def saved_weights(cfg: DictConfig) -> dict[str, torch.Tensor]:
+    files = sorted(path.name for path in epoch_folder(cfg).glob("model-*-of-*"))
+    return read_weights(cfg, epoch_folder(cfg), files)
+
+
+def read_weights(cfg: DictConfig, folder: Path, files: list[str]) -> dict[str, torch.Tensor]:
+    """What the config's own checkpointer reads from a folder."""
+    section = cfg.checkpointer.copy()
+    section.checkpoint_dir, section.checkpoint_files = str(folder), files
+    section.output_dir = str(Path(cfg.output_dir).with_name("unused"))
+    return config.instantiate(section).load_checkpoint()["model"]
+
+
+def built(cfg: DictConfig) -> nn.Module:
+    """The model as torchtune's builder leaves it."""
+    import_model(cfg)
+    with shrunk_models():
+        return config.instantiate(cfg.model)
+
+
+def adapted_layers(adapter: Mapping[str, torch.Tensor]) -> set[str]:
+    return {name.split(".")[-3] for name in adapter if name.endswith("lora_a.weight")}
+
+
+def described_layers(cfg_model: DictConfig) -> set[str]:
+    mlp = MLP if cfg_model.apply_lora_to_mlp else set()
+    output = {"output"} if cfg_model.get("apply_lora_to_output", False) else set()
+    return {*cfg_model.lora_attn_modules, *mlp, *output}

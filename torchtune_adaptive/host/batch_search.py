@@ -1,0 +1,150 @@
+"""`use_maximum_batch_size`: the search before training, its record and what it shows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from tqdm import tqdm
+
+from torchtune_adaptive.batch_size import Progress, find_max_batch_size
+from torchtune_adaptive.collectives import Agreement
+from torchtune_adaptive.config import AdaptiveConfig
+from torchtune_adaptive.host.microbatch import Sample
+from torchtune_adaptive.host.optimization import Optimization
+from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.memory import MemorySource
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.plots import draw_search
+from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.report import SEARCH_FILE, read_search, search_table, write_search
+from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.stepping import StepRunner
+
+logger = logging.getLogger(__name__)
+
+CUDA_BUDGET_GRAIN = 2**28
+"""Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
+
+SEARCHED = (
+    *("model", "optimizer", "loss", "dtype", "compile", "enable_activation_checkpointing"),
+    *("enable_activation_offloading", "ac_mode", "ac_option", "optimizer_in_bwd", "clip_grad_norm"),
+    *("custom_sharded_layers", "fsdp_cpu_offload", "fsdp_reshard_after_forward", "tensor_parallel_dim"),
+)
+"""Keys of the config that change what a microbatch needs."""
+
+
+def rows_that_fit(
+    cfg: DictConfig,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    memory: MemorySource | None,
+    worst_step: Callable[[], TrainingStep[Sample]],
+    samples_per_rank: int,
+) -> int | None:
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them."""
+    grows = cfg.get("batch_increase_function") is not None
+    if not settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
+        return None
+    if memory is None:
+        if dist.get_rank() == 0:
+            logger.info("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
+        return None
+    most_rows = min(samples_per_rank, adaptive.max_batch_size or samples_per_rank)
+    return search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows)
+
+
+def search_batch_size(
+    cfg: DictConfig,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    memory: MemorySource,
+    step: TrainingStep[Sample],
+    most_rows: int,
+) -> int:
+    """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
+    first = dist.get_rank() == 0
+    options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
+    budgets = Agreement(1).gather([memory.budget_bytes])
+    fingerprint = _fingerprint(cfg, step.length, [int(budget) for (budget,) in budgets], options)
+    directory = Path(settings.output_dir)
+    if adaptive.reuse_search and (rows := _rows_found_before(directory, fingerprint)):
+        if first:
+            where = directory / SEARCH_FILE
+            logger.info("batch search · %d rows, as in %s (adaptive.reuse_search: False searches again)", rows, where)
+        return rows
+    with _progress_bar(shown=first) as progress:
+        result = find_max_batch_size(
+            step, memory=memory, samples_per_step=settings.samples_per_step, progress=progress, **options
+        )
+    if first:
+        _record(directory, result, step.length, fingerprint)
+    return result.rows
+
+
+def training_step(
+    runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module, sample: Sample
+) -> TrainingStep[Sample]:
+    """The recipe's step, as a search runs it."""
+    decoder: Any = getattr(runner.model, "decoder", runner.model)
+    boundaries = {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
+    return TrainingStep(
+        runner=runner,
+        sample=sample,
+        update=lambda result: optimization.update(result.target_tokens),
+        optimizers=optimization.optimizers,
+        boundaries=boundaries,
+    )
+
+
+def _rows_found_before(directory: Path, fingerprint: Mapping[str, Any]) -> int:
+    """Collective: what rank 0 finds in its record; 0 if it finds nothing."""
+    rows = 0
+    if dist.get_rank() == 0:
+        try:
+            known = read_search(directory, fingerprint)
+        except ValueError as error:
+            logger.warning("%s; searching again", error)
+        else:
+            rows = known.rows if known else 0
+    return int(Agreement(1).gather([rows])[0][0])
+
+
+def _record(directory: Path, result: SearchResult, length: int, fingerprint: Mapping[str, Any]) -> None:
+    logger.info("%s", search_table(result, length))
+    write_search(directory, result, length, fingerprint)
+    draw_search(directory, result, length)
+
+
+def _fingerprint(cfg: DictConfig, length: int, budgets: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the answer depends on."""
+    on_gpu = str(cfg.device).startswith("cuda")
+    return {
+        **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in SEARCHED},  # type: ignore[index, call-overload]
+        **options,
+        "sequence_length": length,
+        "world_size": dist.get_world_size(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "budgets": [budget // CUDA_BUDGET_GRAIN for budget in budgets] if on_gpu else budgets,
+    }
+
+
+@contextmanager
+def _progress_bar(*, shown: bool) -> Iterator[Progress]:
+    with tqdm(desc="batch search", unit=" probes", disable=not shown, leave=False) as bar:
+
+        def progress(rows: int, measured: Peak | None) -> None:
+            if measured is None:
+                bar.set_postfix_str(f"{rows} rows")
+            else:
+                bar.update(1)
+
+        yield progress

@@ -1,0 +1,72 @@
+"""The worst sample that a dataset can put into a microbatch: as long as samples get, every token a target."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from torchtune_adaptive.collectives import Agreement
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host.data import Data
+from torchtune_adaptive.host.microbatch import Sample, length_of
+
+logger = logging.getLogger(__name__)
+
+LENGTHS_FILE = "sample_lengths.json"
+
+
+def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: int | None) -> Sample:
+    """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
+    sample: Sample = data.dataset[0]
+    if "encoder_input" in sample:
+        raise ConfigError(
+            "use_maximum_batch_size is True and the dataset has images: what they need differs from sample to sample, "
+            "so there is no worst case to measure; set it to False and choose batch_size"
+        )
+    if data.packed:
+        return {**sample, "labels": sample["tokens"].clone()}
+    length = sequence_length or getattr(tokenizer, "max_seq_len", None) or longest_sample(cfg, data.dataset)
+    token = int(sample["tokens"][0])
+    return {"tokens": [token] * length, "labels": [token] * length}
+
+
+def longest_sample(cfg: DictConfig, dataset: Any) -> int:
+    """Collective: tokens of the longest sample; each rank reads its share, and the answer is kept for the next run."""
+    path = Path(cfg.output_dir) / LENGTHS_FILE
+    key = _key(cfg, len(dataset))
+    known = _read(path, key)
+    if not all(length for (length,) in Agreement(1).gather([known])):
+        known = _scan(dataset)
+        if dist.get_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"key": key, "longest": known}) + "\n", encoding="utf-8")
+    return known
+
+
+def _scan(dataset: Any) -> int:
+    """Collective: the longest of all samples."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    share = range(rank, len(dataset), ranks)
+    longest = max((length_of(dataset[i]) for i in tqdm(share, "longest sample", disable=rank != 0)), default=0)
+    return int(max(length for (length,) in Agreement(1).gather([longest])))
+
+
+def _read(path: Path, key: str) -> int:
+    """The answer of an earlier scan of the same data; 0 if there is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return int(record["longest"]) if record["key"] == key else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _key(cfg: DictConfig, samples: int) -> str:
+    sections = OmegaConf.to_container(OmegaConf.create({"d": cfg.dataset, "t": cfg.tokenizer}), resolve=True)
+    return hashlib.sha256(json.dumps([sections, samples], sort_keys=True).encode()).hexdigest()
