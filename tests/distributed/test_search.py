@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.distributed.ranks import run_on_ranks
+from tests.ranks import run_on_ranks
 from tests.searching import (
     HEAD_DOMINATED,
     Shape,
