@@ -101,6 +101,19 @@ def length_of(sample: Sample) -> int:
     return len(sample["tokens"])
 
 
+def build_forward_backward(
+    model: nn.Module, loss_fn: nn.Module, collate: Collate, settings: Settings, device: torch.device
+) -> ForwardBackward:
+    return ForwardBackward(
+        model=model,
+        loss_fn=loss_fn,
+        collate=collate,
+        device=device,
+        activations=training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading),
+        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
+    )
+
+
 def build_step_runner(
     model: nn.Module,
     loss_fn: nn.Module,
@@ -110,15 +123,7 @@ def build_step_runner(
     device: torch.device,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    offloading = settings.enable_activation_offloading
-    forward_backward = ForwardBackward(
-        model=model,
-        loss_fn=loss_fn,
-        collate=collate,
-        device=device,
-        activations=training.get_act_offloading_ctx_manager(model, offloading),
-        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
-    )
+    forward_backward = build_forward_backward(model, loss_fn, collate, settings, device)
     return StepRunner(
         model,
         forward_backward,
