@@ -80,9 +80,7 @@ class PhaseMeter:
 
 
 @contextmanager
-def measuring_phases(
-    memory: PeakMeter, model: nn.Module, boundaries: Mapping[str, nn.Module]
-) -> Iterator[PhaseMeter]:
+def measuring_phases(memory: PeakMeter, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> Iterator[PhaseMeter]:
     """Watches the boundaries, given in the order of the forward."""
     meter = PhaseMeter(memory, boundaries)
     # Before FSDP's own hook, which gathers parameters.

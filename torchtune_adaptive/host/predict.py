@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._mode_utils import no_dispatch
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules.peft import get_adapter_params
@@ -51,6 +52,7 @@ class FakeStep:
     loss_fn: nn.Module
     optimization: Optimization
     forward_backward: ForwardBackward
+    fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
     on_gpu: bool
 
@@ -58,26 +60,28 @@ class FakeStep:
         """What one step allocates, beginning with what is resident."""
         recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {})
         gc.collect()
-        with recorder, self.device_stand_in:
+        with self.fakes, recorder, self.device_stand_in:
+            recorder.count(resident_tensors(self.model, ()))
+            weights = recorder.events
             recorder.count(resident_tensors(self.model, self.optimization.optimizers))
-            resident = recorder.events
+            resident = {"weights": weights, "optimizer state": recorder.events}
             with measuring_phases(_Clock(recorder), self.model, phase_boundaries(self.model, self.loss_fn)) as meter:
                 target_tokens = self.run_microbatches(rows, tokens)
                 meter.begin_update()
                 self.optimization.update(target_tokens)
                 meter.end_phase()
-        return recorder.recording({"resident": resident, **meter.peaks})
+        return recorder.recording(resident | meter.peaks)
 
     def run_microbatches(self, rows: int, tokens: int) -> int:
         """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
-        sample: Sample = {"tokens": [0] * tokens, "labels": [0] * tokens}
+        sample: Sample = {"tokens": [0] * tokens, "labels": [0] * tokens, "input_pos": [0] * tokens}
         accumulates = self.settings.gradient_accumulation_steps > 1
         microbatches = [[stand_in(sample)]] * accumulates + [[sample] * rows]
         return sum(self.forward_backward(microbatch).target_tokens for microbatch in microbatches)
 
     def run_first_step(self) -> None:
         """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
-        with self.device_stand_in:
+        with self.fakes, self.device_stand_in:
             self.device_stand_in.calibrate()
             self.optimization.update(self.run_microbatches(rows=1, tokens=16))
 
@@ -98,8 +102,10 @@ class _Clock:
 
 @contextmanager
 def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
-    """The step of the recipe that this config is for; fake tensors are on while it is open."""
+    """The step of the recipe that this config is for."""
     settings, lora = read_settings(cfg)
+    with torch.device("meta"):
+        _check_model(components.build("model", cfg))
     on_gpu = not settings.device.startswith("cpu")
     with ExitStack() as stack:
         stack.enter_context(_fake_process_group(world_size))
@@ -108,7 +114,6 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         stack.enter_context(mock.patch.object(Llama3ScaledRoPE, "apply_scaling", _same_frequencies))
         if on_gpu:
             stack.enter_context(cuda_kernels())
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
         step.run_first_step()
         yield step
@@ -117,36 +122,64 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings as they can be traced: eager and without offloading, both of which can only need less on the device."""
     lora = None
-    if cfg.get("model") is not None and "lora_attn_modules" in cfg.model:
+    if is_lora(cfg):
         settings, lora = read_lora_settings(cfg)
     else:
         settings = read_full_settings(cfg)
     for key, value, allowed in (
         ("fsdp_cpu_offload", settings.fsdp_cpu_offload, False),
         ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
+        ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
     ):
         if value != allowed:
             raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
     return replace(settings, compile=False, enable_activation_offloading=False), lora
 
 
+def is_lora(cfg: DictConfig) -> bool:
+    return "lora_attn_modules" in components.require(cfg, "model")
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    dataset = cfg.get("dataset")
+    return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuses models that cannot be traced; on the meta device, before anything takes time."""
+    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
+        raise ConfigError(
+            "model has NF4 weights (QLoRA), which cannot be made without data, so a prediction does not cover them: "
+            "predict the LoRA model without quantize_base for an upper bound, or measure on the device"
+        )
+    if any(hasattr(model, part) for part in ("encoder", "encoders")):
+        raise ConfigError(
+            "model has an encoder for images: what they need differs from sample to sample, which a prediction does "
+            "not cover; measure on the device"
+        )
+
+
 def _build(
     cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
 ) -> FakeStep:
     """In the recipes' order."""
-    device_stand_in = DeviceStandIn(host_is_device=not on_gpu)
-    with device_stand_in:
+    fakes, device_stand_in = FakeTensorMode(allow_non_fake_inputs=True), DeviceStandIn(host_is_device=not on_gpu)
+    with fakes, device_stand_in:
         checkpoint = _made_up_checkpoint(cfg, settings)
         model = _build_model(cfg, settings, lora, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
-    collate = _on_host(build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False))
+    tokenizer = SimpleNamespace(pad_id=0)
+    collate = stacked if is_packed(cfg) else build_collate(settings, tokenizer, loss_fn, packed=False)
     return FakeStep(
         settings=settings,
         model=model,
         loss_fn=loss_fn,
         optimization=optimization,
-        forward_backward=build_forward_backward(model, loss_fn, collate, settings, UPLOAD if on_gpu else HOST),
+        forward_backward=build_forward_backward(
+            model, loss_fn, _on_host(collate), settings, UPLOAD if on_gpu else HOST
+        ),
+        fakes=fakes,
         device_stand_in=device_stand_in,
         on_gpu=on_gpu,
     )
@@ -178,6 +211,11 @@ def _on_host(collate: Collate) -> Collate:
         return {key: tensor.clone() for key, tensor in batch.items()}
 
     return collate_on_host
+
+
+def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
 
 
 def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:

@@ -34,8 +34,10 @@ class Recording:
     phases: Mapping[str, int]
     """Phase -> number of events before its end, in the order in which phases end."""
 
-    def phase_at(self, event: int) -> str:
-        return next((name for name, end in self.phases.items() if event < end), "between steps")
+    @property
+    def update_start(self) -> int:
+        """The event with which the last phase begins."""
+        return [0, *self.phases.values()][-2]
 
 
 class Recorder(MemoryMeter):

@@ -88,7 +88,7 @@ class DeviceStandIn(TorchDispatchMode):
 @contextmanager
 def cuda_kernels() -> Iterator[None]:
     """While open, torch chooses the kernels that it would choose for tensors on a GPU."""
-    foreach_devices = [*optimizer._get_foreach_kernels_supported_devices(), "cpu"]
+    foreach_devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
     with ExitStack() as patches:
         for where, name, replacement in (
             (functional, "scaled_dot_product_attention", _attention),
