@@ -15,9 +15,10 @@ from tqdm import tqdm
 
 from torchtune_adaptive.host import launch
 from torchtune_adaptive.host.configs import name_of
-from torchtune_adaptive.host.plan import Plan, command, heading, predict, traces
+from torchtune_adaptive.host.plan import Plan, command, frontier, heading, predict, traces
 from torchtune_adaptive.host.plan_settings import PlanSettings, read_plan_settings
 from torchtune_adaptive.prediction import report
+from torchtune_adaptive.prediction.picture import draw
 
 
 def answer(cfg: DictConfig) -> None:
@@ -25,6 +26,9 @@ def answer(cfg: DictConfig) -> None:
     with tqdm(desc="tracing", total=traces(), unit=" steps", leave=False) as bar:
         plan = predict(cfg, settings, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, plan))
+    if settings.picture is not None:
+        first = plan.answers[0]
+        draw(Path(settings.picture), first, frontier(plan), heading(cfg, settings, first))
 
 
 def as_table(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:

@@ -30,6 +30,8 @@ Traced = Callable[[], None]
 class Plan:
     answers: Sequence[Answer]
     """One for each length."""
+    longest: int
+    """What the model takes."""
     largest_error: float
     """Of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
@@ -42,17 +44,24 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
     wanted = lengths(cfg, plan)
     with fake_step(cfg, plan.world_size) as step:
         have = budget(cfg, plan, on_gpu=step.on_gpu)
-        _check_lengths(step, wanted)
+        longest = _longest(step, wanted)
         law = _fit(step, traced)
         rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
         traced()
-        return Plan(answers, error, _notes(cfg, step, have.overhead_bytes))
+        return Plan(answers, longest, error, _notes(cfg, step, have.overhead_bytes))
 
 
 def traces() -> int:
     return 2 * len(TRACED_ROWS) + 1
+
+
+def frontier(plan: Plan) -> list[Answer]:
+    """Answers from an eighth of the first length to eight times as long, as far as the model goes."""
+    first = plan.answers[0]
+    lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))
+    return [first.at(tokens) for tokens in lengths if 1 <= tokens <= plan.longest]
 
 
 def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
@@ -99,12 +108,14 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
     )
 
 
-def _check_lengths(step: FakeStep, wanted: Sequence[int]) -> None:
-    allowed = getattr(step.model, "max_seq_len", None)
-    if allowed is not None and max(wanted) > allowed:
+def _longest(step: FakeStep, wanted: Sequence[int]) -> int:
+    """What the model takes, which has to be as long as what is wanted."""
+    allowed = int(getattr(step.model, "max_seq_len", max(wanted)))
+    if max(wanted) > allowed:
         raise ConfigError(
             f"sequence_length is {max(wanted)}, but the model takes at most {allowed} (its max_seq_len): lower it"
         )
+    return allowed
 
 
 def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:

@@ -239,8 +239,10 @@ def _without_garbage_collection() -> Iterator[None]:
     """Collections come at any time, and would free the same blocks at other points of each recording."""
     enabled = gc.isenabled()
     gc.disable()
+    gc.freeze()  # what there is by now need not be looked through before each recording
     try:
         yield
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()

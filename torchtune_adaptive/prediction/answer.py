@@ -71,17 +71,25 @@ class Answer:
         index = bisect_right(self._rungs, self.most_rows)
         return self._rungs[index - 1] if index else 0
 
+    def at(self, tokens: int) -> Answer:
+        """The answer for rows of another length."""
+        return Answer(self._law, tokens, self.budget, self._rungs)
+
     def predictions(self) -> list[Prediction]:
         """For powers of two up to what fits, and for what bounds the answer."""
         bounds = {1, self.chosen_rows, self.most_rows, self.most_rows_with_retries} - {0}
         powers = {1 << exponent for exponent in range(max(bounds).bit_length())}
         return [self.predict(rows) for rows in sorted(bounds | powers)]
 
+    def peak(self, rows: int) -> Peak:
+        """The most that is alive at once in each phase."""
+        return self._law.peak(rows, self.tokens)
+
     def predict(self, rows: int) -> Prediction:
         within = self._replayed(rows, self.budget.usable_bytes)
         return Prediction(
             rows=rows,
-            peak=self._law.peak(rows, self.tokens),
+            peak=self.peak(rows),
             reserved_bytes=self._unlimited(rows).peak_bytes,
             fits=within is not None,
             retries=0 if within is None else within.retries,
@@ -92,7 +100,7 @@ class Answer:
         """No more can fit than tensors alone leave room for."""
 
         def fits(rows: int) -> bool:
-            return (self._law.peak(rows, self.tokens).peak_bytes or 0) <= self.budget.usable_bytes
+            return (self.peak(rows).peak_bytes or 0) <= self.budget.usable_bytes
 
         return _most(fits, MAX_ROWS)
 
@@ -103,7 +111,7 @@ class Answer:
 
     def _replay(self, rows: int, capacity_bytes: int | None) -> Reserved | None:
         if not self._law.caches:
-            need = self._law.peak(rows, self.tokens).peak_bytes or 0
+            need = self.peak(rows).peak_bytes or 0
             return Reserved(need, retries=0) if capacity_bytes is None or need <= capacity_bytes else None
         return replay(self._law.program, self._law.sizes(rows, self.tokens).tolist(), capacity_bytes)
 

@@ -15,6 +15,10 @@ from torchtune_adaptive.cpu_memory import MemoryMeter
 Workspace = Callable[..., int]
 
 
+NO_OP = "resident or resized"
+"""What FSDP allocates by resizing storages, and what was there before."""
+
+
 @dataclass(frozen=True)
 class Block:
     """One allocation: what made it, and the stream that it belongs to."""
@@ -47,7 +51,7 @@ class Recorder(MemoryMeter):
         """`workspaces` says what an operation's kernel takes for itself: bytes, from the operation's arguments."""
         super().__init__()
         self._workspaces = workspaces
-        self._op = "resident"
+        self._op = NO_OP
         self._streams: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
         self._blocks: list[Block] = []
@@ -71,6 +75,7 @@ class Recorder(MemoryMeter):
             size = self._workspaces[func](*args, **(kwargs or {}))
             block = self._allocated(size)
             self._note(block, -size)
+        self._op = NO_OP
         return result
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
