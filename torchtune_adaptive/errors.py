@@ -29,3 +29,7 @@ class OneRowDoesNotFitError(AdaptiveError):
         self.need_bytes = need_bytes
         """What the probe measured; None where it ran out of memory, so that the need is unknown."""
         self.budget_bytes = budget_bytes
+
+
+class PredictionError(AdaptiveError):
+    """What a step allocates cannot be predicted."""

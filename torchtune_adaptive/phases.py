@@ -7,15 +7,22 @@ phase does. Boundaries cut the forward at the outputs of modules, and the backwa
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.memory import MemorySource
-
 UPDATE = "update"
+
+
+class PeakMeter(Protocol):
+    """What a phase is measured with."""
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    def reset_peak(self) -> None: ...
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
@@ -30,7 +37,7 @@ def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
 class PhaseMeter:
     """Notes the peak of each phase of one step, which may have several microbatches."""
 
-    def __init__(self, memory: MemorySource, boundaries: Mapping[str, nn.Module]) -> None:
+    def __init__(self, memory: PeakMeter, boundaries: Mapping[str, nn.Module]) -> None:
         self.peaks: dict[str, int] = {}
         self._memory = memory
         self._names = phase_names(boundaries)
@@ -73,9 +80,7 @@ class PhaseMeter:
 
 
 @contextmanager
-def measuring_phases(
-    memory: MemorySource, model: nn.Module, boundaries: Mapping[str, nn.Module]
-) -> Iterator[PhaseMeter]:
+def measuring_phases(memory: PeakMeter, model: nn.Module, boundaries: Mapping[str, nn.Module]) -> Iterator[PhaseMeter]:
     """Watches the boundaries, given in the order of the forward."""
     meter = PhaseMeter(memory, boundaries)
     # Before FSDP's own hook, which gathers parameters.

@@ -93,15 +93,19 @@ def training_step(
     runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module, sample: Sample
 ) -> TrainingStep[Sample]:
     """The recipe's step, as a search runs it."""
-    decoder: Any = getattr(runner.model, "decoder", runner.model)
-    boundaries = {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
     return TrainingStep(
         runner=runner,
         sample=sample,
         update=lambda result: optimization.update(result.target_tokens),
         optimizers=optimization.optimizers,
-        boundaries=boundaries,
+        boundaries=phase_boundaries(runner.model, loss_fn),
     )
+
+
+def phase_boundaries(model: nn.Module, loss_fn: nn.Module) -> dict[str, nn.Module]:
+    """What cuts a step into phases; nothing for models whose parts are not known."""
+    decoder: Any = getattr(model, "decoder", model)
+    return {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
 
 
 def _rows_found_before(directory: Path, fingerprint: Mapping[str, Any]) -> int:

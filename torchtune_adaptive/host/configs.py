@@ -47,6 +47,17 @@ def installed_configs() -> dict[str, Path]:
     return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
 
 
+def name_of(path: Path) -> str:
+    """What `--config` may be given for a file: a name of ours or of torchtune's where it has one."""
+    from torchtune._cli.cp import ROOT
+
+    stock = Path(ROOT) / "recipes" / "configs"
+    names = {file: name for name, file in installed_configs().items()}
+    if path.is_relative_to(stock):
+        return path.relative_to(stock).with_suffix("").as_posix()
+    return names.get(path, str(path))
+
+
 def _position_of_config(argv: list[str]) -> int:
     argv[:] = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if argv.count("--config") > 1:

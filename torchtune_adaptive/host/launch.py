@@ -10,6 +10,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from typing import Protocol
 
 from omegaconf import DictConfig
@@ -48,6 +49,15 @@ def main(recipe_type: type[Recipe]) -> None:
     except Exception:
         _let_peers_speak_first()  # a connection that breaks is what a rank sees of a peer that has ended
         raise
+
+
+def answer(question: Callable[[DictConfig], None]) -> None:
+    """Runs what trains nothing, in one process, as the command line says."""
+    show_decisions()
+    try:
+        question(read_command_line(sys.argv))
+    except AdaptiveError as error:
+        _end_with(error)
 
 
 def show_decisions() -> None:

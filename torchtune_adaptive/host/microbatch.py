@@ -103,6 +103,23 @@ def length_of(sample: Sample) -> int:
     return len(sample["tokens"])
 
 
+def build_forward_backward(
+    model: nn.Module, loss_fn: nn.Module, collate: Collate, settings: Settings, device: torch.device
+) -> Callable[[Sequence[Sample]], Totals]:
+    activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
+    forward_backward = ForwardBackward(
+        model=model,
+        loss_fn=loss_fn,
+        collate=collate,
+        device=device,
+        activations=activations,
+        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
+    )
+    if isinstance(activations, OffloadActivations):
+        return leaving_nothing_offloaded(forward_backward, activations)
+    return forward_backward
+
+
 def build_step_runner(
     model: nn.Module,
     loss_fn: nn.Module,
@@ -112,17 +129,7 @@ def build_step_runner(
     device: torch.device,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
-    forward_backward: Callable[[Sequence[Sample]], Totals] = ForwardBackward(
-        model=model,
-        loss_fn=loss_fn,
-        collate=collate,
-        device=device,
-        activations=activations,
-        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
-    )
-    if isinstance(activations, OffloadActivations):
-        forward_backward = leaving_nothing_offloaded(forward_backward, activations)
+    forward_backward = build_forward_backward(model, loss_fn, collate, settings, device)
     return StepRunner(
         model,
         forward_backward,

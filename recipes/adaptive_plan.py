@@ -1,0 +1,62 @@
+"""What will fit, predicted without a GPU, without weights and without data.
+
+    tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
+
+Takes every config of full_finetune_distributed and lora_finetune_distributed, torchtune's and ours, unchanged.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+from torchtune_adaptive.host import launch
+from torchtune_adaptive.host.configs import name_of
+from torchtune_adaptive.host.plan import Plan, command, frontier, heading, predict, traces
+from torchtune_adaptive.host.plan_settings import PlanSettings, read_plan_settings
+from torchtune_adaptive.prediction import report
+from torchtune_adaptive.prediction.picture import draw
+
+
+def answer(cfg: DictConfig) -> None:
+    settings = read_plan_settings(cfg)
+    with tqdm(desc="tracing", total=traces(), unit=" steps", leave=False) as bar:
+        plan = predict(cfg, settings, traced=bar.update)
+    print(FORMATS[settings.format](cfg, settings, plan))
+    if settings.picture is not None:
+        first = plan.answers[0]
+        draw(Path(settings.picture), first, frontier(plan), heading(cfg, settings, first))
+
+
+def as_table(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
+    parts = []
+    for each in plan.answers:
+        rows = each.chosen_rows
+        parts += [heading(cfg, settings, each), report.table(each)]
+        if rows:
+            parts += [f"batch_size: {rows}", f"measure it with: {command(cfg, settings, config_name(), rows)}"]
+    parts += [f"checked against a step traced directly: {100 * plan.largest_error:+.2f} %"]
+    parts += [f"not modelled: {note}" for note in plan.notes]
+    return "\n".join(parts)
+
+
+def as_csv(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
+    return report.as_csv([row for each in plan.answers for row in report.figures(each)])
+
+
+def as_json(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
+    return report.as_json([row for each in plan.answers for row in report.figures(each)], plan.notes)
+
+
+FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}
+
+
+def config_name() -> str:
+    return name_of(Path(sys.argv[sys.argv.index("--config") + 1]))
+
+
+if __name__ == "__main__":
+    launch.answer(answer)

@@ -1,0 +1,219 @@
+"""`adaptive_plan`: its traces against what the recipes really allocate on CPUs, and what a user gets to see."""
+
+from __future__ import annotations
+
+import csv
+import gc
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import adaptive_plan
+import pytest
+import torch
+import torchtune
+from omegaconf import DictConfig, OmegaConf
+from torch.profiler import ProfilerActivity, profile
+
+from tests.ranks import run_on_ranks
+from tests.recipes.running import demo_config, load_ours, tune_run
+from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host import process_group
+from torchtune_adaptive.host.configs import locate, read_command_line
+from torchtune_adaptive.host.memory_limit import resident_tensors
+from torchtune_adaptive.host.microbatch import stand_in
+from torchtune_adaptive.host.predict import fake_step
+from torchtune_adaptive.prediction.law import peak_of, sizes_of
+
+TOLERANCE = 0.001
+LAYERS = 3
+# checkpointing keeps the random generator's state for each layer, and while it runs one again; it does so on the host,
+# where a prediction for a GPU has nothing to count
+RNG_BYTES = (LAYERS + 2) * torch.get_rng_state().nbytes
+SIZES = ((1, 1024), (5, 512), (9, 384))
+NO_ACCUMULATION = ("gradient_accumulation_steps=1", "clip_grad_norm=null")
+# torchtune counts the layers that it has met since the process began: only every third is the same one in each model
+CONFIGS = {
+    "full": ("full",),
+    "full, checkpointed": ("full", "enable_activation_checkpointing=True"),
+    "full, one microbatch": ("full", *NO_ACCUMULATION),
+    "full, for-loop optimizer, bf16": ("full", "optimizer.fused=False", "dtype=bf16"),
+    "full, selective checkpointing": ("full", "ac_mode=selective", f"ac_option={LAYERS}"),
+    "lora": ("lora",),
+    "lora, checkpointed": ("lora", "enable_activation_checkpointing=True", "model.apply_lora_to_output=True"),
+}
+
+
+@contextmanager
+def recipe_step(kind: str, cfg: DictConfig) -> Iterator[tuple[Any, Callable[[int, int], None]]]:
+    """Collective: a recipe that is set up and warm, and its step with so many rows of so many tokens."""
+    recipe = load_ours(kind)(cfg)
+    recipe.setup()
+
+    def step(rows: int, tokens: int) -> None:
+        sample = {"tokens": [0] * tokens, "labels": [0] * tokens}
+        first = [[stand_in(sample)]] if cfg.gradient_accumulation_steps > 1 else []
+        result = recipe._runner.attempt([*first, [sample] * rows]).result
+        recipe._optimization.update(result.target_tokens)
+
+    step(1, 16)
+    gc.collect()
+    try:
+        yield recipe, step
+    finally:
+        recipe.cleanup()
+
+
+def profiled_peaks(kind: str, cfg: DictConfig) -> list[int]:
+    """What torch's profiler sees of real steps, beside what is resident."""
+    with recipe_step(kind, cfg) as (recipe, step):
+        meter = MemoryMeter()
+        meter.count(resident_tensors(recipe._model, recipe._optimization.optimizers))
+        return [meter.live_bytes + profiled(lambda size=size: step(*size)) for size in SIZES]
+
+
+def profiled(step: Callable[[], None]) -> int:
+    """The most that one step has allocated at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    events = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
+    alive = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+def metered_peaks(kind: str, cfg: DictConfig) -> list[int]:
+    """Collective: what the recipes' own meter counts on this rank, without what gloo takes for itself."""
+    peaks = []
+    with recipe_step(kind, cfg) as (recipe, step):
+        for size in SIZES:
+            gc.collect()
+            with MemoryMeter() as meter:
+                meter.count(resident_tensors(recipe._model, recipe._optimization.optimizers))
+                step(*size)
+            peaks.append(meter.peak_bytes)
+    return peaks
+
+
+def predicted_peaks(cfg: DictConfig, world_size: int) -> list[int]:
+    with fake_step(cfg, world_size) as step:
+        recordings = [step.record(*size) for size in SIZES]
+    return [peak_of(each.phases, sizes_of(each), caches=False).peak_bytes for each in recordings]
+
+
+def about(peak: int) -> Any:
+    return pytest.approx(peak, rel=TOLERANCE, abs=RNG_BYTES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_process_allocates_what_was_predicted(name: str, tmp_path: Path) -> None:
+    kind, *overrides = CONFIGS[name]
+    cfg = demo_config(kind, tmp_path / "run", *overrides)
+    try:
+        real = profiled_peaks(kind, cfg)
+    finally:
+        process_group.leave()
+    assert predicted_peaks(cfg, world_size=1) == [about(peak) for peak in real]
+
+
+@pytest.mark.parametrize("name", ["full", "full, checkpointed", "full, one microbatch", "lora"])
+def test_two_ranks_with_fsdp_allocate_what_was_predicted(name: str, tmp_path: Path) -> None:
+    kind, *overrides = CONFIGS[name]
+    cfg = demo_config(kind, tmp_path / "run", *overrides)
+    real = run_on_ranks(2, metered_peaks, kind, cfg, timeout_s=120, in_group=False)
+    predicted = predicted_peaks(cfg, world_size=2)
+    for rank in real:
+        assert predicted == [about(peak) for peak in rank]
+
+
+def test_a_published_peak_of_torchtunes() -> None:
+    """Its README: Llama 3.2 3B, one A100, packed to 4096 tokens, 2 rows, nothing else: 60.0 GiB in bf16."""
+    overrides = (
+        *("dataset.packed=True", "loss._component_=torch.nn.CrossEntropyLoss", "enable_activation_checkpointing=False"),
+        *("gradient_accumulation_steps=1", "optimizer.fused=True"),
+    )
+    cfg = OmegaConf.merge(OmegaConf.load(locate("adaptive/llama3_2/3B_full")), OmegaConf.from_dotlist([*overrides]))
+    with fake_step(cfg, world_size=1) as step:
+        recording = step.record(2, 4096)
+    peak_bytes = peak_of(recording.phases, sizes_of(recording), caches=True).peak_bytes
+    assert peak_bytes / 2**30 == pytest.approx(60.0, rel=0.05)
+
+
+def ask(*arguments: str) -> None:
+    """The command in this process."""
+    with mock.patch.object(sys, "argv", ["adaptive_plan", "--config", *arguments]):
+        adaptive_plan.answer(read_command_line(sys.argv))
+
+
+def test_the_command_answers_with_a_table_and_what_to_run_next(tmp_path: Path) -> None:
+    arguments = ("--config", "adaptive/demo/full", "world_size=2")
+    ended = tune_run("adaptive_plan", *arguments, ranks=None, cwd=tmp_path, timeout_s=200)
+    assert ended.status == 0, ended.output
+    assert "demo_model · full · 2 ranks · 256 tokens · 64.0 MiB usable of 64.0 MiB" in ended.output
+    assert "<- most without allocator retries" in ended.output
+    assert "adaptive_full_finetune_distributed --config adaptive/demo/full batch_size=8" in ended.output
+    assert not list(tmp_path.iterdir()), "a prediction leaves nothing behind"
+
+
+def test_the_command_says_in_one_message_what_it_cannot_answer(tmp_path: Path) -> None:
+    arguments = ("--config", "adaptive/demo/full", "memory_limit=h101")
+    ended = tune_run("adaptive_plan", *arguments, ranks=None, cwd=tmp_path, timeout_s=200)
+    assert ended.status == 1
+    assert "error: memory_limit: cannot read 'h101'" in ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_config_of_torchtunes_needs_no_weights_tokenizer_or_data(capsys: pytest.CaptureFixture[str]) -> None:
+    stock = Path(torchtune.__file__).parents[1] / "recipes" / "configs" / "llama3_2" / "1B_full.yaml"
+    small = "model._component_=torchtune_adaptive.demo.model.demo_model"
+    ask(str(stock), small, "memory_limit=4090", "sequence_length=512")
+    output = capsys.readouterr().out
+    assert "22.6 GiB usable of 23.6 GiB" in output
+    assert "--config llama3_2/1B_full batch_size=" in output
+    assert "context, NCCL, cuBLAS: 1.0 GiB are assumed" in output
+
+
+@pytest.mark.parametrize("form", ["csv", "json"])
+def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/lora", f"format={form}", "sequence_length=[128,256]", "memory_limit=64MiB")
+    output = capsys.readouterr().out
+    rows = json.loads(output)["predictions"] if form == "json" else list(csv.DictReader(io.StringIO(output)))
+    assert list(dict.fromkeys(int(row["tokens"]) for row in rows)) == [128, 256]
+    chosen = [int(row["rows"]) for row in rows if str(row["chosen"]) == "True"]
+    assert chosen[0] == 2 * chosen[1]
+
+
+def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+    ask("adaptive/demo/full", f"picture={tmp_path / 'plan.png'}")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("memory_limit=0.9",), "fraction of no known device"),
+        (("memory_limit=2MiB", "device=cuda", "dtype=bf16"), "are not for tensors"),
+        (("adaptive=null",), "nothing to fit into"),
+        (("adaptive=null", "memory_limit=1GiB", "tokenizer.max_seq_len=null"), "set sequence_length"),
+        (("sequence_length=4096",), "takes at most 2048"),
+        (("tensor_parallel_dim=2", "tensor_parallel_plan=x", "optimizer.fused=False"), "tensor_parallel_dim is 2"),
+        (("dataset.packed=True",), "dataset.packed on a CPU"),
+        (("format=yaml",), "allowed is table, csv, json"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused(overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ask("adaptive/demo/full", *overrides)
+
+
+def test_qlora_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"NF4 weights .* upper bound"):
+        ask("adaptive/llama3_3/70B_qlora", "world_size=8", "memory_limit=h100", "sequence_length=512")

@@ -1,0 +1,149 @@
+"""From a config to what fits: trace, fit, answer, check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.config import read_adaptive
+from torchtune_adaptive.errors import ConfigError, PredictionError
+from torchtune_adaptive.host.plan_settings import PlanSettings, budget, lengths
+from torchtune_adaptive.host.predict import FakeStep, fake_step, is_lora, is_packed
+from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, peak_of, sizes_of
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.strategies import rungs_up_to
+
+TRACED_ROWS = (2, 3)
+"""One row is cut into chunks in another way than several."""
+LONGEST_TRACED = 2048
+TRACED_MULTIPLE = 128
+"""Kernels round lengths up to this; lengths between are rounded by less than the check allows."""
+TOLERANCE = 0.005
+
+Traced = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    answers: Sequence[Answer]
+    """One for each length."""
+    longest: int
+    """What the model takes."""
+    largest_error: float
+    """Of the law against a step that was traced directly, as a share."""
+    notes: Sequence[str]
+    """What is not modelled."""
+
+
+def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
+    """What fits at each length; `traced` is called after each of `traces(...)` traces."""
+    adaptive = read_adaptive(cfg.get("adaptive"))
+    wanted = lengths(cfg, plan)
+    with fake_step(cfg, plan.world_size) as step:
+        have = budget(cfg, plan, on_gpu=step.on_gpu)
+        longest = _longest(step, wanted)
+        law = _fit(step, traced)
+        rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
+        answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
+        error = _check(step, law, answers[0])
+        traced()
+        return Plan(answers, longest, error, _notes(cfg, step, have.overhead_bytes))
+
+
+def traces() -> int:
+    return 2 * len(TRACED_ROWS) + 1
+
+
+def frontier(plan: Plan) -> list[Answer]:
+    """Answers from an eighth of the first length to eight times as long, as far as the model goes."""
+    first = plan.answers[0]
+    lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))
+    return [first.at(tokens) for tokens in lengths if 1 <= tokens <= plan.longest]
+
+
+def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
+    have = answer.budget
+    parts = [
+        str(cfg.model.get("_component_")).rpartition(".")[2],
+        "lora" if is_lora(cfg) else "full",
+        f"{plan.world_size} rank{'s' * (plan.world_size > 1)}",
+        *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
+        f"{answer.tokens} tokens",
+        f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",
+    ]
+    return " · ".join(parts)
+
+
+def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) -> str:
+    """What trains with the answer."""
+    recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_finetune_distributed"
+    ranks = plan.world_size
+    on_one_machine = ranks <= 8 or ranks % 8
+    launcher = f"--nproc_per_node {ranks}" if on_one_machine else f"--nnodes {ranks // 8} --nproc_per_node 8"
+    return f"tune run {launcher} {recipe} --config {config_name} batch_size={rows}"
+
+
+def _fit(step: FakeStep, traced: Traced) -> MemoryLaw:
+    multiple = getattr(step.loss_fn, "num_output_chunks", 1)
+    longest = _traced_length(step, multiple)
+    recordings = {}
+    for tokens in (longest // 2, longest):
+        for rows in TRACED_ROWS:
+            recordings[rows, tokens] = step.record(rows, tokens)
+            traced()
+    return fit_law(recordings, tokens_multiple=multiple, caches=step.on_gpu)
+
+
+def _traced_length(step: FakeStep, multiple: int) -> int:
+    allowed = getattr(step.model, "max_seq_len", LONGEST_TRACED)
+    for rounding in (2 * TRACED_MULTIPLE, 2 * multiple):
+        if length := min(LONGEST_TRACED, allowed) // rounding * rounding:
+            return int(length)
+    raise PredictionError(
+        f"model takes at most {allowed} tokens (its max_seq_len), too few to see how memory grows: "
+        f"needed are {2 * multiple}"
+    )
+
+
+def _longest(step: FakeStep, wanted: Sequence[int]) -> int:
+    """What the model takes, which has to be as long as what is wanted."""
+    allowed = int(getattr(step.model, "max_seq_len", max(wanted)))
+    if max(wanted) > allowed:
+        raise ConfigError(
+            f"sequence_length is {max(wanted)}, but the model takes at most {allowed} (its max_seq_len): lower it"
+        )
+    return allowed
+
+
+def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
+    """How far the law is from the step itself, at the answer."""
+    rows = max(2, answer.most_rows)
+    recording = step.record(rows, answer.tokens)
+    direct = peak_of(recording.phases, sizes_of(recording), caches=law.caches).peak_bytes or 0
+    error = (law.peak(rows, answer.tokens).peak_bytes or 0) / direct - 1
+    if abs(error) > TOLERANCE:
+        raise PredictionError(
+            f"the prediction for {rows} rows of {answer.tokens} tokens is {100 * error:+.1f} % off what that step "
+            f"allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the device instead, "
+            "with use_maximum_batch_size: True"
+        )
+    return error
+
+
+def _notes(cfg: DictConfig, step: FakeStep, overhead_bytes: int) -> list[str]:
+    """What the answer does not cover, said with it."""
+    notes = []
+    if step.on_gpu:
+        notes.append(f"context, NCCL, cuBLAS: {format_bytes(overhead_bytes)} are assumed for them (memory_overhead)")
+    if cfg.get("compile"):
+        notes.append("compile: predicted as if False, an upper bound (compiled steps need 5-20 % less)")
+    if cfg.get("enable_activation_offloading"):
+        notes.append("enable_activation_offloading: predicted as if False, an upper bound")
+    if is_packed(cfg):
+        notes.append("packed rows: their block masks are not counted (some MiB)")
+    if step.on_gpu and step.settings.dtype == "fp32":
+        notes.append("dtype fp32: norms are counted unfused, an upper bound")
+    return notes

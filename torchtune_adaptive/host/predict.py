@@ -1,0 +1,252 @@
+"""A recipe's own model, optimizer and step, run on tensors without data: what is allocated, and when.
+
+The process group is a fake one of any size, of which this process is rank 0.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._mode_utils import no_dispatch
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import training
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.modules.peft import get_adapter_params
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host import components, process_group
+from torchtune_adaptive.host.batch_search import phase_boundaries
+from torchtune_adaptive.host.data import Collate, build_collate
+from torchtune_adaptive.host.devices import dtype_of
+from torchtune_adaptive.host.loss import build_loss
+from torchtune_adaptive.host.memory_limit import resident_tensors
+from torchtune_adaptive.host.microbatch import ForwardBackward, Sample, build_forward_backward, stand_in
+from torchtune_adaptive.host.model import build_full_model, build_lora_model
+from torchtune_adaptive.host.optimization import Optimization, build_optimization
+from torchtune_adaptive.host.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
+from torchtune_adaptive.phases import measuring_phases
+from torchtune_adaptive.prediction.recorder import Recorder, Recording
+from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, UPLOAD, DeviceStandIn, cuda_kernels
+
+HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A training step without data, built once and recorded for any number of rows and tokens."""
+
+    settings: Settings
+    model: nn.Module
+    loss_fn: nn.Module
+    optimization: Optimization
+    forward_backward: ForwardBackward
+    fakes: FakeTensorMode
+    device_stand_in: DeviceStandIn
+    on_gpu: bool
+
+    def record(self, rows: int, tokens: int) -> Recording:
+        """What one step allocates, beginning with what is resident."""
+        recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {})
+        gc.collect()
+        with self.fakes, recorder, self.device_stand_in:
+            recorder.count(resident_tensors(self.model, ()))
+            weights = recorder.events
+            recorder.count(resident_tensors(self.model, self.optimization.optimizers))
+            resident = {"weights": weights, "optimizer state": recorder.events}
+            with measuring_phases(_Clock(recorder), self.model, phase_boundaries(self.model, self.loss_fn)) as meter:
+                target_tokens = self.run_microbatches(rows, tokens)
+                meter.begin_update()
+                self.optimization.update(target_tokens)
+                meter.end_phase()
+        return recorder.recording(resident | meter.peaks)
+
+    def run_microbatches(self, rows: int, tokens: int) -> int:
+        """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
+        sample: Sample = {"tokens": [0] * tokens, "labels": [0] * tokens, "input_pos": [0] * tokens}
+        accumulates = self.settings.gradient_accumulation_steps > 1
+        microbatches = [[stand_in(sample)]] * accumulates + [[sample] * rows]
+        return sum(self.forward_backward(microbatch).target_tokens for microbatch in microbatches)
+
+    def run_first_step(self) -> None:
+        """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
+        with self.fakes, self.device_stand_in:
+            self.device_stand_in.calibrate()
+            self.optimization.update(self.run_microbatches(rows=1, tokens=16))
+
+
+class _Clock:
+    """Counts events in place of bytes, so that the peak of a phase is where it ends."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._recorder.events
+
+    def reset_peak(self) -> None:
+        pass
+
+
+@contextmanager
+def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
+    """The step of the recipe that this config is for."""
+    settings, lora = read_settings(cfg)
+    with torch.device("meta"):
+        _check_model(components.build("model", cfg))
+    on_gpu = not settings.device.startswith("cpu")
+    with ExitStack() as stack:
+        # of the traced step alone: torch says once that norms of bf16 weights are not fused, as on a GPU
+        stack.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        stack.enter_context(_fake_process_group(world_size))
+        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
+        stack.enter_context(_without_garbage_collection())
+        stack.enter_context(mock.patch.object(Llama3ScaledRoPE, "apply_scaling", _same_frequencies))
+        if on_gpu:
+            stack.enter_context(cuda_kernels())
+        step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
+        step.run_first_step()
+        yield step
+
+
+def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
+    """Settings as they can be traced: eager and without offloading, both of which can only need less on the device."""
+    lora = None
+    if is_lora(cfg):
+        settings, lora = read_lora_settings(cfg)
+    else:
+        settings = read_full_settings(cfg)
+    for key, value, allowed in (
+        ("fsdp_cpu_offload", settings.fsdp_cpu_offload, False),
+        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
+        ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
+    return replace(settings, compile=False, enable_activation_offloading=False), lora
+
+
+def is_lora(cfg: DictConfig) -> bool:
+    return "lora_attn_modules" in components.require(cfg, "model")
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    dataset = cfg.get("dataset")
+    return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuses models that cannot be traced; on the meta device, before anything takes time."""
+    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
+        raise ConfigError(
+            "model has NF4 weights (QLoRA), which cannot be made without data, so a prediction does not cover them: "
+            "predict the LoRA model without quantize_base for an upper bound, or measure on the device"
+        )
+    if any(hasattr(model, part) for part in ("encoder", "encoders")):
+        raise ConfigError(
+            "model has an encoder for images: what they need differs from sample to sample, which a prediction does "
+            "not cover; measure on the device"
+        )
+
+
+def _build(
+    cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
+) -> FakeStep:
+    """In the recipes' order."""
+    fakes, device_stand_in = FakeTensorMode(allow_non_fake_inputs=True), DeviceStandIn(host_is_device=not on_gpu)
+    with fakes, device_stand_in:
+        checkpoint = _made_up_checkpoint(cfg, settings)
+        model = _build_model(cfg, settings, lora, mesh, checkpoint)
+        optimization = build_optimization(cfg, settings, model, {}, HOST)
+        loss_fn = build_loss(cfg, settings, model)
+    tokenizer = SimpleNamespace(pad_id=0)
+    collate = stacked if is_packed(cfg) else build_collate(settings, tokenizer, loss_fn, packed=False)
+    return FakeStep(
+        settings=settings,
+        model=model,
+        loss_fn=loss_fn,
+        optimization=optimization,
+        forward_backward=build_forward_backward(
+            model, loss_fn, _on_host(collate), settings, UPLOAD if on_gpu else HOST
+        ),
+        fakes=fakes,
+        device_stand_in=device_stand_in,
+        on_gpu=on_gpu,
+    )
+
+
+def _build_model(
+    cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, checkpoint: dict[str, Any]
+) -> nn.Module:
+    if lora is None:
+        return build_full_model(cfg, settings, HOST, mesh, checkpoint)
+    return build_lora_model(cfg, settings, lora, HOST, mesh, checkpoint)
+
+
+def _made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
+    """Weights of the right shapes: the model's own, made without sharding."""
+    with training.set_default_dtype(dtype_of(settings, HOST)):
+        whole = components.build("model", cfg)
+    weights = whole.state_dict()
+    adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
+    return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}
+
+
+def _on_host(collate: Collate) -> Collate:
+    """Batches are made on the host, of tensors that have data; what making them takes besides depends on the rows."""
+
+    def collate_on_host(samples: Sequence[Sample]) -> dict[str, Any]:
+        with no_dispatch():
+            batch = collate(samples)
+        return {key: tensor.clone() for key, tensor in batch.items()}
+
+    return collate_on_host
+
+
+def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
+
+
+def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
+    """Scaling branches on each frequency, and none of them has a value here."""
+    return frequencies.clone()
+
+
+@contextmanager
+def _fake_process_group(world_size: int) -> Iterator[None]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        process_group.leave()
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collections come at any time, and would free the same blocks at other points of each recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # what there is by now need not be looked through before each recording
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,128 @@
+"""How many rows fit, by a law: without flushing the allocator's cache, and at all."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.prediction.law import MemoryLaw
+from torchtune_adaptive.prediction.replay import Reserved, replay
+from torchtune_adaptive.strategies import MAX_ROWS
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Memory of one rank."""
+
+    limit_bytes: int
+    overhead_bytes: int
+    """Of it, what no tensor can have: the context of the device, communication, workspaces of libraries."""
+
+    @property
+    def usable_bytes(self) -> int:
+        return self.limit_bytes - self.overhead_bytes
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What so many rows need."""
+
+    rows: int
+    peak: Peak
+    reserved_bytes: int
+    """What the allocator takes from the device, if that has enough."""
+    fits: bool
+    retries: int
+    """Times that the allocator has to flush its cache to stay within the budget, where it fits so."""
+
+    @property
+    def phase(self) -> str:
+        """The phase that needs the most."""
+        return max(self.peak.phase_bytes, key=self.peak.phase_bytes.__getitem__)
+
+
+class Answer:
+    """Predictions for rows of one length, within one budget."""
+
+    def __init__(self, law: MemoryLaw, tokens: int, budget: Budget, rungs: Sequence[int]) -> None:
+        """`rungs` are the rows that may be chosen, ascending."""
+        self.tokens = tokens
+        self.budget = budget
+        self._law = law
+        self._rungs = rungs
+        self._replayed = lru_cache(maxsize=None)(self._replay)
+
+    @cached_property
+    def most_rows(self) -> int:
+        """The most that fit without flushing the cache; 0 if one row does not."""
+        return _most(lambda rows: self._unlimited(rows).peak_bytes <= self.budget.usable_bytes, self._most_allocated)
+
+    @cached_property
+    def most_rows_with_retries(self) -> int:
+        """The most that run at all."""
+        return _most(lambda rows: self._replayed(rows, self.budget.usable_bytes) is not None, self._most_allocated)
+
+    @cached_property
+    def chosen_rows(self) -> int:
+        """Of the rows that may be chosen, the most without flushing; 0 if there are none."""
+        index = bisect_right(self._rungs, self.most_rows)
+        return self._rungs[index - 1] if index else 0
+
+    def at(self, tokens: int) -> Answer:
+        """The answer for rows of another length."""
+        return Answer(self._law, tokens, self.budget, self._rungs)
+
+    def predictions(self) -> list[Prediction]:
+        """For powers of two up to what fits, and for what bounds the answer."""
+        bounds = {1, self.chosen_rows, self.most_rows, self.most_rows_with_retries} - {0}
+        powers = {1 << exponent for exponent in range(max(bounds).bit_length())}
+        return [self.predict(rows) for rows in sorted(bounds | powers)]
+
+    def peak(self, rows: int) -> Peak:
+        """The most that is alive at once in each phase."""
+        return self._law.peak(rows, self.tokens)
+
+    def predict(self, rows: int) -> Prediction:
+        within = self._replayed(rows, self.budget.usable_bytes)
+        return Prediction(
+            rows=rows,
+            peak=self.peak(rows),
+            reserved_bytes=self._unlimited(rows).peak_bytes,
+            fits=within is not None,
+            retries=0 if within is None else within.retries,
+        )
+
+    @cached_property
+    def _most_allocated(self) -> int:
+        """No more can fit than tensors alone leave room for."""
+
+        def fits(rows: int) -> bool:
+            return (self.peak(rows).peak_bytes or 0) <= self.budget.usable_bytes
+
+        return _most(fits, MAX_ROWS)
+
+    def _unlimited(self, rows: int) -> Reserved:
+        reserved = self._replayed(rows, None)
+        assert reserved is not None, "a device without end has run out of memory"
+        return reserved
+
+    def _replay(self, rows: int, capacity_bytes: int | None) -> Reserved | None:
+        if not self._law.caches:
+            need = self.peak(rows).peak_bytes or 0
+            return Reserved(need, retries=0) if capacity_bytes is None or need <= capacity_bytes else None
+        return replay(self._law.program, self._law.sizes(rows, self.tokens).tolist(), capacity_bytes)
+
+
+def _most(fits: Callable[[int], bool], bound: int) -> int:
+    """The most rows up to `bound` that fit, where fewer rows always fit as well; 0 if one does not."""
+    fitting, too_many = 0, bound + 1
+    while too_many - fitting > 1:
+        rows = (fitting + too_many) // 2
+        if fits(rows):
+            fitting = rows
+        else:
+            too_many = rows
+    return fitting

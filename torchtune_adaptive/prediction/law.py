@@ -1,0 +1,92 @@
+"""What a step allocates for any rows and tokens, from recordings of a few.
+
+The size of every block is affine in rows and in rows × tokens, so what is alive at any point of the program is too, and
+the peak is the maximum of as many affine functions as there are points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchtune_adaptive.errors import PredictionError
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.prediction.recorder import Recording
+
+GRAIN_BYTES = 512
+"""CUDA's caching allocator rounds up to this."""
+
+
+@dataclass(frozen=True, eq=False)
+class MemoryLaw:
+    """A recording whose sizes are functions of rows and tokens."""
+
+    program: Recording
+    """One of the recordings: the order of events, which is the same in all of them."""
+    coefficients: Tensor
+    """Bytes of each event per unit of 1, rows, tokens and rows × tokens."""
+    tokens_multiple: int
+    """Tokens are rounded up to this: what cuts sequences into chunks makes them of one length only then."""
+    caches: bool
+    """Whether memory goes through a caching allocator, as on a GPU."""
+
+    def sizes(self, rows: int, tokens: int) -> Tensor:
+        """Bytes that each event allocates, or minus what it frees, before the allocator rounds them."""
+        units = _units(rows, -(-tokens // self.tokens_multiple) * self.tokens_multiple)
+        return (units @ self.coefficients).round().to(torch.int64)
+
+    def peak(self, rows: int, tokens: int) -> Peak:
+        """The most that is alive at once in each phase."""
+        return peak_of(self.program.phases, self.sizes(rows, tokens), caches=self.caches)
+
+
+def fit_law(recordings: Mapping[tuple[int, int], Recording], *, tokens_multiple: int, caches: bool) -> MemoryLaw:
+    """The law through recordings of two numbers of rows at two lengths, by (rows, tokens)."""
+    first, *others = recordings.values()
+    for (rows, tokens), other in zip(list(recordings)[1:], others, strict=True):
+        _check_alike(first, other, f"{rows} rows of {tokens} tokens")
+    units = torch.stack([_units(rows, tokens) for rows, tokens in recordings])
+    sizes = torch.stack([sizes_of(recording).double() for recording in recordings.values()])
+    return MemoryLaw(first, torch.linalg.solve(units, sizes), tokens_multiple, caches)
+
+
+def sizes_of(recording: Recording) -> Tensor:
+    return torch.frombuffer(recording.bytes_change, dtype=torch.int64)
+
+
+def peak_of(phases: Mapping[str, int], sizes: Tensor, *, caches: bool) -> Peak:
+    grain_bytes = GRAIN_BYTES if caches else 1
+    rounded = (sizes.abs() + grain_bytes - 1) // grain_bytes * grain_bytes * sizes.sign()
+    alive = rounded.cumsum(0)
+    ends = [0, *phases.values()]
+    spans = zip(phases, pairwise(ends), strict=True)
+    return Peak({phase: int(alive[start:end].max()) for phase, (start, end) in spans if end > start}, fits=True)
+
+
+def _units(rows: int, tokens: int) -> Tensor:
+    return torch.tensor([1, rows, tokens, rows * tokens], dtype=torch.float64)
+
+
+def _check_alike(first: Recording, other: Recording, what: str) -> None:
+    for index, (ours, theirs) in enumerate(zip(_steps(first), _steps(other), strict=False)):
+        if ours != theirs:
+            where = f"{first.blocks[ours[0]].op} and {other.blocks[theirs[0]].op} at event {index}"
+            raise PredictionError(_not_alike(what, where))
+    if len(first.of_block) != len(other.of_block):
+        raise PredictionError(_not_alike(what, f"{len(first.of_block)} and {len(other.of_block)} events"))
+
+
+def _steps(recording: Recording) -> zip[tuple[int, bool]]:
+    return zip(recording.of_block, (change > 0 for change in recording.bytes_change), strict=True)
+
+
+def _not_alike(what: str, where: str) -> str:
+    return (
+        f"the step does other things for {what} than for other sizes ({where}), so its memory follows no law: "
+        "a prediction needs a model and a loss whose program does not depend on the size of a microbatch; "
+        "measure on the device instead, with use_maximum_batch_size: True"
+    )

@@ -1,0 +1,143 @@
+"""Where fake tensors on a CPU would not do what a GPU does: each difference that changes what is allocated.
+
+Sharding propagation makes fakes of its own, but only for operations that it has not met before: the step that comes
+before the traced ones meets them all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn import functional
+from torch.optim import optimizer
+from torch.utils import _foreach_utils
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torchtune_adaptive.memory import wraps_tensors
+
+aten = torch.ops.aten
+
+UPLOAD = torch.device("cpu", 0)
+"""Stands for the GPU where a program copies from the host: to torch another device than `cpu`, which is the host."""
+
+
+class DeviceStandIn(TorchDispatchMode):
+    """Between a program and fake tensors: the fakes stand for the device, real tensors for the host.
+
+    What works on real tensors alone runs for real, since a program may branch on it. What is read from the device is 1.
+    Copies to `UPLOAD` become fakes. Where the engine of autograd adds gradients in place, this does too: under any
+    dispatch mode torch itself does not.
+    """
+
+    def __init__(self, *, host_is_device: bool) -> None:
+        super().__init__()
+        self._on_host: Callable[[], Any] = unset_fake_temporarily if host_is_device else no_dispatch
+        self._unshared: tuple[int, int, int] | None = None
+        self._calibrating = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(wraps_tensors(kind) for kind in types):
+            return NotImplemented
+        kwargs = kwargs or {}
+        if func is aten.add.Tensor and not torch.is_grad_enabled() and self._adds_in_place(*args):
+            return args[0]
+        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if kwargs.get("device") == UPLOAD:
+                return torch.empty(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype, device="cpu")
+            with self._on_host():
+                return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            return 1.0 if tensors[0].is_floating_point() else 1
+        return func(*args, **kwargs)
+
+    def _adds_in_place(self, total: Any, addend: Any) -> bool:
+        """Whether this is autograd adding to a gradient of which it is the only owner."""
+        if torch._C._current_autograd_node() is None or not isinstance(addend, Tensor):
+            return False
+        storage = torch._C._storage_Use_Count(total.untyped_storage()._cdata)
+        owners = (sys.getrefcount(total), total._use_count(), storage)
+        if self._calibrating:
+            self._unshared = owners
+        alike = total.shape == addend.shape and total.dtype == addend.dtype and total.is_contiguous()
+        return self._unshared is not None and alike and all(map(int.__le__, owners, self._unshared))
+
+    def calibrate(self) -> None:
+        """Notes how many owners a gradient seems to have here that has only one. Call it while this is active."""
+        self._calibrating = True
+        try:
+            leaf = torch.empty(2, requires_grad=True)
+            twice = leaf * 2
+            (twice.sin() + twice.cos()).sum().backward()
+        finally:
+            self._calibrating = False
+        assert self._unshared is not None, "autograd adds gradients in a way that is not known"
+
+
+@contextmanager
+def cuda_kernels() -> Iterator[None]:
+    """While open, torch chooses the kernels that it would choose for tensors on a GPU."""
+    foreach_devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
+    with ExitStack() as patches:
+        for where, name, replacement in (
+            (functional, "scaled_dot_product_attention", _attention),
+            (optimizer, "_get_foreach_kernels_supported_devices", lambda: foreach_devices),
+            *(
+                (module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
+                for module in (optimizer, _foreach_utils)
+            ),
+        ):
+            patches.enter_context(mock.patch.object(where, name, replacement))
+        yield
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What a GPU takes: the flash kernel where there is no mask, else the memory-efficient one."""
+    if attn_mask is None and query.dtype != torch.float32:
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+    efficient = aten._scaled_dot_product_efficient_attention
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    with_logsumexp = torch.is_grad_enabled()
+    return efficient(query, key, value, bias, with_logsumexp, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """A mask as the kernel takes it: added to the scores."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(mask.logical_not(), float("-inf"))
+    return mask.expand(*query.shape[:3], key.shape[2])
+
+
+def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
+    """FlashAttention 2 adds up the gradient of the queries in fp32, in tiles of 128 tokens, beside one number a row."""
+    rows, heads, tokens, width = query.shape
+    tile = 32 if width <= 128 else 64
+    return 4 * rows * heads * _rounded_up(tokens, 128) * (_rounded_up(width, tile) + 1)
+
+
+CUDA_WORKSPACES = {aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes}
+
+
+def _rounded_up(count: int, multiple: int) -> int:
+    return -(-count // multiple) * multiple
