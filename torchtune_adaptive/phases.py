@@ -70,9 +70,7 @@ class PhaseMeter:
                 tensor.register_hook(partial(self._at_gradient, boundary))
 
     def _at_gradient(self, boundary: int, gradient: torch.Tensor) -> None:
-        phase = self._last - boundary
-        if self._phase < phase:
-            self._begin(phase)
+        self._begin(self._last - boundary)
 
     def _begin(self, phase: int) -> None:
         self.end_phase()

@@ -20,8 +20,12 @@ from torchtune_adaptive.memory import RngState, plain_tensors
 
 @contextmanager
 def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Puts parameters, buffers, optimizer state and random generators back, and gradients to None."""
+    """Puts parameters, gradients, buffers, optimizer state and random generators back.
+
+    Gradients are not copied: nothing may be added to those that there are.
+    """
     rng = RngState.capture()
+    gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
     buffers = [
         (module, name, buffer)
         for model in models
@@ -39,8 +43,8 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
     try:
         yield
     finally:
-        for model in models:
-            model.zero_grad(set_to_none=True)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
         for module, name, buffer in buffers:
             setattr(module, name, buffer)
         for state in states:

@@ -234,12 +234,17 @@ def test_strategies_that_run_out_of_memory_are_refused_where_a_step_cannot_be_ru
         search_within(InBackward().step(), meter, 2_000_000, strategy=strategy)
 
 
-def test_running_out_of_memory_in_the_update_says_so():
+def test_running_out_of_memory_in_the_update_says_so_and_leaves_no_trace():
     def update(result: Any) -> None:
+        trained.update(result)
         raise torch.OutOfMemoryError
 
-    with MemoryMeter() as meter, pytest.raises(UnrecoverableError, match=r"rank 0 .* in the update"):
-        search_within(replace(Trained(Shape()).step(), update=update), meter, 400_000)
+    with MemoryMeter() as meter:
+        trained = Trained(Shape())
+        before = state_of(trained)
+        with pytest.raises(UnrecoverableError, match=r"rank 0 .* in the update"):
+            search_within(replace(trained.step(), update=update), meter, 400_000)
+        assert state_of(trained) == before
 
 
 # Errors
@@ -280,8 +285,11 @@ def test_gradients_from_before_are_refused_and_kept():
     with MemoryMeter() as meter:
         trained = Trained(Shape())
         trained.forward_backward([trained.sample])
+        gradients = [parameter.grad.clone() for parameter in trained.model.parameters()]
         with pytest.raises(ValueError, match="zero_grad"):
             search_within(trained.step(), meter, 400_000)
+        after = [parameter.grad for parameter in trained.model.parameters()]
+    assert all(torch.equal(*pair) for pair in zip(gradients, after, strict=True))
 
 
 # Progress, phases, attempts
@@ -333,7 +341,7 @@ class Checkpointed(nn.Module):
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_phases_end_where_the_boundaries_are_also_in_a_checkpointed_model(microbatches: int):
     model = Checkpointed()
-    boundaries = {"layers": model.norm, "head": model.head}
+    boundaries = {"layer": model.layer, "head": model.head}
     memory = CountingMemory()
     with measuring_phases(memory, model, boundaries) as meter:
         for _ in range(microbatches):
@@ -341,11 +349,11 @@ def test_phases_end_where_the_boundaries_are_also_in_a_checkpointed_model(microb
         meter.begin_update()
         meter.end_phase()
     assert phase_names(boundaries) == [
-        "layers forward",
+        "layer forward",
         "head forward",
         "loss",
         "head backward",
-        "layers backward",
+        "layer backward",
         "update",
     ]
     assert sorted(meter.peaks, key=meter.peaks.__getitem__) == phase_names(boundaries)
