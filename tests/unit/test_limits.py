@@ -19,7 +19,7 @@ def test_a_limit_below_one_row_is_refused():
 
 @given(st.integers(2, 10_000))
 def test_shrinking_gives_the_largest_smaller_power_of_two(rows: int):
-    smaller = shrink_after_oom(RowLimit(rows)).rows
+    smaller = RowLimit(rows).after_oom(rows, length=8).rows
     assert smaller < rows <= 2 * smaller
     assert smaller.bit_count() == 1
 
