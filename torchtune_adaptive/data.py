@@ -23,7 +23,8 @@ Step = TypeVar("Step")
 
 def looking_ahead(steps: Iterable[Step]) -> Iterator[tuple[Step, Step | None]]:
     """Each step with the one that follows it; None follows the last."""
-    return pairwise(chain(steps, [None]))  # type: ignore[arg-type]
+    nothing: list[Step | None] = [None]
+    return pairwise(chain(steps, nothing))  # type: ignore[arg-type]
 
 
 class StepLoader(Generic[Sample]):

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
-
-from torchtune_adaptive.limits import Limit
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """The samples of a step, by index, in the microbatches that they run in."""
+
+
+_HALVINGS = 6
+"""Of the interval in which microbatches of equal size are looked for: to a few percent of the largest."""
+
+
+class Fits(Protocol):
+    """What planning asks of a limit."""
+
+    @property
+    def by_length(self) -> bool: ...
+
+    def rows_at(self, length: int) -> int: ...
 
 
 class Load(NamedTuple):
@@ -23,13 +35,13 @@ class Load(NamedTuple):
     """Likewise, with padding."""
 
 
-def plan_step(lengths: Sequence[int], limit: Limit) -> Plan:
+def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
     """As few microbatches as the limit allows; a sample that does not fit even alone is alone.
 
     Under a limit by rows, consecutive samples fill a microbatch, so that with `batch_size` rows these are exactly the
     batches of stock torchtune. Otherwise samples of like length share one, since each is padded to the longest. The
     longest go first: what fits the longest of a microbatch fits the rest of it, so filling up in that order takes the
-    fewest microbatches that there can be. Each rank then also runs its large ones while its peers run theirs.
+    fewest microbatches that there can be.
     """
     order = sorted(range(len(lengths)), key=lambda index: -lengths[index]) if limit.by_length else range(len(lengths))
     plan: list[tuple[int, ...]] = []
@@ -41,33 +53,58 @@ def plan_step(lengths: Sequence[int], limit: Limit) -> Plan:
     return tuple(plan)
 
 
-def split_to(plan: Plan, lengths: Sequence[int], microbatches: int) -> Plan:
-    """The plan with so many microbatches, if it has fewer: for a rank whose peers need more.
+def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -> Plan:
+    """The same samples in so many microbatches, of which `plan` has no more, as equal in padded tokens as can be.
 
-    Its largest are halved until there are enough. Where all of them are down to one row, the rest are empty.
+    Ranks go through their microbatches side by side, so what one has more than its peers in each of them is time that
+    they wait. Equal ones, the largest first, wait least; they also waste less on padding, and need less memory.
     """
-    if len(plan) >= microbatches:
-        return plan
-    heap = [_by_size(rows, lengths) for rows in plan]
+    cap = max((_padded_tokens(rows, lengths) for rows in plan), default=0)
+    too_low = 0
+    for _ in range(_HALVINGS):
+        tokens = (too_low + cap) // 2
+        smaller = plan_step(lengths, _Capped(limit, tokens))
+        if len(smaller) > microbatches:
+            too_low = tokens
+        else:
+            plan, cap = smaller, tokens
+    return _split_largest(plan, lengths, microbatches)
+
+
+@dataclass(frozen=True)
+class _Capped:
+    """A limit by length, and no more padded tokens than that; for `plan_step` alone."""
+
+    limit: Fits
+    tokens: int
+    by_length: bool = True
+
+    def rows_at(self, length: int) -> int:
+        return min(self.limit.rows_at(length), self.tokens // length)
+
+
+def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Plan:
+    """Halves the largest microbatch until there are enough; where all are down to one row, the rest are empty."""
+    heap = [(-_padded_tokens(rows, lengths), rows) for rows in plan]
     heapq.heapify(heap)
-    whole: list[tuple[int, ...]] = []
-    while heap and len(heap) + len(whole) < microbatches:
-        rows = heapq.heappop(heap)[-1]
+    single: list[tuple[int, tuple[int, ...]]] = []
+    while heap and len(heap) + len(single) < microbatches:
+        largest = heapq.heappop(heap)
+        rows = largest[1]
         if len(rows) == 1:
-            whole.append(rows)
+            single.append(largest)
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            heapq.heappush(heap, _by_size(half, lengths))
-    parts = sorted([*(_by_size(rows, lengths) for rows in whole), *heap])
+            heapq.heappush(heap, (-_padded_tokens(half, lengths), half))
+    parts = sorted(single + heap)
     empty = [()] * (microbatches - len(parts))
-    return (*(rows for _, _, rows in parts), *empty)
+    return (*(rows for _, rows in parts), *empty)
 
 
 def load_of(plan: Plan, lengths: Sequence[int]) -> Load:
-    sizes = [len(rows) * max(lengths[index] for index in rows) for rows in plan if rows]
+    sizes = [_padded_tokens(rows, lengths) for rows in plan if rows]
     return Load(sum(lengths), sum(sizes), max(map(len, plan)), max(sizes))
 
 
-def _by_size(rows: tuple[int, ...], lengths: Sequence[int]) -> tuple[int, int, tuple[int, ...]]:
-    """Largest first; in the order of the samples where they are alike."""
-    return -len(rows) * max(lengths[index] for index in rows), rows[0], rows
+def _padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(rows) * max(lengths[index] for index in rows)

@@ -215,9 +215,10 @@ class Prober:
             need_bytes = max(self._reports[where].peaks)
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
         budget_bytes = self._reports[where].budget_bytes
+        length = self._steps[name].runner.length_of(self._samples[name])
         need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
         return OneRowDoesNotFitError(
-            f"one row of {self._steps[name].runner.length_of(self._samples[name])} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
+            f"one row of {length} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
             f"whose budget is {format_bytes(budget_bytes)}; lower the sequence length, set "
             "enable_activation_checkpointing: True, or train on more ranks",
             need_bytes=need_bytes,

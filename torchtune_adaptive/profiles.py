@@ -135,7 +135,7 @@ def profile(
     `shorten`, a longest sample that does not fit alone is halved until it does; otherwise OneRowDoesNotFitError.
     """
     known = _Known(budget_bytes, resident_bytes, longest, most_rows)
-    refused = []
+    refused: list[Point] = []
     while not known.points:
         alone = Point(1, known.longest, measure(1, known.longest), held_out=False)
         if alone.accepted(budget_bytes) or (alone.peak.retries and alone.peak.fits):

@@ -17,10 +17,11 @@ from torchtune_adaptive.attempts import Microbatch, Report, Reports, StepResult,
 from torchtune_adaptive.attempts import Totals as Totals
 from torchtune_adaptive.collectives import Agreement, rank, sum_over_ranks
 from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
-from torchtune_adaptive.fsdp import CollectiveLedger, why_recovery_is_off
+from torchtune_adaptive.fsdp import why_recovery_is_off
+from torchtune_adaptive.ledger import CollectiveLedger
 from torchtune_adaptive.limits import Limit
 from torchtune_adaptive.memory import RngState, forget_frames, is_oom, release
-from torchtune_adaptive.packing import Load, Plan, load_of, plan_step, split_to
+from torchtune_adaptive.packing import Load, Plan, load_of, plan_step, spread
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,9 @@ class _Ahead(NamedTuple):
     limit: Limit
     lengths: list[int]
     plan: Plan
+
+    def in_as_many(self, microbatches: int) -> "_Ahead":
+        return self._replace(plan=spread(self.plan, self.lengths, self.limit, microbatches))
 
 
 class StepRunner(Generic[Sample]):
@@ -111,9 +115,7 @@ class StepRunner(Generic[Sample]):
             ahead = self._look_ahead(upcoming)
             reports = self._agree(totals, failed, load_of(plan, lengths), len(ahead.plan) if ahead else 0)
             if not reports.failed:
-                self._ahead = ahead and ahead._replace(
-                    plan=split_to(ahead.plan, ahead.lengths, reports.upcoming_microbatches)
-                )
+                self._ahead = ahead and ahead.in_as_many(reports.upcoming_microbatches)
                 return self._result(totals, reports, len(plan), recoveries)
             self._discard()
             rng.restore()
@@ -162,7 +164,7 @@ class StepRunner(Generic[Sample]):
         if not self.limit.by_length:
             return plan
         most = exchange(self._agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
-        return split_to(plan, lengths, most)
+        return spread(plan, lengths, self.limit, most)
 
     def _look_ahead(self, upcoming: Sequence[Sample] | None) -> _Ahead | None:
         """What the next step needs on this rank, under a limit by length."""

@@ -221,7 +221,7 @@ def _failures(case: Case, place: int) -> list[int]:
     """Where this rank fails; ranks that fail in the same step do so in different places."""
     if dist.get_rank() not in case.failing:
         return []
-    first = place + 17 * case.failing.index(dist.get_rank())
+    first = max(1, place - 17 * case.failing.index(dist.get_rank()))
     again = {"never": [], "retry": [37 * place % 900 + 1], "drain": [5 * place % 60 + 1]}
     return [first, *again[case.again]]
 

@@ -44,7 +44,7 @@ def run_where_one_row_does_not_fit() -> tuple[str, str]:
     runner = failing_runner(2, [])
     samples = [torch.ones(7, dtype=torch.int64)] * 2
     runner.run(samples, step=0)
-    runner._model.zero_grad()
+    runner.model.zero_grad()
 
     def out_of_memory(samples):
         raise torch.OutOfMemoryError
@@ -158,7 +158,7 @@ def lose_a_peer() -> str:
     runner = failing_runner(2, [])
     samples = samples_of(dist.get_rank(), 2)
     runner.run(samples, step=0)
-    runner._model.zero_grad()
+    runner.model.zero_grad()
     if dist.get_rank() == 1:
         dist.destroy_process_group()
         return ""

@@ -22,7 +22,7 @@ from tests.distributed.models import (
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import stepping
 from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.fsdp import CollectiveLedger
+from torchtune_adaptive.ledger import CollectiveLedger
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner
 

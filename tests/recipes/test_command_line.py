@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
-from tests.recipes.running import Finished, run_command, tune_run
+from tests.recipes.running import STOCK, Finished, run_command, tune_run
 
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
 SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out")
@@ -70,7 +71,7 @@ def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: 
 
 def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as my_dataset\n")
-    run_command([tune(), "cp", "llama3_2/1B_lora", "mine.yaml"], cwd=tmp_path, timeout_s=60)
+    shutil.copy(STOCK / "configs" / "llama3_2" / "1B_lora.yaml", tmp_path / "mine.yaml")
     ended = tune_run(
         LORA,
         *("--config", "mine.yaml", *STOCK_ON_A_LAPTOP, *SMALL),
@@ -102,7 +103,3 @@ def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
         arithmetic="4 rows × 2 microbatches × 1 ranks = 8 samples a step · 4 steps an epoch · 1 epochs",
     )
     assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace.json*"))
-
-
-def tune() -> str:
-    return str(Path(sys.executable).parent / "tune")

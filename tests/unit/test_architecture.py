@@ -89,9 +89,10 @@ def test_nothing_below_host_imports_host_or_demo() -> None:
     assert names_of(upwards) == set()
 
 
-def test_below_host_only_two_modules_speak_to_other_ranks() -> None:
+def test_below_host_only_three_modules_speak_to_other_ranks() -> None:
     speaking = [path for path in BELOW_HOST if imports(path, "torch.distributed")]
-    assert names_of(speaking) == {"torchtune_adaptive/collectives.py", "torchtune_adaptive/fsdp.py"}
+    speakers = ("collectives", "fsdp", "ledger")
+    assert names_of(speaking) == {f"torchtune_adaptive/{name}.py" for name in speakers}
     quiet = [path for path in BELOW_HOST if path not in speaking]
     around = [path for path in quiet if any(use.startswith("torch.distributed") for use in dotted_uses(path))]
     assert names_of(around) == set()

@@ -80,6 +80,27 @@ def test_a_step_that_needs_more_memory_than_there_is_runs_in_smaller_microbatche
     assert recoveries > 0
 
 
+def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
+    injector, kept, live_bytes = Injector(), [], []
+    runner = runner_of(a_model(), 8, injector)
+    forward_backward = runner._forward_backward
+
+    def keeping(samples):
+        live_bytes.append(meter.live_bytes)
+        try:
+            return forward_backward(samples)
+        except torch.OutOfMemoryError as error:
+            kept.append(error)
+            raise
+
+    runner._forward_backward = keeping
+    injector.arm([30])  # in backward
+    with MemoryMeter() as meter:
+        runner.run(SAMPLES, step=0)
+    assert len(kept) == 1
+    assert live_bytes[1] == live_bytes[0]
+
+
 def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     model = a_model()
     runner = runner_of(model, 8)

@@ -14,11 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torchtune import training, utils
+from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.collectives import sum_over_ranks
 from torchtune_adaptive.config import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.host.data import Collate
+from torchtune_adaptive.host.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.host.settings import Settings
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner, Totals
@@ -127,16 +129,18 @@ def build_step_runner(
     device: torch.device,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    offloading = settings.enable_activation_offloading
-    forward_backward = ForwardBackward(
+    activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
+    forward_backward: Callable[[Sequence[Sample]], Totals] = ForwardBackward(
         model=model,
         loss_fn=loss_fn,
         collate=collate,
         device=device,
-        activations=training.get_act_offloading_ctx_manager(model, offloading),
+        activations=activations,
         weighs_every_split_alike=adaptive.token_budget is not None,
         loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
     )
+    if isinstance(activations, OffloadActivations):
+        forward_backward = leaving_nothing_offloaded(forward_backward, activations)
     return StepRunner(
         model,
         forward_backward,
