@@ -77,7 +77,7 @@ class RowLimit:
         return str(rows)
 
     def __str__(self) -> str:
-        return "1 row" if self.rows == 1 else f"{self.rows} rows"
+        return f"{self.rows} rows"
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What a microbatch needs at several lengths: a few measurements, the surfaces through them, and how far they are off.
 
 1. The longest sample first, alone; if it fits, nothing shorter is in danger.
-2. As many rows as what is known so far proves to fit, at ever shorter lengths; few rows of a short length.
+2. As many rows as what was measured proves to fit, at ever shorter lengths; few rows of a short length.
 3. Two more that the surfaces have not seen: they say how far off these are, and that much of the budget stays free.
 """
 
@@ -22,8 +22,6 @@ MOST_POINTS = 8
 
 _FILL = 0.95
 """Of what is known to fit, so that a probe is no bet."""
-_TRUSTED_JUMP = 4
-"""Surfaces may ask for up to this many times the tokens of the largest microbatch that was measured."""
 _LEAST_LENGTH = 2
 
 
@@ -88,18 +86,17 @@ class _Known:
     points: tuple[Point, ...] = ()
 
     def full_rows(self, length: int) -> int:
-        """The most rows of this length that what is known so far says will fit."""
-        largest = max(self.points, key=lambda point: point.rows * point.length)
-        tokens = largest.rows * largest.length
-        if len(self.points) < 3:
-            # In proportion to all but what is resident: safe, since whatever else is fixed does not grow.
-            grown_bytes = max(1, (largest.peak.peak_bytes or self.budget_bytes) - self.resident_bytes)
-            rows = _FILL * tokens * (self.budget_bytes - self.resident_bytes) / grown_bytes / length
-        else:
-            surfaces = [fit_surface(points) for points in _by_phase(self.points).values()]
-            rows = min(surface.rows_within(_FILL * self.budget_bytes, length) for surface in surfaces)
-            rows = min(rows, _TRUSTED_JUMP * tokens / length)
-        return max(1, min(self.most_rows, int(rows)))
+        """The most rows of this length that a measurement proves to fit.
+
+        What a token needs does not grow when its row gets shorter, and what is fixed does not grow at all: in
+        proportion to all but what is resident, a measured microbatch of rows at least as long bounds every other.
+        """
+        proven = [
+            point.rows * point.length * (self.budget_bytes - self.resident_bytes) / (peak_bytes - self.resident_bytes)
+            for point in self.points
+            if point.length >= length and (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
+        ]
+        return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / length)))
 
     def next(self) -> tuple[int, int, bool] | None:
         """Rows, length and whether it is held out, of the next measurement."""

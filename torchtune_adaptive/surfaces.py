@@ -49,7 +49,7 @@ class Surface:
 def fit_surface(points: Points) -> Surface:
     """The surface that is closest to the points in proportion to them; with pairs of tokens only if they show."""
     plain = _fit(points, terms=3)
-    if _worst(plain, points) <= _BENT or len(points) < 5:
+    if _worst(plain, points) <= _BENT or len(points) < 4:
         return plain
     bent = _fit(points, terms=4)
     return bent if _worst(bent, points) < _worst(plain, points) else plain
