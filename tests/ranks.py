@@ -3,11 +3,12 @@
 import faulthandler
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -104,9 +105,16 @@ def _rank_main(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports for as many process groups, one after another: a port is not free again at once."""
+    """Ports for as many process groups, one after another: a port is not free again at once.
+
+    Below those that the system gives to connections, which would take them before their turn comes.
+    """
     with ExitStack() as open_sockets:
-        probes = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
+        ports: list[int] = []
+        while len(ports) < count:
+            port = random.SystemRandom().randrange(12_000, 32_000)
+            probe = open_sockets.enter_context(socket.socket())
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports

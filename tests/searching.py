@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from torchtune_adaptive.collectives import world_size
@@ -30,6 +31,8 @@ class Shape:
     length: int = 16
     checkpointing: bool = False
     foreach: bool = True
+    offload: bool = False
+    """To the host, by FSDP."""
 
     @classmethod
     def drawn(cls, seed: int) -> "Shape":
@@ -43,6 +46,10 @@ class Shape:
             checkpointing=draw.random() < 0.5,
             foreach=draw.random() < 0.5,
         )
+
+
+HEAD_DOMINATED = Shape(vocabulary=4096, dim=32, hidden=512, layers=4, length=8, foreach=False)
+"""At one and two rows the most is needed while layers or weights are updated; above, by logits and loss."""
 
 
 class Block(nn.Module):
@@ -78,9 +85,12 @@ def build(shape: Shape, seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = Model(shape)
     if dist.is_initialized():
-        for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        policy = CPUOffloadPolicy(pin_memory=False) if shape.offload else OffloadPolicy()
+        for module in (*model.layers, model):
+            fully_shard(module, offload_policy=policy)
+        # As torchtune fills a model: uneven shards move to a padded storage when FSDP first runs.
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
     return model
 
 
@@ -92,6 +102,7 @@ class Trained:
     optimizer_kind: Any = torch.optim.AdamW
     options: dict[str, Any] = field(default_factory=dict)
     cut: bool = True
+    limit: int = 1
 
     def __post_init__(self) -> None:
         self.model = build(self.shape)
@@ -103,7 +114,7 @@ class Trained:
         self.runner = StepRunner(
             self.model,
             self.forward_backward,
-            limit=RowLimit(1),
+            limit=RowLimit(self.limit),
             length_of=len,
             stand_in=lambda tokens: tokens[:2],
         )
@@ -161,15 +172,20 @@ def brute_force(peaks: Sequence[Sequence[int]], budgets: Sequence[int]) -> int:
     return fitting.index(False)
 
 
-def drawn_budgets(peaks: Sequence[Sequence[int]], seed: int) -> list[int]:
-    """A budget for each rank: one is tight somewhere between two sizes, the others may have more."""
+def drawn_budgets(peaks: Sequence[Sequence[int]], seed: int, slack: int = 0) -> list[int]:
+    """A budget for each rank: one is tight somewhere between two sizes, the others may have room for more rows.
+
+    At least `slack` above what fits: gloo's threads may hold on to a gathered buffer for a moment.
+    """
     draw = random.Random(seed)
     rows = draw.randint(1, len(peaks[0]) - 4)
     tight = draw.randrange(len(peaks))
     budgets = []
     for rank, own in enumerate(peaks):
         has = rows if rank == tight else rows + draw.randint(0, 3)
-        budgets.append(draw.randint(own[has - 1], own[has] - 1) if own[has] > own[has - 1] else own[has - 1])
+        while own[has] - own[has - 1] <= slack:  # a flat piece, where the update needs the most
+            has += 1
+        budgets.append(draw.randrange(own[has - 1] + slack, own[has]))
     return budgets
 
 
@@ -177,3 +193,23 @@ def naive_rows(peaks: Sequence[int], budget: int) -> float:
     """What the peak of the whole step promises, extrapolated from one and two rows."""
     slope = peaks[1] - peaks[0]
     return (budget - (peaks[0] - slope)) / slope if slope else float("inf")
+
+
+def state_of(trained: Trained) -> Any:
+    """All that training depends on, bit by bit, in a form that compares with ==."""
+    optimizer = trained.optimizer
+    state = [
+        {key: _bits(value) for key, value in optimizer.state.get(p, {}).items()} for p in trained.model.parameters()
+    ]
+    groups = [
+        {key: _bits(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups
+    ]
+    model = {name: _bits(value) for name, value in trained.model.state_dict().items()}
+    gradients = [p.grad is None for p in trained.model.parameters()]
+    return model, state, groups, gradients, _bits(torch.get_rng_state())
+
+
+def _bits(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    return (str(value.dtype), value.numpy(force=True).tobytes()) if isinstance(value, Tensor) else value

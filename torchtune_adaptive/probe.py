@@ -58,12 +58,22 @@ class TrainingStep(Generic[Sample]):
         return self.cut(self.sample, length)
 
 
-class RankReport(NamedTuple):
-    """What one rank measured in a probe."""
+class Room(NamedTuple):
+    """What a rank has for its training steps."""
 
     budget_bytes: int
     resident_bytes: int
     """What stays between two steps: weights and optimizer state."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.resident_bytes
+
+
+class RankReport(NamedTuple):
+    """What one rank measured in a probe."""
+
+    room: Room
     retries: int
     seconds: float
     peaks: tuple[int, ...]
@@ -72,40 +82,34 @@ class RankReport(NamedTuple):
     @property
     def missing_bytes(self) -> int:
         """What the rank needs above its budget; negative if it has some left."""
-        return max(self.peaks) - self.budget_bytes
-
-
-class Bounds(NamedTuple):
-    """What a search works with, the same on every rank."""
-
-    budget_bytes: int
-    """Of the tightest rank."""
-    resident_bytes: int
-    """What every point of a step needs on every rank, whatever its rows."""
-
-
-def agreed_bounds(reports: Sequence[RankReport]) -> Bounds:
-    tightest = min(report.budget_bytes for report in reports)
-    resident = min(report.resident_bytes + tightest - report.budget_bytes for report in reports)
-    return Bounds(tightest, max(0, resident))
+        return max(self.peaks) - self.room.budget_bytes
 
 
 def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
-    """One peak for all ranks, against the tightest budget among them.
+    """One peak for all ranks, in the room of the tightest of them.
 
-    Ranks differ in what they need and in what they have, and what counts is what is left. So each rank's peaks are
-    shifted by what it has more than the tightest: the peak is within that budget if every rank is within its own.
+    Ranks differ in what they need and in what they have. What counts is the share of its free memory that a rank
+    needs, so the largest share of any rank is what the tightest is said to need. That is within its budget if and only
+    if every rank is within its own, and it grows with the rows as the needs of the ranks do.
     """
-    tightest = min(report.budget_bytes for report in reports)
-    columns = zip(
-        *([peak + tightest - report.budget_bytes for peak in report.peaks] for report in reports), strict=True
-    )
+    tightest = min((report.room for report in reports), key=_free_bytes)
+    shares = [[_scaled(peak, report.room, tightest) for peak in report.peaks] for report in reports]
     return Peak(
-        phase_bytes={phase: max(0, *column) for phase, column in zip(phases, columns, strict=True)},
+        phase_bytes={phase: max(column) for phase, column in zip(phases, zip(*shares, strict=True), strict=True)},
         fits=True,
         retries=max(report.retries for report in reports),
         seconds=max(report.seconds for report in reports),
     )
+
+
+def _free_bytes(room: Room) -> int:
+    return room.free_bytes
+
+
+def _scaled(peak_bytes: int, room: Room, tightest: Room) -> int:
+    """In whole bytes, rounded up: a byte too many stays a byte too many."""
+    above_resident = max(0, peak_bytes - room.resident_bytes)
+    return tightest.resident_bytes - (-above_resident * tightest.free_bytes // room.free_bytes)
 
 
 class Prober:
@@ -116,42 +120,40 @@ class Prober:
         self._steps = steps
         self._memory = memory
         self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
-        self._agreement = Agreement(len(RankReport._fields) - 1 + len(self._phases))
-        self._budgets: list[int] = []
+        self._agreement = Agreement(4 + len(self._phases))
+        self._room: Room | None = None
         self._samples = {name: step.sample for name, step in steps.items()}
         # Of the last probe, the same on every rank:
         self._reports: list[RankReport] = []
         self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
 
-    def warm_up(self) -> Bounds:
+    def warm_up(self) -> Room:
         """Collective: brings all steps to where they are in training, with optimizer state and communication buffers.
 
-        Raises OneRowDoesNotFitError if not even the shortest sample is within the budget:
-        a rank that ran out of memory could not keep its peers company then.
+        Returns the room of the tightest rank. Raises OneRowDoesNotFitError if not even the shortest sample is within
+        the budget: a rank that ran out of memory could not keep its peers company then.
         """
         self._probe(1, {name: [[step.runner.stand_in(step.sample)]] for name, step in self._steps.items()})
-        self._budgets = [report.budget_bytes for report in self._reports]
+        self._room = self._reports[rank()].room
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
                 raise ValueError("a training step needed no memory at all: search inside of `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
-                return agreed_bounds(self._reports)
-            self.measure(1)  # tells what the user needs to know
+                return min((report.room for report in self._reports), key=_free_bytes)
+            self._probe_rows(1)  # tells what the user needs to know
         raise self.one_row_error()
 
     def measure(self, rows: int, length: int | None = None) -> Peak:
         """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to."""
         self._samples = {name: step.sample_of(length) for name, step in self._steps.items()}
-        self._probe(
-            rows,
-            {
-                name: [[step.runner.stand_in(step.sample)], [self._samples[name]] * rows]
-                for name, step in self._steps.items()
-            },
-        )
+        self._probe_rows(rows)
         if self._failed:
             return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
         return agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
+
+    def _probe_rows(self, rows: int) -> None:
+        steps = self._steps.items()
+        self._probe(rows, {n: [[step.runner.stand_in(step.sample)], [self._samples[n]] * rows] for n, step in steps})
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
         """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured."""
@@ -166,25 +168,23 @@ class Prober:
                 break
             peaks.update({(name, phase): peak for phase, peak in measured.items()})
         release()
-        # What is free may change while others use the GPU too: an answer is for one budget.
-        budget_bytes = self._budgets[rank()] if self._budgets else self._memory.budget_bytes
+        retries = self._memory.retries - retries_before
+        measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
+        self._exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks))
+
+    def _own_room(self) -> Room:
+        """That of the warm-up: others may use the GPU too, but an answer is for one budget."""
+        if self._room is not None:
+            return self._room
         self._memory.reset_peak()
-        self._exchange(
-            RankReport(
-                budget_bytes=budget_bytes,
-                resident_bytes=self._memory.peak_bytes,
-                retries=self._memory.retries - retries_before,
-                seconds=perf_counter() - started,
-                peaks=tuple(peaks.get(phase, 0) for phase in self._phases),
-            )
-        )
+        return Room(self._memory.budget_bytes, self._memory.peak_bytes)
 
     def _exchange(self, report: RankReport) -> None:
         """Collective: one small table of numbers."""
-        *facts, peaks = report
+        table = self._agreement.gather([*report.room, report.retries, report.seconds, *report.peaks])
         self._reports = [
-            RankReport(int(budget), int(resident), int(retries), seconds, tuple(map(int, measured)))
-            for budget, resident, retries, seconds, *measured in self._agreement.gather([*facts, *peaks])
+            RankReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)))
+            for budget, resident, retries, seconds, *peaks in table
         ]
 
     def _run(
@@ -214,7 +214,7 @@ class Prober:
             where = max(range(len(self._reports)), key=lambda index: self._reports[index].missing_bytes)
             need_bytes = max(self._reports[where].peaks)
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
-        budget_bytes = self._reports[where].budget_bytes
+        budget_bytes = self._reports[where].room.budget_bytes
         length = self._steps[name].runner.length_of(self._samples[name])
         need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
         return OneRowDoesNotFitError(

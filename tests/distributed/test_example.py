@@ -7,14 +7,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_plain_fsdp2_example_trains_on_with_less_memory_on_one_rank():
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "examples/plain_fsdp2.py"]
+def output_of(example: str) -> subprocess.CompletedProcess[str]:
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"examples/{example}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
+    return run
+
+
+def test_the_plain_fsdp2_example_trains_on_with_less_memory_on_one_rank():
+    run = output_of("plain_fsdp2.py")
     assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", run.stderr)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
+
+
+def test_the_batch_size_example_trains_with_what_it_found():
+    run = output_of("find_batch_size.py")
+    assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", run.stdout)
+    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", run.stdout, re.MULTILINE)
+    assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", run.stdout) == ["1", "2", "3"]

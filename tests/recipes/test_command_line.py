@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.recipes.running import STOCK, Finished, run_command, tune_run
 
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
-SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out")
+SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out", "use_maximum_batch_size=False", "adaptive=null")
 STOCK_ON_A_LAPTOP = (
     "tokenizer=torchtune_adaptive.demo.tokenizer.demo_tokenizer",
     "~tokenizer.path",
@@ -25,7 +25,7 @@ STOCK_ON_A_LAPTOP = (
     "batch_size=2",
     "gradient_accumulation_steps=2",
 )
-OUR_LINE = r"^\d+ rows × \d+ microbatches × \d+ ranks = \d+ samples a step .*$"
+OUR_LINE = r"^\d+ rows × \d+ microbatches × \d+ ranks? = \d+ samples a step .*$"
 NOISE = re.compile(
     r"warning|deprecat|cpp extensions|set_vital|pin_memory|destroy_process_group|NCCL|OMP_NUM_THREADS", re.IGNORECASE
 )
@@ -42,7 +42,15 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
 
 def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     ended = tune_run(
-        *(FULL, "--config", "adaptive/demo/full", *SMALL, "batch_size=2", "optimizer.lr=1e-4", "my_note=kept"),
+        *(
+            FULL,
+            "--config",
+            "adaptive/demo/full",
+            *SMALL,
+            "gradient_accumulation_steps=2",
+            "optimizer.lr=1e-4",
+            "my_note=kept",
+        ),
         ranks=2,
         cwd=tmp_path,
         timeout_s=120,
@@ -50,7 +58,7 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step · 4 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step (as configured) · 4 steps an epoch · 1 epochs",
     )
     assert "lr: 0.0001" in ended.output
     assert "my_note: kept" in ended.output  # torchtune lets users add keys of their own, and so do we
@@ -65,7 +73,7 @@ def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: 
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 2 microbatches × 1 ranks = 4 samples a step · 8 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epochs",
     )
 
 
@@ -83,7 +91,7 @@ def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path)
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 2 microbatches × 1 ranks = 4 samples a step · 8 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epochs",
     )
     assert (tmp_path / "out" / "epoch_0" / "adapter_model.pt").is_file()
 
@@ -100,6 +108,6 @@ def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="4 rows × 2 microbatches × 1 ranks = 8 samples a step · 4 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 4 microbatches × 1 rank = 8 samples a step (as configured) · 4 steps an epoch · 1 epochs",
     )
     assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace.json*"))

@@ -255,7 +255,7 @@ def test_weights_of_another_model_are_refused(message: Start, kind: str, overrid
 
 
 def test_a_dataset_smaller_than_one_step_is_refused_with_the_arithmetic(message: Start) -> None:
-    text = message(FULL, "dataset.samples=7")
+    text = message(FULL, "dataset.samples=7", "batch_size=4", "gradient_accumulation_steps=2")
     assert_says(text, "7 samples", "takes 8", "batch_size 4 × gradient_accumulation_steps 2 × 1 ranks")
 
 

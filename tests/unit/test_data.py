@@ -27,9 +27,11 @@ class Numbers(Dataset[int]):
 
 
 def step_loader(rank: int, world_size: int, *, shuffle: bool, samples: int = SAMPLES) -> StepLoader[int]:
-    return StepLoader(
-        Numbers(samples), samples_per_step=SAMPLES_PER_STEP, rank=rank, world_size=world_size, shuffle=shuffle
-    )
+    return StepLoader(Numbers(samples), rank=rank, world_size=world_size, shuffle=shuffle)
+
+
+def epoch_of(loader: StepLoader[int], epoch: int, steps: int = 1000) -> list[list[int]]:
+    return list(loader.epoch(epoch, samples_per_step=SAMPLES_PER_STEP, steps=steps))
 
 
 def steps_of_torchtune(rank: int, world_size: int, *, shuffle: bool, epoch: int) -> list[list[int]]:
@@ -49,35 +51,43 @@ def test_a_step_holds_the_samples_that_torchtune_would_accumulate(rank: int, wor
     ours = step_loader(rank, world_size, shuffle=shuffle)
     for epoch in (0, 1, 2):
         expected = steps_of_torchtune(rank, world_size, shuffle=shuffle, epoch=epoch)
-        assert list(ours.epoch(epoch)) == expected
-        assert len(ours) == len(expected) > 1
+        assert epoch_of(ours, epoch) == expected
+        assert ours.samples_per_rank // SAMPLES_PER_STEP == len(expected) > 1
 
 
 def test_epochs_are_shuffled_differently_and_each_the_same_every_time() -> None:
     ours = step_loader(0, 2, shuffle=True)
-    first, second = list(ours.epoch(0)), list(ours.epoch(1))
+    first, second = epoch_of(ours, 0), epoch_of(ours, 1)
     assert first != second
-    assert list(ours.epoch(0)) == first
-    assert list(step_loader(0, 2, shuffle=True).epoch(1)) == second
+    assert epoch_of(ours, 0) == first
+    assert epoch_of(step_loader(0, 2, shuffle=True), 1) == second
 
 
 def test_ranks_share_the_samples_without_a_repeat() -> None:
     loaders = [step_loader(rank, 2, shuffle=True) for rank in range(2)]
-    seen = [sample for loader in loaders for step in loader.epoch(0) for sample in step]
-    assert len(seen) == len(set(seen)) == 2 * len(loaders[0]) * SAMPLES_PER_STEP
+    seen = [sample for loader in loaders for step in epoch_of(loader, 0) for sample in step]
+    assert len(seen) == len(set(seen)) == 2 * (loaders[0].samples_per_rank // SAMPLES_PER_STEP) * SAMPLES_PER_STEP
 
 
 def test_an_epoch_cut_short_does_not_shift_the_next() -> None:
     cut, whole = step_loader(0, 2, shuffle=True), step_loader(0, 2, shuffle=True)
-    assert list(cut.epoch(0, steps=2)) == list(whole.epoch(0))[:2]
-    assert list(cut.epoch(1)) == list(whole.epoch(1))
+    assert epoch_of(cut, 0, steps=2) == epoch_of(whole, 0)[:2]
+    assert epoch_of(cut, 1) == epoch_of(whole, 1)
 
 
 def test_an_incomplete_last_step_is_dropped() -> None:
-    assert len(step_loader(0, 1, shuffle=False, samples=2 * SAMPLES_PER_STEP - 1)) == 1
-    assert len(step_loader(0, 1, shuffle=False, samples=SAMPLES_PER_STEP - 1)) == 0
+    assert len(epoch_of(step_loader(0, 1, shuffle=False, samples=2 * SAMPLES_PER_STEP - 1), 0)) == 1
+    assert epoch_of(step_loader(0, 1, shuffle=False, samples=SAMPLES_PER_STEP - 1), 0) == []
+
+
+def test_a_step_may_have_another_size_in_every_epoch_and_none_loses_a_sample() -> None:
+    loader = step_loader(0, 1, shuffle=True, samples=24)
+    for epoch, size in enumerate((2, 4, 8)):
+        steps = list(loader.epoch(epoch, samples_per_step=size, steps=1000))
+        assert [len(step) for step in steps] == [size] * (24 // size)
+        assert sorted(chain(*steps)) == list(range(24))
 
 
 def test_samples_arrive_as_they_are() -> None:
-    step = next(step_loader(0, 1, shuffle=False).epoch(0))
+    step = epoch_of(step_loader(0, 1, shuffle=False), 0)[0]
     assert step == list(range(SAMPLES_PER_STEP))

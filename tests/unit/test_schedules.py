@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.accumulation import LR_SCALINGS, lr_factor
+from torchtune_adaptive.accumulation import LR_SCALINGS, Accumulation, lr_factor
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules import (
     EpochPlan,
@@ -15,15 +15,16 @@ from torchtune_adaptive.schedules import (
     function_name,
     milestones,
     simulate,
+    steady,
     total_steps,
 )
 
 
-def sizes_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **options: Any) -> list[int]:
+def sizes_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options: Any) -> list[int]:
     return [plan.batch_size for plan in plans_of(function, epochs, batch_size, **options)]
 
 
-def plans_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochPlan, ...]:
+def plans_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochPlan, ...]:
     defaults = {"gradient_accumulation_steps": 2, "samples_per_rank": 100_000}
     return simulate(function, epochs=epochs, batch_size=batch_size, **{**defaults, **options})
 
@@ -31,7 +32,6 @@ def plans_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **
 @pytest.mark.parametrize(
     ("function", "sizes"),
     [
-        (None, [2, 2, 2, 2, 2, 2]),
         (double_every(2), [2, 2, 4, 4, 8, 8]),
         (double_every(1), [2, 4, 8, 16, 32, 64]),
         (add_every(3, 5), [2, 2, 2, 7, 7, 7]),
@@ -40,7 +40,7 @@ def plans_of(function: Increase | None, epochs: int = 6, batch_size: int = 2, **
         (milestones({}), [2, 2, 2, 2, 2, 2]),
     ],
 )
-def test_built_ins_give_these_batch_sizes(function: Increase | None, sizes: list[int]) -> None:
+def test_built_ins_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
     assert sizes_of(function) == sizes
 
 
@@ -222,8 +222,19 @@ def test_a_built_in_refuses_what_it_cannot_do(make: Any, named: str) -> None:
         make()
 
 
-@pytest.mark.parametrize("function", [None, double_every(2)])
-def test_unknown_words_name_the_allowed_ones(function: Increase | None) -> None:
+def test_a_step_that_does_not_grow_is_the_same_in_every_epoch_after_the_past_ones() -> None:
+    step = Accumulation(rows=4, microbatches=3, samples_per_step=10, growth=1.0)
+    past = plans_of(double_every(1), epochs=2)
+    plans = steady(step, epochs=4, samples_per_rank=95, max_steps_per_epoch=8, past=past)
+    assert plans[:2] == past
+    assert [(plan.epoch, plan.samples_per_step, plan.microbatch_rows, plan.steps) for plan in plans[2:]] == [
+        (2, 10, 4, 8),
+        (3, 10, 4, 8),
+    ]
+
+
+def test_unknown_words_name_the_allowed_ones() -> None:
+    function = double_every(2)
     with pytest.raises(ConfigError, match=r"beyond_memory: 'grow'.*skip, accumulate, error"):
         plans_of(function, beyond_memory="grow")
     with pytest.raises(ConfigError, match=r"lr_scaling: 'cubic'.*none, sqrt, linear"):

@@ -105,8 +105,8 @@ class UpdateInBackward:
 
     def start_schedule(self, *, total_steps: int, steps_done: int, lr_factor: float) -> None:
         self._schedule.start(total_steps, steps_done, lr_factor)
-        if self._schedule.schedulers:
-            self.checkpointed.set_lr_scheduler(self._schedule.schedulers[0])
+        if self._schedule.scheduler is not None:
+            self.checkpointed.set_lr_scheduler(self._schedule.scheduler)
 
     def use_lr_factor(self, factor: float) -> None:
         self._schedule.use_factor(factor)
@@ -145,8 +145,8 @@ class _Schedule:
         self._cfg = cfg
         self._optimizers: Sequence[torch.optim.Optimizer] = ()
         self._factor = 1.0
-        self.schedulers: list[LRScheduler] = []
-        """One for each optimizer. torchtune drives only the first of several, and then refuses to log their rates."""
+        self.scheduler: LRScheduler | None = None
+        """Of the first optimizer. torchtune's wrapper of several hands its rate on to the others at every step."""
 
     def watch(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Notes the rates to begin with; call it before a checkpoint brings rates of its own."""
@@ -161,13 +161,11 @@ class _Schedule:
             # a schedule that goes on needs the rate that it began with, which not every checkpoint keeps
             group.setdefault("initial_lr", rate * factor)
         length = {"num_training_steps": total_steps, "last_epoch": steps_done - 1}
-        self.schedulers = [
-            components.build("lr_scheduler", self._cfg, optimizer, **length) for optimizer in self._optimizers
-        ]
+        self.scheduler = components.build("lr_scheduler", self._cfg, self._optimizers[0], **length)
 
     def step(self) -> None:
-        for scheduler in self.schedulers:
-            scheduler.step()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def use_factor(self, factor: float) -> None:
         ratio, self._factor = factor / self._factor, factor
@@ -175,8 +173,8 @@ class _Schedule:
             return
         for group in self._groups():
             group.update({key: group[key] * ratio for key in ("lr", "initial_lr") if key in group})
-        for scheduler in self.schedulers:
-            scheduler.base_lrs = [rate * ratio for rate in scheduler.base_lrs]
+        if self.scheduler is not None:
+            self.scheduler.base_lrs = [rate * ratio for rate in self.scheduler.base_lrs]
 
     def _groups(self) -> list[dict[str, Any]]:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]

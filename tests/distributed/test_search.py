@@ -1,0 +1,159 @@
+"""The search on several ranks that have different budgets. Brute force over plain training is the judge."""
+
+import gc
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.searching import (
+    HEAD_DOMINATED,
+    Shape,
+    Trained,
+    brute_force,
+    drawn_budgets,
+    measured_peaks,
+    naive_rows,
+    state_of,
+)
+from torchtune_adaptive.batch_size import find_max_batch_size
+from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.search import SearchResult
+
+MOST_ROWS = 14
+
+Found = dict[str, Any]
+
+
+def search_within(trained: Trained, meter: MemoryMeter, budgets: list[int], **options: Any) -> SearchResult:
+    gc.freeze()  # a probe collects garbage; what the imports left is none
+    meter.cap_bytes = budgets[dist.get_rank()]
+    try:
+        return find_max_batch_size(trained.step(), memory=meter, **{"round_to": "none", **options})
+    finally:
+        meter.cap_bytes = None
+
+
+def steep(seed: int) -> Shape:
+    """A row needs much more than all parameters, of which gloo may keep some alive a moment too long."""
+    return replace(Shape.drawn(seed), vocabulary=(64, 256)[seed % 2], dim=12 + seed, hidden=32, length=64)
+
+
+def slack_of(trained: Trained) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in trained.model.parameters())
+
+
+def search_all(shape: Shape, draws: int) -> list[Found]:
+    """What the strategies find under random budgets, and what brute force finds."""
+    found = []
+    with MemoryMeter() as meter:
+        trained = Trained(shape)
+        peaks = measured_peaks(trained, meter, MOST_ROWS)
+        for draw in range(draws):
+            budgets = drawn_budgets(peaks, draw, slack_of(trained))
+            answers = {
+                "linear": search_within(trained, meter, budgets),
+                "binary": search_within(trained, meter, budgets, strategy="binary"),
+                "rounded": search_within(trained, meter, budgets, round_to="power_of_two"),
+                "decrease": search_within(
+                    trained, meter, budgets, strategy="decrease", round_to="power_of_two", max_rows=MOST_ROWS
+                ),
+            }
+            found.append({"best": brute_force(peaks, budgets), **answers})
+    return found
+
+
+@pytest.mark.parametrize(("ranks", "seed"), [(2, 0), (2, 1), (3, 2), (3, 3)])
+def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: int, seed: int):
+    by_rank = run_on_ranks(ranks, search_all, steep(seed), 3, timeout_s=150)
+    assert by_rank[1:] == by_rank[:-1]
+    for found in by_rank[0]:
+        best, linear = found["best"], found["linear"]
+        power_of_two = 1 << (best.bit_length() - 1)
+        assert found["binary"].rows == best
+        assert 0.95 * best <= linear.rows <= best
+        assert len(linear.probes) <= 4
+        assert linear.out_of_memory_count == 0
+        assert found["rounded"].rows == found["decrease"].rows == power_of_two
+
+
+def search_dominated_by_the_head() -> tuple[float, SearchResult]:
+    with MemoryMeter() as meter:
+        trained = Trained(HEAD_DOMINATED)
+        peaks = measured_peaks(trained, meter, MOST_ROWS)[dist.get_rank()]
+        budget = (peaks[11] + peaks[12]) // 2
+        # The other rank has more.
+        budgets = [budget, budget * 2] if dist.get_rank() == 0 else [0, budget * 2]
+        return naive_rows(peaks, budget), search_within(trained, meter, budgets)
+
+
+def test_a_head_that_takes_over_later_does_not_mislead():
+    (naive, result), (_, same) = run_on_ranks(2, search_dominated_by_the_head, timeout_s=100)
+    assert naive > 2 * 12
+    assert result == same
+    assert (result.rows, result.out_of_memory_count) == (12, 0)
+    assert len(result.probes) <= 4
+
+
+def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], Any]:
+    with MemoryMeter() as meter:
+        trained = Trained(Shape(dim=31, hidden=33, offload=offload))  # uneven shards
+        if resumed:
+            trained.train([2])
+        if searches:
+            result = search_within(trained, meter, [600_000, 550_000, 650_000], strategy="binary")
+            assert result.out_of_memory_count > 0
+        return [trained.train([2, 2]) for _ in range(3)], state_of(trained)
+
+
+@pytest.mark.parametrize("offload", [False, True], ids=["on the device", "offloaded"])
+@pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
+def test_training_after_a_search_is_bitwise_training_without_one(resumed: bool, offload: bool):
+    with_search, without = (run_on_ranks(3, train, searches, resumed, offload) for searches in (True, False))
+    assert with_search == without
+
+
+def search_where_one_row_does_not_fit(strategy: str, missing: str) -> tuple[str, float]:
+    with MemoryMeter() as meter:
+        trained = Trained(Shape())
+        need = measured_peaks(trained, meter, 1)[dist.get_rank()][0]
+        resident = meter.live_bytes
+        cap = {"some bytes": need - 4000, "nearly everything": resident + 1000, "more than there is": 1000}[missing]
+        budgets = [10 * need] * dist.get_world_size()
+        budgets[-1] = cap
+        started = time.monotonic()
+        try:
+            search_within(trained, meter, budgets, strategy=strategy, max_rows=64)
+        except OneRowDoesNotFitError as error:
+            return str(error), time.monotonic() - started
+    raise AssertionError("one row fits")
+
+
+@pytest.mark.parametrize("missing", ["some bytes", "nearly everything", "more than there is"])
+@pytest.mark.parametrize("strategy", ["linear", "decrease"])
+def test_one_row_that_does_not_fit_is_the_same_error_on_all_ranks_within_seconds(strategy: str, missing: str):
+    (first, seconds), *others = run_on_ranks(3, search_where_one_row_does_not_fit, strategy, missing)
+    assert all(message == first for message, _ in others)
+    assert first.startswith("one row of 16 tokens needs ")
+    assert " on rank 2, whose budget is " in first
+    assert seconds < 20
+
+
+def search_two_steps() -> tuple[int, list[str]]:
+    with MemoryMeter() as meter:
+        steps = {"policy": Trained(Shape()).step(), "critic": Trained(Shape(layers=1)).step()}
+        meter.cap_bytes = 500_000 + 100_000 * dist.get_rank()
+        result = find_max_batch_size(steps, memory=meter, strategy="binary")
+        return result.rows, list(result.lines)
+
+
+def test_a_policy_and_a_critic_are_searched_together_on_all_ranks():
+    (rows, phases), (same_rows, same_phases) = run_on_ranks(2, search_two_steps)
+    assert (rows, phases) == (same_rows, same_phases)
+    assert rows >= 2
+    assert phases[0] == "policy: layers forward"
+    assert phases[-1] == "critic: update"
