@@ -28,6 +28,7 @@ from torchtune_adaptive.host.profiling import build_profiler
 from torchtune_adaptive.host.progress import start_progress
 from torchtune_adaptive.host.run_plan import announce, build_increase_function, plan_epochs
 from torchtune_adaptive.host.settings import read_full_settings
+from torchtune_adaptive.host.token_budget import check_token_budget, microbatches_of
 from torchtune_adaptive.host.worst_case import worst_sample
 from torchtune_adaptive.memory import MemorySource
 from torchtune_adaptive.probe import TrainingStep
@@ -41,6 +42,7 @@ class AdaptiveFullFinetuneDistributed:
         self._cfg = cfg
         self._settings = read_full_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
+        check_token_budget(self._settings, self._adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, self._settings.tensor_parallel_dim)
@@ -84,9 +86,10 @@ class AdaptiveFullFinetuneDistributed:
 
         with self._limited_memory() as memory:
             rows = rows_that_fit(cfg, settings, adaptive, memory, worst_step, loader.samples_per_rank)
+            self._microbatches = microbatches_of(cfg, settings, adaptive, memory, worst_step, self._data)
         increase = build_increase_function(cfg)
         plans = plan_epochs(settings, adaptive, increase, rows, self.progress, loader.samples_per_rank)
-        announce(plans, settings, self.progress, self._ranks)
+        announce(plans, settings, self.progress, self._ranks, self._microbatches.limit)
         return plans
 
     def _limited_memory(self) -> AbstractContextManager[MemorySource | None]:
@@ -102,21 +105,23 @@ class AdaptiveFullFinetuneDistributed:
         self._profiler.stop()
 
     def _train_epoch(self, plan: EpochPlan) -> None:
-        self._runner.use_rows(plan.microbatch_rows)
+        self._runner.use_limit(self._microbatches.limit_of(plan))
         self._optimization.use_lr_factor(plan.lr_factor)
-        steps = self._data.loader.epoch(plan.epoch, samples_per_step=plan.samples_per_step, steps=plan.steps)
-        for samples in self._metrics.epoch(plan.epoch, steps, plan.steps):
-            self._train_step(samples)
+        steps = self._microbatches.steps(self._data.loader, plan)
+        for samples, upcoming in self._metrics.epoch(plan.epoch, steps, plan.steps):
+            self._train_step(samples, upcoming)
         self.progress = self.progress.after_epoch(plan, self._ranks)
         self._save_checkpoint(plan.epoch)
 
-    def _train_step(self, samples: list[Sample]) -> None:
-        result = self._runner.run(samples, step=self.global_step + 1)
+    def _train_step(self, samples: list[Sample], upcoming: list[Sample] | None) -> None:
+        result = self._runner.run(samples, step=self.global_step + 1, upcoming=upcoming)
         with self._runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
             grad_norm = self._optimization.update(result.target_tokens)
         self.global_step += 1
         learning_rate = self._optimization.learning_rate()
-        self._metrics.log_step(self.global_step, result, self._runner, learning_rate=learning_rate, grad_norm=grad_norm)
+        self._metrics.log_step(
+            self.global_step, result, self._runner.recoveries, learning_rate=learning_rate, grad_norm=grad_norm
+        )
         self._profiler.step()
 
     def _save_checkpoint(self, epoch: int) -> None:

@@ -1,14 +1,18 @@
 """The largest batch that training steps can take, found on all ranks together without a trace."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.memory import CudaMemory, MemorySource
 from torchtune_adaptive.peaks import Peak
 from torchtune_adaptive.probe import Prober, TrainingStep
+from torchtune_adaptive.profiles import Profile, profile
 from torchtune_adaptive.search import SearchResult, search
 from torchtune_adaptive.snapshot import leaving_no_trace
+from torchtune_adaptive.strategies import MAX_ROWS
 
 Progress: TypeAlias = Callable[[int, Peak | None], object]
 """Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
@@ -33,40 +37,74 @@ def find_max_batch_size(
     `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of
     `search`. Raises OneRowDoesNotFitError, the same on every rank.
     """
+    with _probing(steps, memory, strategy) as prober:
+        budget_bytes, resident_bytes = prober.warm_up()
+        try:
+            return search(
+                partial(_measure, prober, progress),
+                budget_bytes,
+                strategy=strategy,
+                round_to=round_to,
+                max_rows=max_rows,
+                samples_per_step=samples_per_step,
+                resident_bytes=resident_bytes,
+            )
+        except OneRowDoesNotFitError:
+            raise prober.one_row_error() from None
+
+
+def profile_memory(
+    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]],
+    *,
+    memory: MemorySource | None = None,
+    most_rows: int = MAX_ROWS,
+    shorten: bool = False,
+    progress: Progress | None = None,
+) -> Profile:
+    """Collective: what microbatches of up to the steps' lengths need, over rows and length, the same on every rank.
+
+    As `find_max_batch_size`, but every step needs a `cut`. `shorten` and errors are those of `profile`.
+    """
+    named = steps if isinstance(steps, Mapping) else {"": steps}
+    longest = max(step.length for step in named.values())
+    with _probing(named, memory, "linear") as prober:
+        budget_bytes, resident_bytes = prober.warm_up()
+        try:
+            return profile(
+                partial(_measure, prober, progress),
+                budget_bytes,
+                longest=longest,
+                most_rows=most_rows,
+                resident_bytes=resident_bytes,
+                shorten=shorten,
+            )
+        except OneRowDoesNotFitError:
+            raise prober.one_row_error() from None
+
+
+@contextmanager
+def _probing(
+    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, strategy: str
+) -> Iterator[Prober]:
+    """Collective: a prober that leaves nothing behind."""
     named = steps if isinstance(steps, Mapping) else {"": steps}
     _check(named, strategy)
     memory = CudaMemory() if memory is None else memory
     models = [step.runner.model for step in named.values()]
     optimizers = [optimizer for step in named.values() for optimizer in step.optimizers]
     with leaving_no_trace(models, optimizers):
-        result = _search(
-            Prober(named, memory),
-            progress,
-            strategy=strategy,
-            round_to=round_to,
-            max_rows=max_rows,
-            samples_per_step=samples_per_step,
-        )
+        yield Prober(named, memory)
     memory.reset_peak()
-    return result
 
 
-def _search(prober: Prober, progress: Progress | None, **options: Any) -> SearchResult:
-    """Collective: `search`, with an error that also knows the rank and the length."""
-
-    def measure(rows: int) -> Peak:
-        if progress is not None:
-            progress(rows, None)
-        peak = prober.measure(rows)
-        if progress is not None:
-            progress(rows, peak)
-        return peak
-
-    budget_bytes, resident_bytes = prober.warm_up()
-    try:
-        return search(measure, budget_bytes, resident_bytes=resident_bytes, **options)
-    except OneRowDoesNotFitError:
-        raise prober.one_row_error() from None
+def _measure(prober: Prober, progress: Progress | None, rows: int, length: int | None = None) -> Peak:
+    """Collective: the agreed peak of a microbatch."""
+    if progress is not None:
+        progress(rows, None)
+    peak = prober.measure(rows, length)
+    if progress is not None:
+        progress(rows, peak)
+    return peak
 
 
 def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:

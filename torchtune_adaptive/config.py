@@ -76,6 +76,11 @@ class AdaptiveConfig:
     memory_limit: tuple[MemorySize, ...] | None = option(ANY, None, convert=_sizes)
     """What a rank may use, less than its device has: 24GiB, a fraction, or a list with one for each rank."""
 
+    token_budget: int | str | None = option(COUNT | one_of("auto") | NULL, None)
+    """Padded tokens of a microbatch, or as many as were measured to fit its length; null: microbatches by rows."""
+    oversize: str = option(one_of("error", "truncate", "skip"), "error")
+    """What happens to a sample that alone is more than a microbatch may be."""
+
     search: str = option(one_of("linear", "binary", "decrease"), "linear")
     """How `use_maximum_batch_size` looks for what fits."""
     round_to: str = option(one_of("power_of_two", "divisor", "none"), "power_of_two")

@@ -9,8 +9,8 @@ last step is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice, pairwise
 from typing import Any, Generic, TypeVar
 
 from torch.utils.data import Dataset
@@ -18,6 +18,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 Sample = TypeVar("Sample")
+Step = TypeVar("Step")
+
+
+def looking_ahead(steps: Iterable[Step]) -> Iterator[tuple[Step, Step | None]]:
+    """Each step with the one that follows it; None follows the last."""
+    nothing: list[Step | None] = [None]
+    return pairwise(chain(steps, nothing))  # type: ignore[arg-type]
 
 
 class StepLoader(Generic[Sample]):

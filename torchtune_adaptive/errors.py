@@ -13,6 +13,10 @@ class LimitExhaustedError(AdaptiveError):
     """A microbatch that cannot be made smaller does not fit."""
 
 
+class SampleTooLargeError(AdaptiveError):
+    """A sample that alone is more than a microbatch may be."""
+
+
 class RecoveryUnsupportedError(AdaptiveError):
     """The model communicates, or updates its weights, in a way that a step cannot be run again."""
 

@@ -1,27 +1,110 @@
 """Splits the samples of a step into microbatches."""
 
-from collections.abc import Sequence
-from typing import TypeAlias
+from __future__ import annotations
 
-from torchtune_adaptive.limits import RowLimit
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """The samples of a step, by index, in the microbatches that they run in."""
 
 
-def plan_rows(lengths: Sequence[int], limit: RowLimit) -> Plan:
-    """Fills microbatches with consecutive samples while they fit.
+_HALVINGS = 6
+"""Of the interval in which microbatches of equal size are looked for: to a few percent of the largest."""
 
-    Order is kept, so with `limit.rows == batch_size` these are exactly the batches of stock torchtune. Ranks
-    with the same number of samples get the same number of microbatches.
+
+class Fits(Protocol):
+    """What planning asks of a limit."""
+
+    @property
+    def by_length(self) -> bool: ...
+
+    def rows_at(self, length: int) -> int: ...
+
+
+class Load(NamedTuple):
+    """What a plan makes of the samples of a rank."""
+
+    tokens: int
+    padded_tokens: int
+    most_rows: int
+    """Of the microbatch that has the most."""
+    most_tokens: int
+    """Likewise, with padding."""
+
+
+def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
+    """As few microbatches as the limit allows; a sample that does not fit even alone is alone.
+
+    Under a limit by rows, consecutive samples fill a microbatch, so that with `batch_size` rows these are exactly the
+    batches of stock torchtune. Otherwise samples of like length share one, since each is padded to the longest. The
+    longest go first: what fits the longest of a microbatch fits the rest of it, so filling up in that order takes the
+    fewest microbatches that there can be.
     """
+    order = sorted(range(len(lengths)), key=lambda index: -lengths[index]) if limit.by_length else range(len(lengths))
     plan: list[tuple[int, ...]] = []
-    start, longest = 0, 0
-    for index, length in enumerate(lengths):
-        longest = max(longest, length)
-        if index > start and not limit.fits(index + 1 - start, longest):
-            plan.append(tuple(range(start, index)))
-            start, longest = index, length
-    if lengths:
-        plan.append(tuple(range(start, len(lengths))))
+    start = 0
+    while start < len(order):
+        rows = max(1, limit.rows_at(lengths[order[start]]))
+        plan.append(tuple(order[start : start + rows]))
+        start += rows
     return tuple(plan)
+
+
+def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -> Plan:
+    """The same samples in so many microbatches, of which `plan` has no more, as equal in padded tokens as can be.
+
+    Ranks go through their microbatches side by side, so what one has more than its peers in each of them is time that
+    they wait. Equal ones, the largest first, wait least; they also waste less on padding, and need less memory.
+    """
+    cap = max((_padded_tokens(rows, lengths) for rows in plan), default=0)
+    too_low = 0
+    for _ in range(_HALVINGS):
+        tokens = (too_low + cap) // 2
+        smaller = plan_step(lengths, _Capped(limit, tokens))
+        if len(smaller) > microbatches:
+            too_low = tokens
+        else:
+            plan, cap = smaller, tokens
+    return _split_largest(plan, lengths, microbatches)
+
+
+@dataclass(frozen=True)
+class _Capped:
+    """A limit by length, and no more padded tokens than that; for `plan_step` alone."""
+
+    limit: Fits
+    tokens: int
+    by_length: bool = True
+
+    def rows_at(self, length: int) -> int:
+        return min(self.limit.rows_at(length), self.tokens // length)
+
+
+def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Plan:
+    """Halves the largest microbatch until there are enough; where all are down to one row, the rest are empty."""
+    heap = [(-_padded_tokens(rows, lengths), rows) for rows in plan]
+    heapq.heapify(heap)
+    single: list[tuple[int, tuple[int, ...]]] = []
+    while heap and len(heap) + len(single) < microbatches:
+        largest = heapq.heappop(heap)
+        rows = largest[1]
+        if len(rows) == 1:
+            single.append(largest)
+            continue
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            heapq.heappush(heap, (-_padded_tokens(half, lengths), half))
+    parts = sorted(single + heap)
+    empty = [()] * (microbatches - len(parts))
+    return (*(rows for _, rows in parts), *empty)
+
+
+def load_of(plan: Plan, lengths: Sequence[int]) -> Load:
+    sizes = [_padded_tokens(rows, lengths) for rows in plan if rows]
+    return Load(sum(lengths), sum(sizes), max(map(len, plan)), max(sizes))
+
+
+def _padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    return len(rows) * max(lengths[index] for index in rows)

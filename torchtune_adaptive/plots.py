@@ -1,14 +1,16 @@
-"""Draws what a search measured: `batch_search.png`."""
+"""Draws what a search or a profile measured: `batch_search.png`."""
 
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.peaks import Probe
+from torchtune_adaptive.profiles import Profile
 from torchtune_adaptive.search import SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 PLOT_FILE = "batch_search.png"
 
@@ -21,24 +23,76 @@ _INK = "#333333"
 
 def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> Path | None:
     """Draws `batch_search.png`; without matplotlib, logs one line on how to get it, and returns None."""
+    if (figure := _figure()) is None:
+        return None
+    axes = figure.add_subplot()
+    unit, unit_bytes = _unit(result.budget_bytes)
+    # A search from far above would squeeze all that fits into a corner.
+    shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]
+    _draw_phases(axes, result, shown, unit_bytes)
+    _draw_budget(axes, result, shown, unit, unit_bytes)
+    _draw_choice(axes, result, shown, unit, unit_bytes)
+    hidden = len(result.probes) - len(shown)
+    beyond = f" ({hidden} larger not shown)" if hidden else ""
+    title = f"{result.strategy} search, {sequence_length} tokens a row"
+    _label(axes, title, f"rows in a microbatch{beyond}", unit)
+    return _save(figure, directory)
+
+
+def draw_profile(directory: Path, result: Profile) -> Path | None:
+    """Draws `batch_search.png`: what was measured at each length, and the surfaces there; None without matplotlib."""
+    if (figure := _figure()) is None:
+        return None
+    axes = figure.add_subplot()
+    unit, unit_bytes = _unit(result.budget_bytes)
+    right = 1.15 * max(result.constant_tokens, *(point.rows * point.length for point in result.points))
+    for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
+        _draw_length(axes, result, length, right, unit_bytes, _PHASE_COLOURS[index % len(_PHASE_COLOURS)])
+    budget = result.budget_bytes / unit_bytes
+    axes.axhline(budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}")
+    tokens = f"fits at any length, {result.constant_tokens} tokens"
+    axes.axvline(result.constant_tokens, color=_INK, linewidth=1.0, linestyle=":", label=tokens)
+    axes.plot([], [], "o", color=_INK, markerfacecolor="white", markersize=5, label="held out of the first fit")
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, 1.18 * budget)
+    off = f"off by {100 * result.held_out_error:.1f} % where not fitted to"
+    _label(axes, f"peak over rows and length, {off}", "padded tokens in a microbatch", unit)
+    return _save(figure, directory)
+
+
+def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> None:
+    """What rows of one length need: measured, and as the surfaces have it, up to what fits."""
+    surfaces = result.surfaces.values()
+    rows_that_fit = min(surface.rows_within(result.limit_bytes, length) for surface in surfaces)
+    # The phase that is full first changes along the way, so the line has corners.
+    steps = [min(right, rows_that_fit * length) * part / 40 for part in range(41)]
+    needs = [max(surface.bytes_at(tokens / length, length) for surface in surfaces) / unit_bytes for tokens in steps]
+    axes.plot(steps, needs, color=colour, linewidth=1.4, label=f"{length} tokens a row")
+    for point in result.points:
+        if point.length == length and point.peak.peak_bytes is not None:
+            face = "white" if point.held_out else colour
+            at = point.rows * point.length, point.peak.peak_bytes / unit_bytes
+            axes.plot(*at, "o", color=colour, markerfacecolor=face, markersize=5, zorder=3)
+
+
+def _figure() -> "Figure | None":
     try:
         from matplotlib.figure import Figure
     except ImportError:
         _log.info("%s is not drawn: pip install 'torchtune-adaptive[plot]'", PLOT_FILE)
         return None
     # A Figure of its own, without pyplot: no global state, no window, no backend to choose.
-    figure = Figure(figsize=(7.2, 3.8), layout="constrained")
-    axes = figure.add_subplot()
-    unit, unit_bytes = ("GiB", 2**30) if result.budget_bytes >= 2**30 else ("MiB", 2**20)
-    # A search from far above would squeeze all that fits into a corner.
-    shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]
-    _draw_phases(axes, result, shown, unit_bytes)
-    _draw_budget(axes, result, shown, unit, unit_bytes)
-    _draw_choice(axes, result, shown, unit, unit_bytes)
-    _label(axes, result, sequence_length, unit, len(result.probes) - len(shown))
+    return Figure(figsize=(7.2, 3.8), layout="constrained")
+
+
+def _save(figure: "Figure", directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     figure.savefig(directory / PLOT_FILE, dpi=200)
     return directory / PLOT_FILE
+
+
+def _unit(budget_bytes: int) -> tuple[str, int]:
+    return ("GiB", 2**30) if budget_bytes >= 2**30 else ("MiB", 2**20)
 
 
 def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> None:
@@ -105,10 +159,9 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
     )
 
 
-def _label(axes: "Axes", result: SearchResult, sequence_length: int, unit: str, hidden: int) -> None:
-    axes.set_title(f"{result.strategy} search, {sequence_length} tokens a row", loc="left", fontsize=10)
-    beyond = f" ({hidden} larger not shown)" if hidden else ""
-    axes.set_xlabel(f"rows in a microbatch{beyond}")
+def _label(axes: "Axes", title: str, below: str, unit: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(below)
     axes.set_ylabel(f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
     axes.spines[["top", "right"]].set_visible(False)

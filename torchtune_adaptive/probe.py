@@ -14,13 +14,14 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
+from torchtune_adaptive.attempts import StepResult
 from torchtune_adaptive.collectives import Agreement, rank
 from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.memory import MemorySource, is_oom, release
 from torchtune_adaptive.peaks import Peak
 from torchtune_adaptive.phases import measuring_phases, phase_names
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.stepping import StepResult, StepRunner
+from torchtune_adaptive.stepping import StepRunner
 
 Sample = TypeVar("Sample")
 
@@ -35,6 +36,8 @@ class TrainingStep(Generic[Sample]):
     runner: StepRunner[Sample]
     sample: Sample
     """The worst case: as long as samples get, every token a target."""
+    cut: Callable[[Sample, int], Sample] | None = None
+    """The sample as one of so many tokens; what a profile over several lengths measures."""
     update: Callable[[StepResult], object]
     """Collective: what follows the backward: scales and clips gradients, steps the optimizers. Not the schedule."""
     optimizers: Sequence[Optimizer]
@@ -45,6 +48,14 @@ class TrainingStep(Generic[Sample]):
     @property
     def length(self) -> int:
         return self.runner.length_of(self.sample)
+
+    def sample_of(self, length: int | None) -> Sample:
+        """The worst sample of so many tokens."""
+        if length is None or length == self.length:
+            return self.sample
+        if self.cut is None:
+            raise ValueError("a profile measures several lengths: give TrainingStep a `cut`")
+        return self.cut(self.sample, length)
 
 
 class Room(NamedTuple):
@@ -111,6 +122,7 @@ class Prober:
         self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
         self._agreement = Agreement(4 + len(self._phases))
         self._room: Room | None = None
+        self._samples = {name: step.sample for name, step in steps.items()}
         # Of the last probe, the same on every rank:
         self._reports: list[RankReport] = []
         self._failed: tuple[str, int] | None = None  # the step and the rank that ran out of memory
@@ -131,8 +143,9 @@ class Prober:
             self._probe_rows(1)  # tells what the user needs to know
         raise self.one_row_error()
 
-    def measure(self, rows: int) -> Peak:
-        """Collective: the same peak on every rank."""
+    def measure(self, rows: int, length: int | None = None) -> Peak:
+        """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to."""
+        self._samples = {name: step.sample_of(length) for name, step in self._steps.items()}
         self._probe_rows(rows)
         if self._failed:
             return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
@@ -140,7 +153,7 @@ class Prober:
 
     def _probe_rows(self, rows: int) -> None:
         steps = self._steps.items()
-        self._probe(rows, {n: [[step.runner.stand_in(step.sample)], [step.sample] * rows] for n, step in steps})
+        self._probe(rows, {n: [[step.runner.stand_in(step.sample)], [self._samples[n]] * rows] for n, step in steps})
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
         """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured."""
@@ -202,9 +215,10 @@ class Prober:
             need_bytes = max(self._reports[where].peaks)
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
         budget_bytes = self._reports[where].room.budget_bytes
+        length = self._steps[name].runner.length_of(self._samples[name])
         need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
         return OneRowDoesNotFitError(
-            f"one row of {self._steps[name].length} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
+            f"one row of {length} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
             f"whose budget is {format_bytes(budget_bytes)}; lower the sequence length, set "
             "enable_activation_checkpointing: True, or train on more ranks",
             need_bytes=need_bytes,

@@ -5,15 +5,18 @@ import os
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtune_adaptive.accumulation import Accumulation
-from torchtune_adaptive.peaks import Probe
+from torchtune_adaptive.peaks import Peak, Probe
+from torchtune_adaptive.profiles import Point, Profile
 from torchtune_adaptive.schedules import EpochPlan
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.sizes import format_bytes
 
 SEARCH_FILE = "batch_search.json"
+
+Answer = TypeVar("Answer", SearchResult, Profile)
 
 _TIMES = "\u00d7"
 
@@ -32,6 +35,18 @@ def search_table(result: SearchResult, sequence_length: int) -> str:
     return "\n".join(lines)
 
 
+def profile_table(result: Profile) -> str:
+    """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off."""
+    lines = [
+        f"token budget · {_count(len(result.points), 'probe')} · budget {format_bytes(result.budget_bytes)} a rank",
+        "  rows    length   tokens    peak       of budget   time",
+        *(_point_line(point, result) for point in result.points),
+        f"  fitted over rows and length, off by {100 * result.held_out_error:.1f} % at most where not fitted to; "
+        f"any length fits up to {result.constant_tokens} tokens",
+    ]
+    return "\n".join(lines)
+
+
 def step_line(step: Accumulation, ranks: int) -> str:
     """The arithmetic of one optimizer step, and how it compares with the configured one."""
     even = step.rows * step.microbatches == step.samples_per_step
@@ -45,7 +60,7 @@ def step_line(step: Accumulation, ranks: int) -> str:
     return f"{product} {'=' if even else 'for'} {step.samples_per_step * ranks} samples a step ({compared})"
 
 
-def schedule_table(plans: Sequence[EpochPlan], ranks: int) -> str:
+def schedule_table(plans: Sequence[EpochPlan], ranks: int, *, by_tokens: bool = False) -> str:
     """The run before it starts; epochs in a row that are alike share a line."""
     lines = [
         f"batch schedule · {_count(len(plans), 'epoch')} · {sum(plan.steps for plan in plans)} steps",
@@ -53,11 +68,13 @@ def schedule_table(plans: Sequence[EpochPlan], ranks: int) -> str:
     ]
     for _, alike in groupby(plans, key=lambda plan: {**vars(plan), "epoch": None}):
         group = list(alike)
-        lines.append(_schedule_line(group[0], group[-1].epoch, ranks))
+        lines.append(_schedule_line(group[0], group[-1].epoch, ranks, by_tokens))
     return "\n".join(lines)
 
 
-def write_search(directory: Path, result: SearchResult, sequence_length: int, fingerprint: Mapping[str, Any]) -> Path:
+def write_search(
+    directory: Path, result: SearchResult | Profile, sequence_length: int, fingerprint: Mapping[str, Any]
+) -> Path:
     """Writes `batch_search.json`, whole or not at all, for `read_search` and for people."""
     record = {
         "fingerprint": dict(fingerprint),
@@ -72,7 +89,7 @@ def write_search(directory: Path, result: SearchResult, sequence_length: int, fi
     return path
 
 
-def read_search(directory: Path, fingerprint: Mapping[str, Any]) -> SearchResult | None:
+def read_search(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answer]) -> Answer | None:
     """The answer of an earlier search under the same fingerprint.
 
     None if there is none, or one of another fingerprint. Raises ValueError for a file that `write_search` did
@@ -86,20 +103,32 @@ def read_search(directory: Path, fingerprint: Mapping[str, Any]) -> SearchResult
         # The fingerprint first: a file of another version may hold a result that this one cannot read.
         if record["fingerprint"] != json.loads(json.dumps(dict(fingerprint))):
             return None
-        return SearchResult.from_json(record["result"])
+        return kind.from_json(record["result"])
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the record of a search ({error}); delete it to search again") from error
 
 
+def _point_line(point: Point, result: Profile) -> str:
+    size = f"  {point.rows:<8}{point.length:<9}{point.rows * point.length:<10}"
+    remarks = ["held out"] if point.held_out else []
+    if not point.accepted(result.budget_bytes):
+        remarks.append("does not fit")
+    return f"{size}{_need(point.peak, result.budget_bytes)}{', '.join(remarks)}".rstrip()
+
+
 def _probe_line(probe: Probe, result: SearchResult) -> str:
-    peak_bytes = probe.peak.peak_bytes
+    return f"  {probe.rows:<8}{_need(probe.peak, result.budget_bytes)}{_remark(probe, result)}".rstrip()
+
+
+def _need(measured: Peak, budget_bytes: int) -> str:
+    """Columns: peak, its share of the budget, time."""
+    peak_bytes = measured.peak_bytes
     if peak_bytes is None:
         peak, share = "out of memory".ljust(23), ""
     else:
         peak = format_bytes(peak_bytes).ljust(11)
-        share = f"{100 * peak_bytes / result.budget_bytes:4.0f} %".ljust(12)
-    seconds = f"{probe.peak.seconds:.1f} s".ljust(8)
-    return f"  {probe.rows:<8}{peak}{share}{seconds}{_remark(probe, result)}".rstrip()
+        share = f"{100 * peak_bytes / budget_bytes:4.0f} %".ljust(12)
+    return f"{peak}{share}{f'{measured.seconds:.1f} s'.ljust(8)}"
 
 
 def _remark(probe: Probe, result: SearchResult) -> str:
@@ -114,9 +143,9 @@ def _remark(probe: Probe, result: SearchResult) -> str:
     return ", ".join(remarks)
 
 
-def _schedule_line(plan: EpochPlan, last_epoch: int, ranks: int) -> str:
+def _schedule_line(plan: EpochPlan, last_epoch: int, ranks: int, by_tokens: bool) -> str:
     epochs = f"{plan.epoch}" if plan.epoch == last_epoch else f"{plan.epoch}-{last_epoch}"
-    microbatches = f"{plan.microbatches} {_TIMES} {plan.microbatch_rows}"
+    microbatches = "by tokens" if by_tokens else f"{plan.microbatches} {_TIMES} {plan.microbatch_rows}"
     samples = plan.samples_per_step * ranks
     rate = f"{_TIMES} {plan.lr_factor:.3g}"
     cells = f"  {epochs:<9}{plan.batch_size:<13}{microbatches:<15}{samples:<17}{plan.steps:<9}{rate}"

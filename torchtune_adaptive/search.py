@@ -6,12 +6,13 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from math import floor
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.peaks import Line, Peak, Probe, fit_lines
+from torchtune_adaptive.records import checked
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.strategies import MAX_ROWS, STRATEGIES, History, rungs_up_to
 
@@ -46,12 +47,12 @@ class SearchResult:
     @classmethod
     def from_json(cls, data: Any) -> "SearchResult":
         """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-        values = _checked(cls, data)
+        values = checked(cls, data)
         values["probes"] = tuple(
-            Probe(**{**probe, "peak": Peak(**_checked(Peak, probe["peak"]))})
-            for probe in (_checked(Probe, item) for item in values["probes"])
+            Probe(**{**probe, "peak": Peak(**checked(Peak, probe["peak"]))})
+            for probe in (checked(Probe, item) for item in values["probes"])
         )
-        values["lines"] = {phase: Line(**_checked(Line, line)) for phase, line in values["lines"].items()}
+        values["lines"] = {phase: Line(**checked(Line, line)) for phase, line in values["lines"].items()}
         return cls(**values)
 
 
@@ -122,36 +123,3 @@ def _reason(history: History, fits_rows: float, rows: int, round_to: str) -> str
         known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", fits_rows
     rounded = rows + 1e-6 < highest and round_to in _ROUNDED_TO
     return f"{known}, rounded down to {_ROUNDED_TO[round_to]}" if rounded else known
-
-
-_JSON_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "strategy": str,
-    "round_to": str,
-    "budget_bytes": int,
-    "probes": (list, tuple),
-    "lines": dict,
-    "fits_rows": (int, float),
-    "rows": int,
-    "reason": str,
-    "peak": dict,
-    "phase_bytes": dict,
-    "fits": bool,
-    "retries": int,
-    "seconds": (int, float),
-    "fixed_bytes": (int, float),
-    "bytes_per_row": (int, float),
-}
-
-
-def _checked(cls: type, data: Any) -> dict[str, Any]:
-    """`data` as the keyword arguments of `cls`: every field there, none besides, each of its type."""
-    names = {field.name for field in fields(cls)}
-    if not isinstance(data, dict) or set(data) != names:
-        got = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"{cls.__name__} has the keys {sorted(names)}, got {got}")
-    for name, value in data.items():
-        if not isinstance(value, _JSON_TYPES[name]) or (isinstance(value, bool) and name != "fits"):
-            raise ValueError(f"{cls.__name__}.{name} cannot be {value!r}")
-    if cls is Peak and not all(type(count) is int for count in data["phase_bytes"].values()):
-        raise ValueError(f"Peak.phase_bytes holds whole bytes, got {data['phase_bytes']}")
-    return dict(data)

@@ -7,46 +7,25 @@ limit. Running out of memory changes the limit, never the step.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from os import PathLike
 from typing import Generic, NamedTuple, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
 
+from torchtune_adaptive.attempts import Microbatch, Report, Reports, StepResult, exchange, failed_size, shrunk
+from torchtune_adaptive.attempts import Totals as Totals
 from torchtune_adaptive.collectives import Agreement, rank, sum_over_ranks
-from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, UnrecoverableError
+from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
 from torchtune_adaptive.fsdp import why_recovery_is_off
 from torchtune_adaptive.ledger import CollectiveLedger
-from torchtune_adaptive.limits import RowLimit, shrink_after_oom
+from torchtune_adaptive.limits import Limit
 from torchtune_adaptive.memory import RngState, forget_frames, is_oom, release
-from torchtune_adaptive.packing import Plan, plan_rows
+from torchtune_adaptive.packing import Load, Plan, load_of, plan_step, spread
 
 logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
-
-
-class Totals(NamedTuple):
-    """What a microbatch contributes to its step."""
-
-    loss_sum: Tensor
-    """Without dimensions, detached, summed over the target tokens."""
-    target_tokens: int
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """A step whose gradients are complete on every rank and belong to each of its samples exactly once."""
-
-    loss_sum: Tensor
-    """Summed over the target tokens of all ranks."""
-    target_tokens: int
-    """Of all ranks."""
-    microbatches: int
-    """On each rank, in the attempt that counts."""
-    recoveries: int
-    """How often the step was run again."""
 
 
 class Attempt(NamedTuple):
@@ -57,14 +36,15 @@ class Attempt(NamedTuple):
     failed_ranks: tuple[int, ...]
 
 
-class _Report(NamedTuple):
-    """What a rank says about its attempt. Numbers only: they travel as one row of a table."""
+class _Ahead(NamedTuple):
+    """The plan of a step to come, with the number of microbatches that all ranks have agreed on."""
 
-    failed: float
-    longest: float
-    position: float
-    target_tokens: float
-    loss_sum: float
+    limit: Limit
+    lengths: list[int]
+    plan: Plan
+
+    def in_as_many(self, microbatches: int) -> "_Ahead":
+        return self._replace(plan=spread(self.plan, self.lengths, self.limit, microbatches))
 
 
 class StepRunner(Generic[Sample]):
@@ -72,10 +52,12 @@ class StepRunner(Generic[Sample]):
 
     `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss
     sum, and returns the totals. It may be run again with other splits of the same samples, so it must leave
-    nothing of its own behind when it raises. Every rank uses the same limit and the same number of samples.
+    nothing of its own behind when it raises. Every rank uses the same limit. Under a limit by rows they have the same
+    number of samples.
 
     `stand_in` returns the smallest version of a sample that still passes through the whole model, say its
-    first two tokens: if the very first microbatch fails, a pass over it keeps the peers company.
+    first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
+    same without any label: it is run where a rank has fewer samples than its peers have microbatches.
     """
 
     def __init__(
@@ -83,9 +65,10 @@ class StepRunner(Generic[Sample]):
         model: nn.Module,
         forward_backward: Callable[[Sequence[Sample]], Totals],
         *,
-        limit: RowLimit,
+        limit: Limit,
         length_of: Callable[[Sample], int],
         stand_in: Callable[[Sample], Sample],
+        filler: Callable[[Sample], Sample] | None = None,
         recover: bool = True,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
@@ -99,38 +82,45 @@ class StepRunner(Generic[Sample]):
         self.model = model
         self.length_of = length_of
         self.stand_in = stand_in
+        self.filler = filler
         self.recovers = recover
         self._forward_backward = forward_backward
         self._ledger = CollectiveLedger(model if recover else None)
-        self._agreement = Agreement(len(_Report._fields))
+        self._agreement = Agreement(len(Report._fields))
+        self._ceiling: Limit | None = None  # what recovery has come down to
+        self._ahead: _Ahead | None = None
 
-    def use_rows(self, rows: int) -> None:
-        """From the next step on, microbatches of so many rows; of fewer, if recovery has come down to fewer."""
-        shrunk = self.recoveries > 0 and self.limit.rows < rows
-        self.limit = self.limit if shrunk else RowLimit(rows)
+    def use_limit(self, limit: Limit) -> None:
+        """From the next step on; where recovery has come down to less, that stays."""
+        self.limit = limit if self._ceiling is None else limit.at_most(self._ceiling)
 
     def close(self) -> None:
         """Puts FSDP's own collectives back."""
         self._ledger.close()
 
-    def run(self, samples: Sequence[Sample], *, step: int) -> StepResult:
+    def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: forward and backward over all samples, under smaller limits while some rank fails.
 
-        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log.
+        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log. `upcoming`
+        are the samples of the next call, where every rank knows its own: under a limit by length, the number of their
+        microbatches is then agreed on beside the rest, and costs a reduction of its own only where they are not known.
         """
         self._check(samples)
-        lengths = [self.length_of(sample) for sample in samples]
+        lengths = self._lengths(samples)
         rng = RngState.capture()
+        plan = self._plan(lengths)
         recoveries = 0
         while True:
-            plan = plan_rows(lengths, self.limit)
-            totals, longest = self._attempt(samples, lengths, plan)
-            reports = self._agree(totals, longest)
-            if not _failed_ranks(reports):
+            totals, failed = self._attempt(samples, lengths, plan)
+            ahead = self._look_ahead(upcoming)
+            reports = self._agree(totals, failed, load_of(plan, lengths), len(ahead.plan) if ahead else 0)
+            if not reports.failed:
+                self._ahead = ahead and ahead.in_as_many(reports.upcoming_microbatches)
                 return self._result(totals, reports, len(plan), recoveries)
             self._discard()
             rng.restore()
-            self._shrink(plan, reports, step)
+            self._shrink(reports, step)
+            plan = self._plan(lengths)
             recoveries += 1
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
@@ -143,11 +133,12 @@ class StepRunner(Generic[Sample]):
         self._check(samples)
         numbers = iter(range(len(samples)))
         plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
-        totals, longest = self._attempt(samples, [self.length_of(sample) for sample in samples], plan)
-        reports = self._agree(totals, longest)
-        if failed := _failed_ranks(reports):
+        lengths = self._lengths(samples)
+        totals, failed = self._attempt(samples, lengths, plan)
+        reports = self._agree(totals, failed, load_of(plan, lengths))
+        if reports.failed:
             self._discard()
-            return Attempt(None, failed)
+            return Attempt(None, tuple(reports.failed))
         return Attempt(self._result(totals, reports, len(plan), recoveries=0), ())
 
     def _check(self, samples: Sequence[Sample]) -> None:
@@ -159,19 +150,56 @@ class StepRunner(Generic[Sample]):
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
-    def _attempt(self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan) -> tuple[Totals | None, int]:
+    def _lengths(self, samples: Sequence[Sample]) -> list[int]:
+        return [self.length_of(sample) for sample in samples]
+
+    def _plan(self, lengths: list[int]) -> Plan:
+        """Collective, under a limit by length that was not planned for ahead: as many microbatches on every rank."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.limit == self.limit:
+            if ahead.lengths != lengths:
+                raise ValueError("these are not the samples that were announced as `upcoming`; give the same ones")
+            return ahead.plan
+        plan = plan_step(lengths, self.limit)
+        if not self.limit.by_length:
+            return plan
+        most = exchange(self._agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
+        return spread(plan, lengths, self.limit, most)
+
+    def _look_ahead(self, upcoming: Sequence[Sample] | None) -> _Ahead | None:
+        """What the next step needs on this rank, under a limit by length."""
+        if upcoming is None or not self.limit.by_length:
+            return None
+        lengths = self._lengths(upcoming)
+        return _Ahead(self.limit, lengths, plan_step(lengths, self.limit))
+
+    def _attempt(
+        self, samples: Sequence[Sample], lengths: Sequence[int], plan: Plan
+    ) -> tuple[Totals | None, Microbatch | None]:
         """Collective: runs the microbatches; after running out of memory, what the peers still need of them.
 
-        Returns the totals; or None and the longest sample of the microbatch that failed.
+        Returns the totals, or the microbatch that failed.
         """
         totals = None
         self._ledger.begin_step(len(plan))
         for rows in plan:
-            totals = self._run_microbatch([samples[index] for index in rows], totals)
+            before = totals
+            totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
             if totals is None:  # outside of `except`, whose traceback would keep the failed pass alive
-                self._drain(samples[rows[0]])
-                return None, max(lengths[index] for index in rows)
-        return totals, 0
+                self._drain(samples[rows[0] if rows else 0])
+                return None, failed_size([lengths[index] for index in rows])
+            if not rows and totals.target_tokens != (before.target_tokens if before else 0):
+                raise ValueError("`filler` returned a sample that counts in the loss; it must not have any label")
+        return totals, None
+
+    def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
+        """An empty microbatch: it communicates like any other, and counts nothing."""
+        if self.filler is None:
+            raise ValueError(
+                f"rank {rank()} has fewer samples than its peers need microbatches for theirs; "
+                "give StepRunner a `filler`: a stand-in without any label"
+            )
+        return [self.filler(samples[0])]
 
     def _run_microbatch(self, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
@@ -219,48 +247,33 @@ class StepRunner(Generic[Sample]):
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def _agree(self, totals: Totals | None, longest: int) -> list[_Report]:
-        """Collective: what happened on every rank, the same list everywhere."""
+    def _agree(self, totals: Totals | None, failed: Microbatch | None, load: Load, upcoming: int = 0) -> Reports:
+        """Collective: what happened on every rank, the same everywhere."""
         loss_sum, target_tokens = (None, 0) if totals is None else totals
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
         loss_on_host = loss_sum.item() if loss_sum is not None and loss_sum.device.type == "cpu" else 0.0
-        report = _Report(totals is None, longest, self._ledger.position, target_tokens, loss_on_host)
-        reports = [_Report(*row) for row in self._agreement.gather(report)]
-        positions = [int(report.position) for report in reports]
-        if len(set(positions)) > 1:
-            raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
-                "what they received is not what they expected; give all ranks the same model and the same "
-                "number of samples"
-            )
+        rows, length = failed or (0, 0)
+        report = Report(rows, length, self._ledger.position, target_tokens, loss_on_host, upcoming, *load)
+        reports = exchange(self._agreement, report)
+        reports.check_positions()
         return reports
 
-    def _result(
-        self, totals: Totals | None, reports: Sequence[_Report], microbatches: int, recoveries: int
-    ) -> StepResult:
+    def _result(self, totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
         """Collective: on CUDA, where the loss did not ride on the agreement."""
         assert totals is not None
         if totals.loss_sum.device.type == "cpu":
-            loss_sum = totals.loss_sum.new_tensor(sum(report.loss_sum for report in reports))
+            loss_sum = totals.loss_sum.new_tensor(reports.loss_sum)
         else:
             loss_sum = sum_over_ranks(totals.loss_sum)
-        target_tokens = int(sum(report.target_tokens for report in reports))
-        return StepResult(loss_sum, target_tokens, microbatches, recoveries)
+        return StepResult(loss_sum, reports.target_tokens, microbatches, recoveries, reports.load)
 
-    def _shrink(self, plan: Plan, reports: Sequence[_Report], step: int) -> None:
+    def _shrink(self, reports: Reports, step: int) -> None:
         """Takes the next smaller limit. Every rank comes to the same one, or to the same error."""
-        failed = _failed_ranks(reports)
-        where = f"rank {failed[0]}" if len(failed) == 1 else f"ranks {', '.join(map(str, failed))}"
-        longest = int(max(report.longest for report in reports))
-        what = f"step {step}: out of memory on {where} (longest sample {longest} tokens)"
-        rows = max(map(len, plan))  # less than the limit if the step has fewer samples
-        try:
-            self.limit = shrink_after_oom(RowLimit(rows))
-        except LimitExhaustedError as error:
-            raise LimitExhaustedError(f"{what}: {error}") from None
+        self.limit, line = shrunk(self.limit, reports.failed, step)
+        self._ceiling = self.limit
         self.recoveries += 1
         if rank() == 0:
-            logger.warning("%s: microbatch %d -> %d rows, step repeated", what, rows, self.limit.rows)
+            logger.warning("%s", line)
 
     @contextmanager
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> Iterator[None]:
@@ -279,7 +292,3 @@ class StepRunner(Generic[Sample]):
                 f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
                 "optimizer with less state"
             ) from error
-
-
-def _failed_ranks(reports: Sequence[_Report]) -> tuple[int, ...]:
-    return tuple(index for index, report in enumerate(reports) if report.failed)

@@ -98,14 +98,14 @@ def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> N
 
 def test_a_written_search_is_read_back_under_the_same_fingerprint(tmp_path: Path) -> None:
     write_search(tmp_path / "new", example(), 4096, FINGERPRINT)
-    assert read_search(tmp_path / "new", FINGERPRINT) == example()
+    assert read_search(tmp_path / "new", FINGERPRINT, SearchResult) == example()
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["batch_search.json"]
 
 
 def test_a_search_of_another_fingerprint_or_none_is_no_answer(tmp_path: Path) -> None:
-    assert read_search(tmp_path, FINGERPRINT) is None
+    assert read_search(tmp_path, FINGERPRINT, SearchResult) is None
     write_search(tmp_path, example(), 4096, FINGERPRINT)
-    assert read_search(tmp_path, {**FINGERPRINT, "world_size": 4}) is None
+    assert read_search(tmp_path, {**FINGERPRINT, "world_size": 4}, SearchResult) is None
 
 
 def test_a_result_that_this_version_cannot_read_is_no_answer_under_another_fingerprint(
@@ -115,14 +115,14 @@ def test_a_result_that_this_version_cannot_read_is_no_answer_under_another_finge
     record = json.loads(path.read_text())
     del record["result"]["rows"]
     path.write_text(json.dumps(record))
-    assert read_search(tmp_path, FINGERPRINT) is None
+    assert read_search(tmp_path, FINGERPRINT, SearchResult) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3"])
 def test_a_file_that_is_not_a_search_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "batch_search.json").write_text(content)
     with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search .*; delete it"):
-        read_search(tmp_path, FINGERPRINT)
+        read_search(tmp_path, FINGERPRINT, SearchResult)
 
 
 @pytest.mark.parametrize("result", [example(), failing()], ids=["linear", "failures"])

@@ -104,7 +104,9 @@ def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
 def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     model = a_model()
     runner = runner_of(model, 8)
-    message = r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row does not fit"
+    message = (
+        r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row of 16 tokens does not fit"
+    )
     with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message):
         runner.run(SAMPLES, step=3)
 

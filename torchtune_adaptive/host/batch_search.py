@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,21 +14,24 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from tqdm import tqdm
 
-from torchtune_adaptive.batch_size import Progress, find_max_batch_size
+from torchtune_adaptive.batch_size import Progress, find_max_batch_size, profile_memory
 from torchtune_adaptive.collectives import Agreement
 from torchtune_adaptive.config import AdaptiveConfig
-from torchtune_adaptive.host.microbatch import Sample
+from torchtune_adaptive.host.microbatch import Sample, cut
 from torchtune_adaptive.host.optimization import Optimization
 from torchtune_adaptive.host.settings import Settings
 from torchtune_adaptive.memory import MemorySource
 from torchtune_adaptive.peaks import Peak
-from torchtune_adaptive.plots import draw_search
+from torchtune_adaptive.plots import draw_profile, draw_search
 from torchtune_adaptive.probe import TrainingStep
-from torchtune_adaptive.report import SEARCH_FILE, read_search, search_table, write_search
+from torchtune_adaptive.profiles import Profile
+from torchtune_adaptive.report import SEARCH_FILE, profile_table, read_search, search_table, write_search
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.stepping import StepRunner
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer", SearchResult, Profile)
 
 CUDA_BUDGET_GRAIN = 2**28
 """Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
@@ -51,6 +54,8 @@ def rows_that_fit(
 ) -> int | None:
     """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them."""
     grows = cfg.get("batch_increase_function") is not None
+    if adaptive.token_budget is not None:  # then rows are not what fits
+        return None
     if not settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
         return None
     if memory is None:
@@ -70,23 +75,41 @@ def search_batch_size(
     most_rows: int,
 ) -> int:
     """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
-    first = dist.get_rank() == 0
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
-    budgets = Agreement(1).gather([memory.budget_bytes])
-    fingerprint = _fingerprint(cfg, step.length, [int(budget) for (budget,) in budgets], options)
-    directory = Path(settings.output_dir)
-    if adaptive.reuse_search and (rows := _rows_found_before(directory, fingerprint)):
-        if first:
-            where = directory / SEARCH_FILE
-            logger.info("batch search · %d rows, as in %s (adaptive.reuse_search: False searches again)", rows, where)
-        return rows
-    with _progress_bar(shown=first) as progress:
+    directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
+    if adaptive.reuse_search and (known := _found_before(directory, fingerprint, SearchResult)):
+        return known.rows
+    with _progress_bar() as progress:
         result = find_max_batch_size(
             step, memory=memory, samples_per_step=settings.samples_per_step, progress=progress, **options
         )
-    if first:
-        _record(directory, result, step.length, fingerprint)
+    if dist.get_rank() == 0:
+        logger.info("%s", search_table(result, step.length))
+        write_search(directory, result, step.length, fingerprint)
+        draw_search(directory, result, step.length)
     return result.rows
+
+
+def profile_lengths(
+    cfg: DictConfig,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    memory: MemorySource,
+    step: TrainingStep[Sample],
+    most_rows: int,
+) -> Profile:
+    """Collective: what microbatches need over rows and length; recorded in `output_dir`."""
+    options: dict[str, Any] = {"most_rows": most_rows, "shorten": adaptive.oversize != "error"}
+    directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
+    if adaptive.reuse_search and (known := _found_before(directory, fingerprint, Profile)):
+        return known
+    with _progress_bar() as progress:
+        result = profile_memory(step, memory=memory, progress=progress, **options)
+    if dist.get_rank() == 0:
+        logger.info("%s", profile_table(result))
+        write_search(directory, result, step.length, fingerprint)
+        draw_profile(directory, result)
+    return result
 
 
 def training_step(
@@ -99,6 +122,7 @@ def training_step(
         update=lambda result: optimization.update(result.target_tokens),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(runner.model, loss_fn),
+        cut=cut,
     )
 
 
@@ -108,27 +132,25 @@ def phase_boundaries(model: nn.Module, loss_fn: nn.Module) -> dict[str, nn.Modul
     return {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
 
 
-def _rows_found_before(directory: Path, fingerprint: Mapping[str, Any]) -> int:
-    """Collective: what rank 0 finds in its record; 0 if it finds nothing."""
-    rows = 0
+def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answer]) -> Answer | None:
+    """Collective: what rank 0 finds in its record, on every rank."""
+    found: list[Answer | None] = [None]
     if dist.get_rank() == 0:
         try:
-            known = read_search(directory, fingerprint)
+            found = [read_search(directory, fingerprint, kind)]
         except ValueError as error:
             logger.warning("%s; searching again", error)
-        else:
-            rows = known.rows if known else 0
-    return int(Agreement(1).gather([rows])[0][0])
+        if found[0] is not None:
+            logger.info(
+                "batch search · as in %s (adaptive.reuse_search: False searches again)", directory / SEARCH_FILE
+            )
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
-def _record(directory: Path, result: SearchResult, length: int, fingerprint: Mapping[str, Any]) -> None:
-    logger.info("%s", search_table(result, length))
-    write_search(directory, result, length, fingerprint)
-    draw_search(directory, result, length)
-
-
-def _fingerprint(cfg: DictConfig, length: int, budgets: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
-    """All that the answer depends on."""
+def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Collective: all that the answer depends on."""
+    budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     on_gpu = str(cfg.device).startswith("cuda")
     return {
         **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in SEARCHED},  # type: ignore[index, call-overload]
@@ -142,8 +164,8 @@ def _fingerprint(cfg: DictConfig, length: int, budgets: list[int], options: Mapp
 
 
 @contextmanager
-def _progress_bar(*, shown: bool) -> Iterator[Progress]:
-    with tqdm(desc="batch search", unit=" probes", disable=not shown, leave=False) as bar:
+def _progress_bar() -> Iterator[Progress]:
+    with tqdm(desc="batch search", unit=" probes", disable=dist.get_rank() != 0, leave=False) as bar:
 
         def progress(rows: int, measured: Peak | None) -> None:
             if measured is None:

@@ -6,7 +6,7 @@ import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig
 from torch import nn
@@ -32,12 +32,23 @@ class Data:
     """All rows are of one length: several samples in each."""
     collate: Collate
     loader: StepLoader[Any]
+    max_seq_len: int | None
+    """Where the tokenizer cuts: no sample is longer. None: it does not."""
+    ignored_label: int
+    """What the loss ignores."""
 
 
 def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
     dataset, packed = build_dataset(cfg, tokenizer)
     collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
-    return Data(dataset, packed, collate, build_step_loader(dataset, settings, mesh))
+    return Data(
+        dataset=dataset,
+        packed=packed,
+        collate=collate,
+        loader=build_step_loader(dataset, settings, mesh),
+        max_seq_len=getattr(tokenizer, "max_seq_len", None),
+        ignored_label=cast(int, loss_fn.ignore_index),
+    )
 
 
 def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,9 @@ from torchtune import training
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from torchtune_adaptive.attempts import StepResult
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.settings import Settings
-from torchtune_adaptive.stepping import StepResult, StepRunner
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +49,12 @@ class Metrics:
         self,
         step: int,
         result: StepResult,
-        runner: StepRunner[Any],
+        recoveries: int,
         *,
         learning_rate: float,
         grad_norm: float | None,
     ) -> None:
-        loss = float(result.loss_sum) / result.target_tokens
+        loss = float(result.loss_sum) / max(1, result.target_tokens)
         seconds = time.perf_counter() - self._step_began
         self._step_began = time.perf_counter()
         if not self._shown:
@@ -67,8 +67,11 @@ class Metrics:
                 "loss": loss,
                 "lr": learning_rate,
                 "tokens_per_second_per_gpu": result.target_tokens / (seconds * dist.get_world_size()),
-                "microbatch_rows": runner.limit.rows,
-                "oom_recoveries": runner.recoveries,
+                "microbatches": result.microbatches,
+                "microbatch_rows": result.load.most_rows,
+                "microbatch_tokens": result.load.most_tokens,
+                "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
+                "oom_recoveries": recoveries,
                 **self._peak_memory(),
             }
             self._logger.log_dict(figures if grad_norm is None else {**figures, "grad_norm": grad_norm}, step=step)

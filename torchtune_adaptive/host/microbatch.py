@@ -41,6 +41,9 @@ class ForwardBackward:
     collate: Callable[[Sequence[Sample]], Batch]
     device: torch.device
     activations: AbstractContextManager[Any]
+    weighs_every_split_alike: bool = False
+    """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
+    torchtune counts them before: the same, but for samples whose first token is a label."""
     loss_scale: Callable[[int], float] | None = None
     """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
 
@@ -48,14 +51,15 @@ class ForwardBackward:
         batch = self.collate(samples)
         self._check_length(batch)
         ignored = cast(int, self.loss_fn.ignore_index)
-        target_tokens = int(batch["labels"].ne(ignored).sum())
+        tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
-        nothing_to_learn = bool(labels.eq(ignored).all())
+        learned_tokens = int(labels.ne(ignored).sum())
+        target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
         utils.batch_to_device(batch, self.device)
         with self.activations:
             logits = self.model(**batch)
-        loss = _zero_of(logits) if nothing_to_learn else self._loss(logits, labels.to(self.device)) * target_tokens
+        loss = self._loss(logits, labels.to(self.device)) * target_tokens if learned_tokens else _zero_of(logits)
         del logits  # or they would live through the backward
         total = loss.detach()
         if self.loss_scale is not None:
@@ -95,8 +99,21 @@ def stand_in(sample: Sample) -> Sample:
     """
     if "encoder_input" in sample:
         return sample
-    short = {key: value[:2] if key in PER_TOKEN else value for key, value in sample.items()}
+    short = cut(sample, 2)
     return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
+
+
+def cut(sample: Sample, length: int) -> Sample:
+    """The first tokens of a sample of text."""
+    return {key: value[:length] if key in PER_TOKEN else value for key, value in sample.items()}
+
+
+def filler(sample: Sample, ignored: int) -> Sample:
+    """A stand-in without any label: it goes through the model and counts nothing."""
+    short = stand_in(sample)
+    labels = short["labels"]
+    masked = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
+    return {**short, "labels": masked}
 
 
 def length_of(sample: Sample) -> int:
@@ -104,8 +121,15 @@ def length_of(sample: Sample) -> int:
 
 
 def build_forward_backward(
-    model: nn.Module, loss_fn: nn.Module, collate: Collate, settings: Settings, device: torch.device
+    model: nn.Module,
+    loss_fn: nn.Module,
+    collate: Collate,
+    settings: Settings,
+    device: torch.device,
+    *,
+    split_alike: bool = False,
 ) -> Callable[[Sequence[Sample]], Totals]:
+    """`split_alike`: whatever the split of a step, its gradient is the same, also where that is not torchtune's."""
     activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
     forward_backward = ForwardBackward(
         model=model,
@@ -113,6 +137,7 @@ def build_forward_backward(
         collate=collate,
         device=device,
         activations=activations,
+        weighs_every_split_alike=split_alike,
         loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
     )
     if isinstance(activations, OffloadActivations):
@@ -129,13 +154,15 @@ def build_step_runner(
     device: torch.device,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    forward_backward = build_forward_backward(model, loss_fn, collate, settings, device)
+    split_alike = adaptive.token_budget is not None
+    forward_backward = build_forward_backward(model, loss_fn, collate, settings, device, split_alike=split_alike)
     return StepRunner(
         model,
         forward_backward,
         limit=RowLimit(settings.batch_size),
         length_of=length_of,
         stand_in=stand_in,
+        filler=partial(filler, ignored=cast(int, loss_fn.ignore_index)),
         recover=_recovers(settings, adaptive),
     )
 

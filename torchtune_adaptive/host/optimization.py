@@ -66,8 +66,9 @@ class UpdateAfterBackward:
         self._schedule.use_factor(factor)
 
     def update(self, target_tokens: int) -> float | None:
-        # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens
-        training.scale_grads(self._model, torch.tensor(dist.get_world_size() / target_tokens))
+        # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
+        # A step without any has no gradients but zeros.
+        training.scale_grads(self._model, torch.tensor(dist.get_world_size() / max(1, target_tokens)))
         norm = self._clip()
         self.checkpointed.step()
         self.checkpointed.zero_grad(set_to_none=True)

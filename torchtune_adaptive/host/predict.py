@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -33,13 +33,14 @@ from torchtune_adaptive.host.data import Collate, build_collate
 from torchtune_adaptive.host.devices import dtype_of
 from torchtune_adaptive.host.loss import build_loss
 from torchtune_adaptive.host.memory_limit import resident_tensors
-from torchtune_adaptive.host.microbatch import ForwardBackward, Sample, build_forward_backward, stand_in
+from torchtune_adaptive.host.microbatch import Sample, build_forward_backward, stand_in
 from torchtune_adaptive.host.model import build_full_model, build_lora_model
 from torchtune_adaptive.host.optimization import Optimization, build_optimization
 from torchtune_adaptive.host.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
 from torchtune_adaptive.phases import measuring_phases
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
 from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.stepping import Totals
 
 HOST = torch.device("cpu")
 
@@ -52,7 +53,7 @@ class FakeStep:
     model: nn.Module
     loss_fn: nn.Module
     optimization: Optimization
-    forward_backward: ForwardBackward
+    forward_backward: Callable[[Sequence[Sample]], Totals]
     fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
     on_gpu: bool

@@ -16,6 +16,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.progress import Progress
 from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.limits import Limit
 from torchtune_adaptive.report import schedule_table, step_line
 from torchtune_adaptive.schedules import EpochPlan, Increase, simulate, steady
 
@@ -64,7 +65,9 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     return function  # type: ignore[no-any-return]
 
 
-def announce(plans: Sequence[EpochPlan], settings: Settings, progress: Progress, ranks: int) -> None:
+def announce(
+    plans: Sequence[EpochPlan], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
+) -> None:
     """The arithmetic of the run, before it starts; what is different from the run that it resumes."""
     if dist.get_rank() != 0:
         return
@@ -77,10 +80,13 @@ def announce(plans: Sequence[EpochPlan], settings: Settings, progress: Progress,
             *(plan.steps, was.steps),
         )
     if len({each.samples_per_step for each in plans}) > 1 or any(each.refused_batch_size for each in plans):
-        logger.info("%s", schedule_table(plans, ranks))
+        logger.info("%s", schedule_table(plans, ranks, by_tokens=limit is not None))
         return
     growth = plan.samples_per_step / settings.samples_per_step
-    line = step_line(Accumulation(plan.batch_size, plan.microbatches, plan.samples_per_step, growth), ranks)
+    if limit is None:
+        line = step_line(Accumulation(plan.batch_size, plan.microbatches, plan.samples_per_step, growth), ranks)
+    else:
+        line = f"{plan.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
     logger.info("%s · %d steps an epoch · %d epochs", line, plan.steps, len(plans))
 
 

@@ -1,0 +1,266 @@
+"""Steps under a limit by length: ranks with other samples still run as many microbatches, and any may be empty."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.distributed.injection import Injector
+from tests.distributed.models import (
+    VOCABULARY,
+    Gradients,
+    ModelConfig,
+    build,
+    forward_backward_of,
+    gradients_of,
+    same_gradients,
+)
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits import Limit, RowLimit, SurfaceLimit, TokenLimit
+from torchtune_adaptive.stepping import StepRunner, Totals
+from torchtune_adaptive.surfaces import Surface
+
+PLAIN = ModelConfig(dropout=0.0)
+LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]
+"""By rank: within 32 tokens the first needs one microbatch, the second four, the third three."""
+SURFACE = SurfaceLimit({"layers": Surface(100.0, 1.0, 1.0)}, budget_bytes=140)
+
+
+def samples_here(step: int = 0, lengths: list[list[int]] = LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    mine = lengths[dist.get_rank()]
+    mine = mine[step % len(mine) :] + mine[: step % len(mine)]
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in mine]
+
+
+def without_labels(sample: Tensor) -> Tensor:
+    return sample[:1]  # the loss is that of the next token: one token alone has none
+
+
+def runner_of(model: nn.Module, limit: Limit, injector: Injector | None = None, **options) -> StepRunner[Tensor]:
+    forward_backward = forward_backward_of(model)
+
+    def watched(samples):
+        with (injector or Injector()).watching():
+            return forward_backward(samples)
+
+    options = {"filler": without_labels, **options}
+    return StepRunner(model, watched, limit=limit, length_of=len, stand_in=lambda sample: sample[:2], **options)
+
+
+def close(left: Gradients, right: Gradients) -> bool:
+    return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-6) for name in left)
+
+
+def step_by_rows_and_by(limit: Limit) -> tuple[bool, bool, int, int]:
+    """Whether gradients and totals agree, and the microbatches on this rank of both ways."""
+    by_rows, by_length = build(PLAIN), build(PLAIN)
+    expected = runner_of(by_rows, RowLimit(2)).run(samples_here(), step=0)
+    result = runner_of(by_length, limit).run(samples_here(), step=0)
+    same_totals = (
+        result.target_tokens == expected.target_tokens
+        and abs(result.loss_sum - expected.loss_sum) < 1e-5 * expected.loss_sum
+    )
+    same = close(gradients_of(by_length), gradients_of(by_rows))
+    return bool(same_totals), same, expected.microbatches, result.microbatches
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("limit", [TokenLimit(32), SURFACE], ids=["tokens", "surface"])
+def test_the_gradient_is_that_of_microbatches_by_rows(world_size: int, limit: Limit):
+    outcomes = run_on_ranks(world_size, step_by_rows_and_by, limit)
+    assert len({microbatches for *_, microbatches in outcomes}) == 1
+    assert all(same_totals and same for same_totals, same, *_ in outcomes)
+
+
+def reductions_of_steps(announced: bool) -> list[int]:
+    """How often the ranks spoke in each of four steps, besides FSDP."""
+    model = build(PLAIN)
+    runner = runner_of(model, TokenLimit(32))
+    gather, spoken = runner._agreement.gather, []
+
+    def counted(row):
+        spoken[-1] += 1
+        return gather(row)
+
+    runner._agreement.gather = counted
+    for step in range(4):
+        spoken.append(0)
+        upcoming = samples_here(step + 1) if announced and step < 3 else None
+        runner.run(samples_here(step), step=step, upcoming=upcoming)
+        model.zero_grad()
+    return spoken
+
+
+def test_steps_that_were_announced_cost_no_reduction_of_their_own():
+    assert run_on_ranks(2, reductions_of_steps, True) == [[2, 1, 1, 1]] * 2
+
+
+def test_steps_that_were_not_announced_cost_one_small_reduction_more():
+    assert run_on_ranks(2, reductions_of_steps, False) == [[2, 2, 2, 2]] * 2
+
+
+def recover(fail_at: int) -> tuple[int, bool, bool, str]:
+    """Recoveries; whether this and the next step are bitwise those of a run under the smaller limit; the limit."""
+    logging.disable(logging.WARNING)
+    disturbed, injector = build(PLAIN), Injector()
+    runner = runner_of(disturbed, TokenLimit(64), injector)
+    runner.run(samples_here(9), step=0, upcoming=samples_here(0))
+    disturbed.zero_grad()
+    injector.arm([fail_at] if dist.get_rank() == 1 else [])
+    runner.run(samples_here(0), step=1, upcoming=samples_here(1))
+    first = gradients_of(disturbed)
+    disturbed.zero_grad()
+    runner.run(samples_here(1), step=2)
+    undisturbed = build(PLAIN)
+    reference = runner_of(undisturbed, runner.limit)
+    reference.run(samples_here(0), step=1)
+    expected = gradients_of(undisturbed)
+    undisturbed.zero_grad()
+    reference.run(samples_here(1), step=2)
+    then = same_gradients(gradients_of(disturbed), gradients_of(undisturbed))
+    return runner.recoveries, same_gradients(first, expected), then, str(runner.limit)
+
+
+@pytest.mark.parametrize("fail_at", [5, 60, 200, 450])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_recovered_step_and_the_announced_one_after_it_run_under_the_smaller_limit(world_size: int, fail_at: int):
+    outcomes = run_on_ranks(world_size, recover, fail_at)
+    assert len(set(outcomes)) == 1
+    recoveries, same, then, limit = outcomes[0]
+    assert (recoveries, same, then) == (1, True, True)
+    assert limit in ("32 tokens", "16 tokens")
+
+
+FEW = [[9], [30, 29, 31, 28], [12, 14]]
+"""Ranks 0 and 2 have fewer samples than rank 1 needs microbatches."""
+
+
+def fill_up() -> tuple[int, int, bool]:
+    """Microbatches, target tokens, and whether the gradient is that of all samples in one process' autograd."""
+    model = build(PLAIN)
+    result = runner_of(model, TokenLimit(32)).run(samples_here(0, FEW), step=0)
+    reference = build(PLAIN)
+    forward_backward = forward_backward_of(reference)
+    samples = samples_here(0, FEW)
+    for index in range(4):  # the same collectives on all ranks, with a loss of zero where there is no sample left
+        if index < len(samples):
+            forward_backward(samples[index : index + 1])
+        else:
+            (reference(samples[0][None]).sum() * 0.0).backward()
+    return result.microbatches, result.target_tokens, close(gradients_of(model), gradients_of(reference))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_empty_microbatch_adds_nothing_and_hangs_nobody(world_size: int):
+    tokens = sum(length - 1 for lengths in FEW[:world_size] for length in lengths)
+    assert run_on_ranks(world_size, fill_up) == [(4, tokens, True)] * world_size
+
+
+def fail_in_an_empty_microbatch() -> str:
+    """The error that this rank ends with."""
+    model, injector = build(PLAIN), Injector()
+    runner = runner_of(model, TokenLimit(32), injector)
+    samples = samples_here(0, FEW)
+    runner.run(samples, step=0)
+    model.zero_grad()
+    injector.arm([900] if dist.get_rank() == 0 else [])  # in its third microbatch, which is empty
+    try:
+        runner.run(samples, step=1)
+    except LimitExhaustedError as error:
+        return str(error)
+    return "no error"
+
+
+def test_running_out_of_memory_where_nothing_is_smaller_ends_all_ranks_with_the_same_error():
+    first, second = run_on_ranks(2, fail_in_an_empty_microbatch)
+    assert first == second
+    assert first.startswith("step 1: out of memory on rank 0 (longest sample 1 tokens): a microbatch of 1 row")
+
+
+def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:
+    """Microbatches, whether all gradients are finite, and whether this rank's samples changed nothing."""
+    model = build(PLAIN)
+    samples = samples_here()
+
+    def forward_backward(samples):
+        tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+        labels = torch.full_like(tokens, -100) if dist.get_rank() == rank_without_labels else tokens
+        logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        loss.backward()
+        return Totals(loss.detach(), int((labels != -100).sum()))
+
+    runner = StepRunner(
+        model, forward_backward, limit=TokenLimit(32), length_of=len, stand_in=lambda s: s[:2], filler=without_labels
+    )
+    result = runner.run(samples, step=0)
+    finite = all(bool(gradient.isfinite().all()) for gradient in gradients_of(model).values())
+    expected = sum(map(sum, LENGTHS[:2])) - sum(LENGTHS[rank_without_labels])
+    return result.microbatches, finite, result.loss_sum.isfinite().item() and result.target_tokens >= expected
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_any_label_hangs_nobody_and_leaves_no_nan(rank: int):
+    assert run_on_ranks(2, run_masked, rank) == [(4, True, True)] * 2
+
+
+def run_without_filler() -> None:
+    runner_of(build(PLAIN), TokenLimit(32), filler=None).run(samples_here(0, FEW), step=0)
+
+
+def test_without_a_filler_an_empty_microbatch_is_an_error_that_names_it():
+    with pytest.raises(RankFailed, match=r"rank 0 has fewer samples .* give StepRunner a `filler`"):
+        run_on_ranks(2, run_without_filler)
+
+
+def run_with_a_filler_that_counts() -> None:
+    runner_of(build(PLAIN), TokenLimit(32), filler=lambda sample: sample[:3]).run(samples_here(0, FEW), step=0)
+
+
+def test_a_filler_that_counts_in_the_loss_is_refused():
+    with pytest.raises(RankFailed, match="`filler` returned a sample that counts in the loss"):
+        run_on_ranks(2, run_with_a_filler_that_counts)
+
+
+def announce_other_samples() -> None:
+    model = build(PLAIN)
+    runner = runner_of(model, TokenLimit(32))
+    runner.run(samples_here(0), step=0, upcoming=samples_here(1))
+    model.zero_grad()
+    runner.run(samples_here(2), step=1)
+
+
+def test_samples_other_than_those_that_were_announced_are_refused():
+    with pytest.raises(RankFailed, match="not the samples that were announced as `upcoming`"):
+        run_on_ranks(2, announce_other_samples)
+
+
+def shrink_together() -> list[str]:
+    """Two ranks run out of memory in one attempt, in microbatches of other sizes."""
+    lines: list[str] = []
+    logger = logging.getLogger("torchtune_adaptive.stepping")
+    logger.addHandler(type("Keep", (logging.Handler,), {"emit": lambda _, record: lines.append(record.getMessage())})())
+    model, injector = build(PLAIN), Injector()
+    runner = runner_of(model, TokenLimit(64), injector)
+    runner.run(samples_here(), step=0)
+    model.zero_grad()
+    injector.arm([40])
+    runner.run(samples_here(), step=412)
+    return [*lines, str(runner.limit)]
+
+
+def test_the_log_names_the_tokens_of_the_microbatch_and_the_new_limit():
+    first, second = run_on_ranks(2, shrink_together)
+    largest = [max(length for length in LENGTHS[rank]) for rank in (0, 1)]
+    assert first[0].startswith(
+        f"step 412: out of memory on ranks 0, 1 (longest sample {max(largest)} tokens): microbatch "
+    )
+    assert first[0].endswith("-> 8 tokens, step repeated") or first[0].endswith("-> 16 tokens, step repeated")
+    assert first[1:] == second

@@ -1,0 +1,283 @@
+"""Token budgets in whole runs of both recipes: beside stock, recovering, growing, resumed, packed, with long rows."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import demo_config, load_ours, run_ours, run_stock, saved_weights
+from tests.recipes.test_adaptive_runs import run_and_listen
+
+RELATIVE = 1e-5
+STEPS = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
+BUDGET = ("adaptive.sequence_length=null", "adaptive.reuse_search=True", "adaptive.memory_limit=null")
+"""Otherwise as in the demo's config, once a key of the section is given."""
+LIMIT = "adaptive.memory_limit=[120MiB,48MiB]"
+"""Rank 1 has little."""
+RUNS: dict[str, tuple[str, ...]] = {
+    "budget": ("adaptive.token_budget=600",),
+    "small": ("adaptive.token_budget=520",),
+    "auto": ("adaptive.token_budget=auto", LIMIT),
+    "again": ("adaptive.token_budget=auto", LIMIT, "output_dir={folder}/auto/out"),
+    "short": ("adaptive.token_budget=4000", LIMIT),
+}
+
+
+class Runs(NamedTuple):
+    kind: str
+    ranks: int
+    folder: Path
+    lines: list[dict[str, list[str]]]
+    """Of each rank, by the name of the run."""
+
+    def log(self, name: str) -> list[dict[str, float]]:
+        return read_log(self.folder / name / "log.jsonl")
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
+    lines = {}
+    *ports, port_of_stock = ports
+    for (name, overrides), port in zip(RUNS.items(), ports, strict=True):
+        if LIMIT in overrides and os.environ["WORLD_SIZE"] != "2":
+            continue
+        os.environ["MASTER_PORT"] = str(port)
+        ours = [override.format(folder=folder) for override in overrides]
+        lines[name] = run_and_listen(kind, folder / name, *STEPS, *BUDGET, *ours)
+    os.environ["MASTER_PORT"] = str(port_of_stock)
+    run_stock(kind, demo_config(kind, folder / "stock", *STEPS))
+    return lines
+
+
+@pytest.fixture(scope="module", params=[("full", 2), ("full", 3), ("lora", 2), ("lora", 3)], ids=str)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    kind, ranks = request.param
+    folder = tmp_path_factory.mktemp(f"{kind}-{ranks}")
+    ports = free_ports(len(RUNS) + 1)
+    return Runs(kind, ranks, folder, run_on_ranks(ranks, run_all, kind, folder, ports, timeout_s=250, in_group=False))
+
+
+@pytest.mark.parametrize("name", ["budget", "small"])
+def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -> None:
+    stock, ours = runs.log("stock"), runs.log(name)
+    assert len(ours) == len(stock) >= 4
+    for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
+        for figure in ("step", "loss", "grad_norm", "lr"):
+            assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
+
+
+@pytest.mark.parametrize("name", ["budget", "small"])
+def test_the_saved_weights_are_those_of_the_stock_recipe(runs: Runs, name: str) -> None:
+    stock, ours = (saved_weights(runs.folder / who) for who in ("stock", name))
+    assert ours.keys() == stock.keys()
+    for weight, of_stock in stock.items():
+        # Adam divides by what may be next to nothing: there, summation order moves a weight by a part of the rate
+        torch.testing.assert_close(ours[weight], of_stock, rtol=RELATIVE, atol=2e-5, msg=weight)
+
+
+def test_no_microbatch_is_over_the_budget_and_padding_is_logged(runs: Runs) -> None:
+    for step in runs.log("budget"):
+        assert step["microbatch_tokens"] <= 600
+        assert 0 <= step["padding_fraction"] < 0.5
+        assert step["microbatches"] >= 1
+    assert sum(step["microbatches"] for step in runs.log("small")) >= sum(s["microbatches"] for s in runs.log("budget"))
+
+
+@pytest.fixture
+def measured(runs: Runs) -> Runs:
+    if runs.ranks != 2:
+        pytest.skip("memory is measured on two ranks")
+    return runs
+
+
+def test_auto_measures_a_few_lengths_without_running_out_of_memory(measured: Runs) -> None:
+    record = json.loads((measured.folder / "auto" / "out" / "batch_search.json").read_text())
+    points = record["result"]["points"]
+    assert 4 <= len(points) <= 8
+    assert all(point["peak"]["fits"] for point in points)
+    assert points[0]["length"] == max(point["length"] for point in points)
+    assert record["result"]["held_out_error"] < 0.05
+    assert record["result"]["budget_bytes"] == 48 * 2**20
+    picture = measured.folder / "auto" / "out" / "batch_search.png"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_auto_says_what_it_measured_and_trains_without_running_out_of_memory(measured: Runs) -> None:
+    lines = measured.lines[0]["auto"]
+    assert any(line.startswith("token budget · ") and "probes · budget 48.0 MiB a rank" in line for line in lines)
+    assert any("any length fits up to" in line for line in lines)
+    assert any("16 samples a step, in microbatches of at most" in line for line in lines)
+    assert measured.log("auto")[-1]["oom_recoveries"] == 0
+
+
+def test_auto_trains_what_stock_trains(measured: Runs) -> None:
+    for step_of_stock, step_of_ours in zip(measured.log("stock"), measured.log("auto"), strict=True):
+        assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
+
+
+def test_a_second_run_takes_the_profile_of_the_first(measured: Runs) -> None:
+    assert any("batch search · as in " in line for line in measured.lines[0]["again"])
+    first, second = measured.log("auto"), measured.log("again")
+    assert [s["microbatch_tokens"] for s in first] == [s["microbatch_tokens"] for s in second]
+
+
+def test_a_budget_that_does_not_fit_is_recovered_from_with_the_losses_of_stock(measured: Runs) -> None:
+    lines = [line for line in measured.lines[0]["short"] if "out of memory" in line]
+    assert lines
+    assert all("on rank 1 (longest sample" in line and "tokens, step repeated" in line for line in lines)
+    assert measured.log("short")[-1]["oom_recoveries"] == len(lines)
+    for step_of_stock, step_of_ours in zip(measured.log("stock"), measured.log("short"), strict=True):
+        assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
+
+
+def test_only_the_first_rank_speaks(runs: Runs) -> None:
+    assert not any(line for lines in runs.lines[1:] for line in lines.values())
+
+
+EPOCHS = 4
+GROWING = (
+    *(f"epochs={EPOCHS}", "dataset.samples=48", "batch_size=1", "gradient_accumulation_steps=2", "clip_grad_norm=inf"),
+    "batch_increase_function=tests.recipes.test_token_budget.double_in_the_third_epoch",
+)
+
+
+def double_in_the_third_epoch(epoch: int, current_batch_size: int) -> int:
+    return current_batch_size if epoch == 2 else 0
+
+
+class Stopped(Exception):
+    """What ends a run between two epochs."""
+
+
+def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
+    """Collective: by rows; by tokens; and by tokens, stopped after the second epoch and resumed."""
+    budget = ("adaptive.token_budget=700", *BUDGET)
+    os.environ["MASTER_PORT"] = str(ports[0])
+    run_ours(kind, demo_config(kind, folder / "rows", *GROWING))
+    os.environ["MASTER_PORT"] = str(ports[1])
+    lines = run_and_listen(kind, folder / "tokens", *GROWING, *budget)
+    recipe_type = load_ours(kind)
+    save = recipe_type._save_checkpoint
+
+    def save_and_stop(self: Any, epoch: int) -> None:
+        save(self, epoch)
+        if epoch == 1:
+            raise Stopped
+
+    os.environ["MASTER_PORT"] = str(ports[2])
+    with mock.patch.object(recipe_type, "_save_checkpoint", save_and_stop), pytest.raises(Stopped):
+        run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget))
+    dist.destroy_process_group()
+    os.environ["MASTER_PORT"] = str(ports[3])
+    resume = ["resume_from_checkpoint=True"]
+    if kind == "full":
+        resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.bin]")
+    run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget, *resume))
+    return lines
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp(f"growing-{request.param}")
+    lines = run_on_ranks(2, grow, request.param, folder, free_ports(4), timeout_s=250, in_group=False)
+    return folder, lines[0]
+
+
+def test_a_growing_batch_by_tokens_trains_what_it_trains_by_rows(grown: tuple[Path, list[str]]) -> None:
+    by_rows, by_tokens = (read_log(grown[0] / name / "log.jsonl") for name in ("rows", "tokens"))
+    assert len(by_rows) == len(by_tokens)
+    for one, other in zip(by_rows, by_tokens, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-4)
+
+
+def test_the_schedule_of_a_run_by_tokens_says_so(grown: tuple[Path, list[str]]) -> None:
+    assert any("by tokens" in line for line in grown[1])
+
+
+def test_a_resumed_run_by_tokens_is_the_run_that_was_never_stopped(grown: tuple[Path, list[str]]) -> None:
+    whole, resumed = (read_log(grown[0] / name / "log.jsonl") for name in ("tokens", "resumed"))
+    assert [step["step"] for step in resumed] == [step["step"] for step in whole]
+    for one, other in zip(whole, resumed, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other["microbatch_tokens"] == one["microbatch_tokens"]
+
+
+SMALL = ("dataset.samples=48", "batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
+LONG = {
+    "truncate": ("adaptive.token_budget=200", "adaptive.oversize=truncate", "tokenizer.max_seq_len=null"),
+    "skip": ("adaptive.token_budget=200", "adaptive.oversize=skip", "tokenizer.max_seq_len=null"),
+    "packed": ("adaptive.token_budget=1100", "dataset.packed=True", "tokenizer.max_seq_len=256", "dataset.samples=96"),
+    "packed by rows": (
+        "dataset.packed=True",
+        "tokenizer.max_seq_len=256",
+        "dataset.samples=96",
+        "batch_size=4",
+        "gradient_accumulation_steps=1",
+    ),
+    "first labels, budget": ("adaptive.token_budget=2000", "tokenizer.max_seq_len=330", "dataset.train_on_input=True"),
+    "first labels, smaller": ("adaptive.token_budget=330", "tokenizer.max_seq_len=330", "dataset.train_on_input=True"),
+}
+
+
+def run_long(folder: Path, ports: list[int]) -> dict[str, list[str]]:
+    lines = {}
+    for (name, overrides), port in zip(LONG.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        lines[name] = run_and_listen("full", folder / name, *SMALL, *BUDGET, *overrides)
+    return lines
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("long")
+    lines = run_on_ranks(2, run_long, folder, free_ports(len(LONG)), timeout_s=200, in_group=False)
+    return Runs("full", 2, folder, lines)
+
+
+@pytest.mark.parametrize("what", ["truncate", "skip"])
+def test_samples_that_are_too_long_are_cut_or_left_out_and_the_limit_holds(long: Runs, what: str) -> None:
+    log = long.log(what)
+    assert len(log) == 6
+    assert all(step["microbatch_tokens"] <= 200 for step in log)
+    done = {"truncate": "cut", "skip": "left out"}[what]
+    assert f"token budget · samples of more than 200 tokens are {done} (adaptive.oversize)" in long.lines[0][what]
+
+
+def test_what_is_cut_or_left_out_is_not_the_same(long: Runs) -> None:
+    assert long.log("truncate")[0]["loss"] != long.log("skip")[0]["loss"]
+
+
+def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(long: Runs) -> None:
+    said = [line for line in long.lines[0]["packed"] if "the dataset is packed" in line]
+    assert said == ["token budget · the dataset is packed, all rows have 256 tokens: microbatches of 4 rows"]
+    by_rows, by_tokens = long.log("packed by rows"), long.log("packed")
+    assert [step["loss"] for step in by_tokens] == pytest.approx([step["loss"] for step in by_rows], rel=1e-6)
+    assert all(step["padding_fraction"] == 0 for step in by_tokens)
+
+
+def test_the_gradient_does_not_depend_on_the_split_even_where_first_tokens_are_labels(long: Runs) -> None:
+    one, other = long.log("first labels, budget"), long.log("first labels, smaller")
+    assert [s["microbatches"] for s in one] != [s["microbatches"] for s in other]
+    for step, same_step in zip(one, other, strict=True):
+        assert same_step["loss"] == pytest.approx(step["loss"], rel=RELATIVE)
+        assert same_step["grad_norm"] == pytest.approx(step["grad_norm"], rel=RELATIVE)
+
+
+def run_too_long(folder: Path, *overrides: str) -> None:
+    run_ours("full", demo_config("full", folder, *SMALL, *BUDGET, *overrides))
+
+
+@pytest.mark.parametrize("budget", ["200", "auto"])
+def test_a_sample_that_does_not_fit_is_named_before_training_starts(tmp_path: Path, budget: str) -> None:
+    limit = "adaptive.memory_limit=13MiB" if budget == "auto" else "adaptive.memory_limit=null"
+    overrides = (f"adaptive.token_budget={budget}", "tokenizer.max_seq_len=null", limit)
+    with pytest.raises(RankFailed, match=r"SampleTooLargeError: sample \d+ of the dataset .* tokens"):
+        run_on_ranks(2, run_too_long, tmp_path / "run", *overrides, timeout_s=100, in_group=False)

@@ -1,0 +1,140 @@
+"""Surfaces over rows and length, and the profile that fits them."""
+
+import json
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.profiles import MOST_POINTS, Profile, profile
+from torchtune_adaptive.surfaces import Surface, covering, fit_surface
+
+POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
+surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(100, 1e6), st.floats(0, 50))
+
+
+@given(surfaces)
+def test_a_surface_is_found_again_from_its_points(surface: Surface) -> None:
+    found = fit_surface({at: int(surface.bytes_at(*at)) for at in POINTS})
+    for rows, length in [(2, 512), (7, 2048), (100, 64)]:
+        assert found.bytes_at(rows, length) == pytest.approx(surface.bytes_at(rows, length), rel=0.02)
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=6, max_size=6))
+def test_more_rows_never_need_less_and_a_covering_surface_is_below_no_point(measured: list[int]) -> None:
+    points = dict(zip(POINTS, measured, strict=True))
+    surface = covering(fit_surface(points), points)
+    assert all(surface.bytes_at(*at) >= need * (1 - 1e-9) - 1 for at, need in points.items())
+    assert surface.bytes_at(2, 100) >= surface.bytes_at(1, 100) >= surface.bytes_at(1, 50) >= 0
+
+
+def test_rows_within_a_budget_are_those_that_need_no_more() -> None:
+    surface = Surface(1000, 10, 1, 0.01)
+    rows = surface.rows_within(5000, length=100)
+    assert surface.bytes_at(rows, 100) == pytest.approx(5000, abs=1)
+    assert Surface(1000).rows_within(1000, 100) == math.inf
+    assert Surface(1000).rows_within(999, 100) == 0
+
+
+class Device:
+    """A training step of several phases on a device of so much memory, all ranks alike."""
+
+    def __init__(self, budget_bytes: int, *phases: Surface, resident_bytes: int = 0) -> None:
+        self.budget_bytes, self.phases, self.resident_bytes = budget_bytes, phases, resident_bytes
+        self.out_of_memory = 0
+
+    def need(self, rows: int, length: int) -> int:
+        return max(int(phase.bytes_at(rows, length)) for phase in self.phases)
+
+    def measure(self, rows: int, length: int) -> Peak:
+        if self.need(rows, length) > self.budget_bytes and rows > 2:
+            self.out_of_memory += 1
+            return Peak({}, fits=False)
+        return Peak({str(i): int(p.bytes_at(rows, length)) for i, p in enumerate(self.phases)}, fits=True)
+
+    def profile(self, longest: int, most_rows: int = 4096, shorten: bool = False) -> Profile:
+        return profile(
+            self.measure,
+            self.budget_bytes,
+            longest=longest,
+            most_rows=most_rows,
+            resident_bytes=self.resident_bytes,
+            shorten=shorten,
+        )
+
+
+devices = st.builds(
+    lambda layers, head, room: Device(
+        int(max(2e6, layers.bytes_at(room, 4096), head.bytes_at(room, 4096))),
+        *(layers, head, Surface(2e6)),
+        resident_bytes=int(min(layers.fixed_bytes, head.fixed_bytes)),
+    ),
+    *(surfaces, surfaces, st.floats(1.0, 50)),
+)
+
+
+@given(devices)
+@settings(max_examples=100)
+def test_a_profile_runs_out_of_memory_nowhere_and_takes_few_probes(device: Device) -> None:
+    found = device.profile(4096)
+    assert device.out_of_memory == 0
+    assert len(found.points) <= MOST_POINTS
+    assert found.points[0].rows == 1
+    assert found.points[0].length == max(point.length for point in found.points)
+
+
+@given(devices, st.integers(16, 4096))
+@settings(max_examples=100)
+def test_what_a_profile_allows_fits_and_little_more_would(device: Device, length: int) -> None:
+    limit = device.profile(4096).limit
+    rows = limit.rows_at(length)
+    assert rows >= 1 or length > 4000
+    assert device.need(rows, length) <= device.budget_bytes * 1.005
+    assert device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
+
+
+@given(devices, st.integers(256, 4096))
+def test_the_constant_budget_fits_at_every_length(device: Device, length: int) -> None:
+    found = device.profile(4096)
+    rows = found.constant_tokens // length
+    assert rows == 0 or found.limit.fits(rows, length)
+
+
+def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> None:
+    def measure(rows: int, length: int) -> Peak:
+        strange = 1.1 if length in (512, 2048) else 1.0  # the lengths that are held out
+        return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
+
+    found = profile(measure, 10_000_000, longest=4096, most_rows=4096)
+    assert found.held_out_error == pytest.approx(0.1 / 1.1, rel=0.01)
+    assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
+
+
+def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
+    def measure(rows: int, length: int) -> Peak:
+        return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
+
+    limit = profile(measure, 10_000_000, longest=1024, most_rows=4096).limit
+    assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
+
+
+def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None:
+    device = Device(1_000_000, Surface(10_000, 0, 1000))
+    assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
+    with pytest.raises(OneRowDoesNotFitError, match=r"one row of 3000 tokens needs 2.9 MiB .* adaptive.oversize"):
+        device.profile(3000)
+
+
+def test_a_profile_survives_json() -> None:
+    found = Device(50_000_000, Surface(1e6, 10, 1000), Surface(2e6)).profile(1024)
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+
+
+@pytest.mark.parametrize(("key", "value"), [("surfaces", []), ("held_out_error", "small"), ("points", [{"rows": 1}])])
+def test_what_is_no_profile_is_refused(key: str, value: object) -> None:
+    record = Device(50_000_000, Surface(1e6, 10, 1000)).profile(1024).to_json()
+    with pytest.raises(ValueError, match=r"cannot be|has the keys"):
+        Profile.from_json({**record, key: value})

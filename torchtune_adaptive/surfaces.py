@@ -1,0 +1,87 @@
+"""Bytes over rows and length: the law of a phase's memory, fitted to what probes measured.
+
+What a phase needs is what it finds, plus something for each row, for each token, and, where attention holds a matrix,
+for each pair of tokens of a row. All of it is linear in the rows, so the most rows of a length follow without a search.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass
+from itertools import combinations
+from typing import TypeAlias
+
+import numpy as np
+
+Points: TypeAlias = Mapping[tuple[int, int], int]
+"""Measured bytes by rows and length."""
+
+_BENT = 0.01
+"""Points that are further than this from a surface without pairs of tokens ask for one with them."""
+
+
+@dataclass(frozen=True)
+class Surface:
+    """fixed + rows × (per row + per token × length + per pair × length²)"""
+
+    fixed_bytes: float
+    bytes_per_row: float = 0.0
+    bytes_per_token: float = 0.0
+    bytes_per_pair: float = 0.0
+
+    def bytes_at(self, rows: float, length: float) -> float:
+        return self.fixed_bytes + rows * self._bytes_of_a_row(length)
+
+    def rows_within(self, budget_bytes: float, length: float) -> float:
+        """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
+        # Bytes are whole: half of one keeps floating point from costing a row, and cannot add one.
+        free_bytes = budget_bytes + 0.5 - self.fixed_bytes
+        each_bytes = self._bytes_of_a_row(length)
+        if each_bytes == 0:
+            return math.inf if free_bytes >= 0 else 0.0
+        return max(0.0, free_bytes / each_bytes)
+
+    def _bytes_of_a_row(self, length: float) -> float:
+        return self.bytes_per_row + length * (self.bytes_per_token + length * self.bytes_per_pair)
+
+
+def fit_surface(points: Points) -> Surface:
+    """The surface that is closest to the points in proportion to them; with pairs of tokens only if they show."""
+    plain = _fit(points, terms=3)
+    if _worst(plain, points) <= _BENT or len(points) < 4:
+        return plain
+    bent = _fit(points, terms=4)
+    return bent if _worst(bent, points) < _worst(plain, points) else plain
+
+
+def covering(surface: Surface, points: Points) -> Surface:
+    """The surface raised as far as it lies below a point: a law for what fits must not promise what was refuted."""
+    short_bytes = max(0.0, *(measured - surface.bytes_at(*at) for at, measured in points.items()))
+    fixed, *growing = astuple(surface)
+    return Surface(fixed + short_bytes, *growing)
+
+
+def _fit(points: Points, terms: int) -> Surface:
+    """Least squares of relative errors, without negative coefficients: memory is never given back by more rows."""
+    basis = np.array([[1.0, rows, rows * length, rows * length**2][:terms] for rows, length in points])
+    measured = np.array(list(points.values()), dtype=float)
+    scale = basis.max(axis=0)
+    weighted = basis / scale / measured[:, None]
+    best, best_error = np.zeros(terms), math.inf
+    for chosen in _subsets(terms):
+        part, *_ = np.linalg.lstsq(weighted[:, chosen], np.ones(len(measured)), rcond=None)
+        error = float(np.square(weighted[:, chosen] @ part - 1).sum())
+        # A solution with a negative part is not one; of those without, one that only adds noise is not better.
+        if (part >= 0).all() and error < best_error * (1 - 1e-9) - 1e-15:
+            best, best_error = np.zeros(terms), error
+            best[chosen] = part
+    return Surface(*(best / scale).tolist())
+
+
+def _subsets(terms: int) -> Sequence[list[int]]:
+    return [list(chosen) for size in range(1, terms + 1) for chosen in combinations(range(terms), size)]
+
+
+def _worst(surface: Surface, points: Points) -> float:
+    return max(abs(surface.bytes_at(*at) - measured) / measured for at, measured in points.items())
