@@ -34,10 +34,9 @@ def answer(cfg: DictConfig) -> None:
 def as_table(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
     parts = []
     for each in plan.answers:
-        rows = each.chosen_rows
-        parts += [heading(cfg, settings, each), report.table(each)]
-        if rows:
-            parts += [f"batch_size: {rows}", f"measure it with: {command(cfg, settings, config_name(), rows)}"]
+        parts += [heading(cfg, settings, each), report.table(each), report.choice(each)]
+        if each.chosen_rows:
+            parts += [f"measure it with: {command(cfg, settings, config_name(), each.chosen_rows)}"]
     parts += [f"checked against a step traced directly: {100 * plan.largest_error:+.2f} %"]
     parts += [f"not modelled: {note}" for note in plan.notes]
     return "\n".join(parts)

@@ -6,6 +6,7 @@ import csv
 import gc
 import io
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -159,6 +160,7 @@ def test_the_command_answers_with_a_table_and_what_to_run_next(tmp_path: Path) -
     assert ended.status == 0, ended.output
     assert "demo_model · full · 2 ranks · 256 tokens · 64.0 MiB usable of 64.0 MiB" in ended.output
     assert "<- most without allocator retries" in ended.output
+    assert re.search(r"^batch_size: 8$|^batch_size: 8 \(\d+ fit, rounded down", ended.output, re.MULTILINE)
     assert "adaptive_full_finetune_distributed --config adaptive/demo/full batch_size=8" in ended.output
     assert not list(tmp_path.iterdir()), "a prediction leaves nothing behind"
 
@@ -191,6 +193,14 @@ def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str]) -> 
     assert chosen[0] == 2 * chosen[1]
 
 
+def test_a_budget_that_is_too_small_is_answered_with_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/full", "memory_limit=8MiB")
+    output = capsys.readouterr().out
+    assert "does not fit" in output
+    assert "one row does not fit: lower sequence_length" in output
+    assert "batch_size:" not in output
+
+
 def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
     ask("adaptive/demo/full", f"picture={tmp_path / 'plan.png'}")
     assert (tmp_path / "plan.png").stat().st_size > 10_000
@@ -206,7 +216,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
         (("sequence_length=4096",), "takes at most 2048"),
         (("tensor_parallel_dim=2", "tensor_parallel_plan=x", "optimizer.fused=False"), "tensor_parallel_dim is 2"),
         (("dataset.packed=True",), "dataset.packed on a CPU"),
-        (("format=yaml",), "allowed is table, csv, json"),
+        (("format=yaml",), "allowed is table or csv or json"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(overrides: tuple[str, ...], message: str) -> None:

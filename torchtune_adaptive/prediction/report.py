@@ -19,6 +19,18 @@ def table(answer: Answer) -> str:
     return "\n".join(lines)
 
 
+def choice(answer: Answer) -> str:
+    """The batch size to train with, or what to do where there is none."""
+    if not answer.chosen_rows:
+        return (
+            "one row does not fit: lower sequence_length, set enable_activation_checkpointing: True, "
+            "or train on more ranks"
+        )
+    if answer.chosen_rows == answer.most_rows:
+        return f"batch_size: {answer.chosen_rows}"
+    return f"batch_size: {answer.chosen_rows} ({answer.most_rows} fit, rounded down as adaptive.round_to says)"
+
+
 def figures(answer: Answer) -> list[dict[str, Any]]:
     """The same for programs, in bytes."""
     return [
