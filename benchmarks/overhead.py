@@ -24,13 +24,14 @@ from benchmarks.results import save, table
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours, load_stock, stock_on_cpu
 
-SIZES = ("num_layers=8", "embed_dim=256", "intermediate_dim=512")
+SIZES = ("num_layers=4", "embed_dim=256", "intermediate_dim=512")
 MODEL = (
     *(f"model.{size}" for size in SIZES),
     *(f"checkpointer.sizes.{size}" for size in SIZES),
-    "batch_size=4",
+    "batch_size=2",
     "gradient_accumulation_steps=2",
-    "dataset.samples=192",
+    "dataset.samples=64",
+    "tokenizer.max_seq_len=256",
     "clip_grad_norm=1.0",
     "shuffle=False",
     "metric_logger._component_=benchmarks.overhead.Clock",

@@ -10,12 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchtune_adaptive.batch_size import find_max_batch_size
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, Totals, TrainingStep, find_max_batch_size
 from torchtune_adaptive.report import search_table
-from torchtune_adaptive.stepping import StepRunner, Totals
 
 LENGTH = 64
 

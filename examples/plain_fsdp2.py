@@ -10,9 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner, Totals
+from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, Totals
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()

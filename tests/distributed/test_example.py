@@ -30,3 +30,7 @@ def test_the_batch_size_example_trains_with_what_it_found():
     assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", run.stdout)
     assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", run.stdout, re.MULTILINE)
     assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", run.stdout) == ["1", "2", "3"]
+
+
+def test_the_readme_shows_the_example_that_runs():
+    assert (ROOT / "examples" / "plain_fsdp2.py").read_text() in (ROOT / "README.md").read_text()
