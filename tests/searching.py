@@ -13,11 +13,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from torchtune_adaptive.attempts import StepResult, Totals
 from torchtune_adaptive.collectives import world_size
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.packing import Load
 from torchtune_adaptive.probe import TrainingStep
-from torchtune_adaptive.stepping import StepResult, StepRunner, Totals
+from torchtune_adaptive.stepping import StepRunner
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,9 @@ class Trained:
     def train(self, microbatches: Sequence[int]) -> float:
         """Collective: one step as plain PyTorch takes it, on microbatches of so many rows; its loss."""
         losses = [self.forward_backward([self.sample] * rows).loss_sum.item() for rows in microbatches]
-        self.update(StepResult(torch.tensor(0.0), sum(microbatches) * self.shape.length, len(microbatches), 0))
+        tokens = sum(microbatches) * self.shape.length
+        load = Load(tokens, tokens, max(microbatches), max(microbatches) * self.shape.length)
+        self.update(StepResult(torch.tensor(0.0), tokens, len(microbatches), 0, load))
         self.optimizer.zero_grad(set_to_none=True)
         return sum(losses)
 

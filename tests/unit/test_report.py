@@ -7,8 +7,9 @@ import pytest
 
 from torchtune_adaptive.accumulation import accumulate
 from torchtune_adaptive.peaks import Peak
-from torchtune_adaptive.plots import draw_search
-from torchtune_adaptive.report import read_search, schedule_table, search_table, step_line, write_search
+from torchtune_adaptive.plots import draw_profile, draw_search
+from torchtune_adaptive.profiles import Profile, profile
+from torchtune_adaptive.report import profile_table, read_search, schedule_table, search_table, step_line, write_search
 from torchtune_adaptive.schedules import double_every, simulate
 from torchtune_adaptive.search import SearchResult, search
 
@@ -157,3 +158,37 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
         assert draw_search(tmp_path, example(), 4096) is None
     assert caplog.messages == ["batch_search.png is not drawn: pip install 'torchtune-adaptive[plot]'"]
     assert not list(tmp_path.iterdir())
+
+
+def profiled() -> Profile:
+    def measure(rows: int, length: int) -> Peak:
+        return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
+
+    return profile(measure, 6 * GIB, longest=1024, most_rows=512, resident_bytes=GIB)
+
+
+def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -> None:
+    lines = profile_table(profiled()).splitlines()
+    assert lines[0] == "token budget · 7 probes · budget 6.0 GiB a rank"
+    assert lines[2] == "  1       1024     1024      2.0 GiB      33 %      0.5 s"
+    assert sum(line.endswith("held out") for line in lines) == 2
+    assert lines[-1].startswith("  fitted over rows and length, off by 0.0 % at most where not fitted to; any length")
+    assert lines[-1].endswith((" up to 5119 tokens", " up to 5120 tokens"))  # 5 GiB, of a MiB each; an error of 1e-16
+
+
+def test_a_profile_is_read_back_and_is_not_taken_for_a_search(tmp_path: Path) -> None:
+    write_search(tmp_path, profiled(), 1024, FINGERPRINT)
+    assert read_search(tmp_path, FINGERPRINT, Profile) == profiled()
+    with pytest.raises(ValueError, match="is not the record of a search"):
+        read_search(tmp_path, FINGERPRINT, SearchResult)
+
+
+def test_the_picture_of_a_profile_is_drawn(tmp_path: Path) -> None:
+    path = draw_profile(tmp_path, profiled())
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_schedule_under_a_token_budget_does_not_promise_rows() -> None:
+    plans = simulate(double_every(1), epochs=2, batch_size=2, gradient_accumulation_steps=3, samples_per_rank=24)
+    assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])

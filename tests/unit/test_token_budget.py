@@ -1,0 +1,77 @@
+"""What a token budget refuses, and what it makes of samples that are too long."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.config import read_adaptive
+from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
+from torchtune_adaptive.host.microbatch import cut, filler
+from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.host.token_budget import _admit, check_token_budget
+
+SETTINGS = Settings(
+    device="cpu", dtype="fp32", output_dir="out", batch_size=2, gradient_accumulation_steps=1, epochs=1, shuffle=True
+)
+SAMPLE: dict[str, Any] = {"tokens": list(range(9)), "labels": [-100, -100, *range(2, 9)]}
+
+
+def adaptive(**values: Any) -> Any:
+    return read_adaptive(OmegaConf.create(values))
+
+
+@pytest.mark.parametrize("budget", [None, "auto", 1, 4096])
+def test_a_token_budget_is_a_number_or_auto_or_nothing(budget: object) -> None:
+    assert adaptive(token_budget=budget).token_budget == budget
+
+
+@pytest.mark.parametrize("budget", [0, -1, 2.5, "many", True])
+def test_other_token_budgets_are_refused(budget: object) -> None:
+    with pytest.raises(ConfigError, match=r"adaptive.token_budget is .* at least 1 or auto or null"):
+        adaptive(token_budget=budget)
+
+
+@pytest.mark.parametrize("key", ["use_maximum_batch_size", "optimizer_in_bwd"])
+def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
+    settings = dataclasses.replace(SETTINGS, **{key: True})
+    check_token_budget(settings, adaptive())
+    with pytest.raises(ConfigError, match=rf"{key} is True, .* set {key}: False or adaptive.token_budget: null"):
+        check_token_budget(settings, adaptive(token_budget=4096))
+
+
+def admitted(longest: int, oversize: str) -> dict[str, Any]:
+    return _admit(SAMPLE, longest=longest, oversize=oversize, ignored=-100)
+
+
+@pytest.mark.parametrize("oversize", ["error", "truncate", "skip"])
+def test_a_sample_that_fits_is_left_alone(oversize: str) -> None:
+    assert admitted(9, oversize) is SAMPLE
+
+
+def test_a_sample_that_is_too_long_is_an_error_by_default() -> None:
+    with pytest.raises(
+        SampleTooLargeError, match=r"a sample has 9 tokens, but .* room for 8; .* adaptive.oversize: truncate"
+    ):
+        admitted(8, "error")
+
+
+def test_truncate_keeps_the_beginning() -> None:
+    assert admitted(4, "truncate") == {"tokens": [0, 1, 2, 3], "labels": [-100, -100, 2, 3]}
+
+
+def test_skip_leaves_a_sample_that_counts_nothing_in_its_place() -> None:
+    assert admitted(4, "skip") == {"tokens": [0, 1], "labels": [-100, -100]}
+
+
+def test_a_sample_with_images_is_never_cut() -> None:
+    with pytest.raises(SampleTooLargeError, match="a sample has 9 tokens"):
+        _admit({**SAMPLE, "encoder_input": {}}, longest=4, oversize="truncate", ignored=-100)
+
+
+def test_a_filler_has_no_label_and_leaves_its_sample_as_it_was() -> None:
+    before = {key: list(value) for key, value in SAMPLE.items()}
+    assert set(filler(SAMPLE, ignored=-1)["labels"]) == {-1}
+    assert before == SAMPLE
+    assert cut(SAMPLE, 100) == SAMPLE
