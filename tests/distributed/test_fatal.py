@@ -62,7 +62,7 @@ def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
     assert first == second
     kind, message = first
     assert kind == LimitExhaustedError.__name__
-    assert message.startswith("step 5: out of memory on rank 1 (longest sample 7 tokens): a microbatch of 1 row does")
+    assert message.startswith("step 5: out of memory on rank 1 (longest sample 7 tokens): a microbatch of 1 row of 7 ")
 
 
 def run_without_memory_to_drain() -> None:
