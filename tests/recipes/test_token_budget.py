@@ -16,6 +16,8 @@ from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, load_ours, run_ours, run_stock, saved_weights
 from tests.recipes.test_adaptive_runs import run_and_listen
+from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 
 RELATIVE = 1e-5
 STEPS = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
@@ -30,6 +32,19 @@ RUNS: dict[str, tuple[str, ...]] = {
     "again": ("adaptive.token_budget=auto", LIMIT, "output_dir={folder}/auto/out"),
     "short": ("adaptive.token_budget=4000", LIMIT),
 }
+
+
+class EveryTokenALabel(DemoDataset):
+    """The first one too, which the demo's tokenizer masks."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = super().__getitem__(index)["tokens"]
+        return {"tokens": tokens, "labels": list(tokens)}
+
+
+def every_token_a_label(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> EveryTokenALabel:
+    """Component for a config's `dataset:`."""
+    return EveryTokenALabel(tokenizer, samples=samples, seed=0, train_on_input=True)
 
 
 class Runs(NamedTuple):
@@ -211,6 +226,7 @@ def test_a_resumed_run_by_tokens_is_the_run_that_was_never_stopped(grown: tuple[
 
 
 SMALL = ("dataset.samples=48", "batch_size=2", "gradient_accumulation_steps=2", "clip_grad_norm=inf")
+EVERY_TOKEN = "dataset._component_=tests.recipes.test_token_budget.every_token_a_label"
 LONG = {
     "truncate": ("adaptive.token_budget=200", "adaptive.oversize=truncate", "tokenizer.max_seq_len=null"),
     "skip": ("adaptive.token_budget=200", "adaptive.oversize=skip", "tokenizer.max_seq_len=null"),
@@ -222,8 +238,8 @@ LONG = {
         "batch_size=4",
         "gradient_accumulation_steps=1",
     ),
-    "first labels, budget": ("adaptive.token_budget=2000", "tokenizer.max_seq_len=330", "dataset.train_on_input=True"),
-    "first labels, smaller": ("adaptive.token_budget=330", "tokenizer.max_seq_len=330", "dataset.train_on_input=True"),
+    "first labels, budget": ("adaptive.token_budget=2000", "tokenizer.max_seq_len=330", EVERY_TOKEN),
+    "first labels, smaller": ("adaptive.token_budget=330", "tokenizer.max_seq_len=330", EVERY_TOKEN),
 }
 
 
