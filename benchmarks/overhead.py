@@ -13,13 +13,12 @@ import itertools
 import math
 import statistics
 import tempfile
-import time
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from benchmarks.clock import Clock
 from benchmarks.results import save, table
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours, load_stock, stock_on_cpu
@@ -34,26 +33,8 @@ MODEL = (
     "tokenizer.max_seq_len=256",
     "clip_grad_norm=1.0",
     "shuffle=False",
-    "metric_logger._component_=benchmarks.overhead.Clock",
+    "metric_logger._component_=benchmarks.clock.Clock",
 )
-
-
-class Clock:
-    """A metric logger that keeps the time of every step."""
-
-    times: list[float] = []  # noqa: RUF012 - the recipes build their loggers themselves and share it
-
-    def __init__(self, path: str) -> None:
-        pass
-
-    def log_config(self, config: Any) -> None:
-        pass
-
-    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        self.times.append(time.perf_counter())
-
-    def close(self) -> None:
-        pass
 
 
 def time_both(kind: str, folder: Path, pairs: int) -> list[tuple[float, float]]:
