@@ -187,7 +187,9 @@ def _balance(recipe: Any) -> float:
     fullest = mean = 0.0
     for samples, _ in recipe._microbatches.steps(recipe._data.loader, plan):
         lengths = [runner.length_of(sample) for sample in samples]
-        sizes = [len(rows) * max(lengths[index] for index in rows) for rows in runner._plan(lengths)]
+        sizes = [
+            len(rows) * max(lengths[index] for index in rows) for rows in runner._planner.plan(lengths, runner.limit)
+        ]
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, sizes)
         fullest += sum(map(max, zip(*everywhere, strict=True)))

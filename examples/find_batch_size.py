@@ -55,7 +55,7 @@ with MemoryMeter(cap_bytes=30_000_000 if rank == 0 else 25_000_000) as meter:
     found = find_max_batch_size(step, memory=meter)  # the same answer on every rank, and no trace
     if rank == 0:
         print(search_table(found, LENGTH))
-    runner.limit = RowLimit(found.rows)
+    runner.use_limit(RowLimit(found.rows))
     for number in range(1, 4):
         samples = [torch.randint(0, 1000, (LENGTH,)) for _ in range(found.rows)]
         result = runner.run(samples, step=number)

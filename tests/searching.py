@@ -13,12 +13,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from torchtune_adaptive.attempts import StepResult, Totals
 from torchtune_adaptive.collectives import world_size
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.packing import Load
 from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.reports import StepResult, Totals
 from torchtune_adaptive.stepping import StepRunner
 
 

@@ -1,6 +1,5 @@
 """Adaptive batching for torchtune, and for plain PyTorch + FSDP2 loops."""
 
-from torchtune_adaptive.attempts import StepResult
 from torchtune_adaptive.batch_size import find_max_batch_size
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import (
@@ -14,6 +13,7 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.memory import CudaMemory
 from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.reports import StepResult
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.stepping import StepRunner, Totals
 

@@ -1,134 +1,106 @@
-"""What the ranks tell each other about an attempt at a step, and what they conclude from it."""
+"""One attempt at a step: its microbatches one after the other or, out of memory, what the peers still need of them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
-from torch import Tensor
+from torch import nn
 
-from torchtune_adaptive.collectives import Agreement
-from torchtune_adaptive.errors import LimitExhaustedError, UnrecoverableError
-from torchtune_adaptive.limits import Limit
-from torchtune_adaptive.packing import Load
+from torchtune_adaptive.collectives import rank
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.ledger import CollectiveLedger
+from torchtune_adaptive.memory import forget_frames, is_oom, release
+from torchtune_adaptive.packing import Plan
+from torchtune_adaptive.reports import Totals
 
-
-class Totals(NamedTuple):
-    """What a microbatch contributes to its step."""
-
-    loss_sum: Tensor
-    """Without dimensions, detached, summed over the target tokens."""
-    target_tokens: int
+Sample = TypeVar("Sample")
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """A step whose gradients are complete on every rank and belong to each of its samples exactly once."""
+class Attempts(Generic[Sample]):
+    """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
 
-    loss_sum: Tensor
-    """Summed over the target tokens of all ranks."""
-    target_tokens: int
-    """Of all ranks."""
-    microbatches: int
-    """On each rank, in the attempt that counts."""
-    recoveries: int
-    """How often the step was run again."""
-    load: Load
-    """Of all ranks: tokens in sum, microbatches at their largest."""
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_backward: Callable[[Sequence[Sample]], Totals],
+        *,
+        stand_in: Callable[[Sample], Sample],
+        filler: Callable[[Sample], Sample] | None,
+        recover: bool,
+    ) -> None:
+        self.forward_backward = forward_backward
+        self.ledger = CollectiveLedger(model if recover else None)
+        self._model = model
+        self._stand_in = stand_in
+        self._filler = filler
+        self._recover = recover
 
+    def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
+        """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
+        totals = None
+        self.ledger.begin_step(len(plan))
+        for number, rows in enumerate(plan):
+            before = totals
+            totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
+            if totals is None:  # outside of `except`, whose traceback would keep the failed pass alive
+                self._drain(samples[rows[0] if rows else 0])
+                return None, number
+            if not rows and totals.target_tokens != (before.target_tokens if before else 0):
+                raise ValueError("`filler` returned a sample that counts in the loss; it must not have any label")
+        return totals, None
 
-class Microbatch(NamedTuple):
-    """The size of a microbatch: rows, and the longest of them."""
+    def discard(self) -> None:
+        """Drops all gradients of the step, finished or not: they were None when it began."""
+        self.ledger.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
 
-    rows: int
-    length: int
-
-
-class Report(NamedTuple):
-    """What a rank says about its attempt. Numbers only: they travel as one row of a table."""
-
-    failed_rows: float = 0
-    """Of the microbatch that ran out of memory; 0 if none did."""
-    failed_length: float = 0
-    position: float = 0
-    target_tokens: float = 0
-    loss_sum: float = 0
-    upcoming_microbatches: float = 0
-    """What this rank will need for the next step, where it knows that already."""
-    tokens: float = 0
-    padded_tokens: float = 0
-    most_rows: float = 0
-    most_tokens: float = 0
-
-
-class Reports(tuple[Report, ...]):
-    """One of every rank, in order of rank, the same on all of them."""
-
-    @property
-    def failed(self) -> dict[int, Microbatch]:
-        """By rank, the microbatches that ran out of memory."""
-        return {
-            rank: Microbatch(int(report.failed_rows), int(report.failed_length))
-            for rank, report in enumerate(self)
-            if report.failed_rows
-        }
-
-    @property
-    def target_tokens(self) -> int:
-        return int(sum(report.target_tokens for report in self))
-
-    @property
-    def loss_sum(self) -> float:
-        return sum(report.loss_sum for report in self)
-
-    @property
-    def upcoming_microbatches(self) -> int:
-        return int(max(report.upcoming_microbatches for report in self))
-
-    @property
-    def load(self) -> Load:
-        return Load(
-            tokens=int(sum(report.tokens for report in self)),
-            padded_tokens=int(sum(report.padded_tokens for report in self)),
-            most_rows=int(max(report.most_rows for report in self)),
-            most_tokens=int(max(report.most_tokens for report in self)),
-        )
-
-    def check_positions(self) -> None:
-        positions = [int(report.position) for report in self]
-        if len(set(positions)) > 1:
-            raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
-                "what they received is not what they expected; give all ranks the same model and the same "
-                "number of samples"
+    def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
+        """An empty microbatch: it communicates like any other, and counts nothing."""
+        if self._filler is None:
+            raise ValueError(
+                f"rank {rank()} has fewer samples than its peers need microbatches for theirs; "
+                "give StepRunner a `filler`: a stand-in without any label"
             )
+        return [self._filler(samples[0])]
 
+    def _run_microbatch(self, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
+        """Collective: adds a microbatch to the totals; None if it ran out of memory."""
+        try:
+            self.ledger.begin_microbatch()
+            loss_sum, target_tokens = self.forward_backward(samples)
+            self.ledger.end_microbatch()
+            if before is not None:
+                loss_sum, target_tokens = before.loss_sum + loss_sum, before.target_tokens + target_tokens
+            return Totals(loss_sum, target_tokens)
+        except Exception as error:
+            if not (self._recover and is_oom(error)):
+                raise
+            forget_frames(error)
+        return None
 
-def exchange(agreement: Agreement, report: Report) -> Reports:
-    """Collective: the reports of all ranks."""
-    return Reports(Report(*row) for row in agreement.gather(report))
+    def _drain(self, sample: Sample) -> None:
+        """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
+        stuck_at = -1
+        while not self._try_to_drain(sample):
+            if self.ledger.position == stuck_at:
+                raise UnrecoverableError(
+                    f"rank {rank()} ran out of memory with nothing but its shard of the training state "
+                    "allocated, so it cannot even finish the collectives that its peers wait for; train on "
+                    "more ranks"
+                )
+            stuck_at = self.ledger.position
 
-
-def shrunk(limit: Limit, failed: dict[int, Microbatch], step: int) -> tuple[Limit, str]:
-    """The next smaller limit after these microbatches failed, by rank, and the line that says so.
-
-    It is below each of them, except for those that are one row. Raises if the limit cannot shrink.
-    """
-    where = f"rank{'s' * (len(failed) > 1)} {', '.join(map(str, failed))}"
-    longest = max(microbatch.length for microbatch in failed.values())
-    what = f"step {step}: out of memory on {where} (longest sample {longest} tokens)"
-    smaller = limit
-    try:
-        for microbatch in failed.values():
-            if smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch)):
-                smaller = smaller.after_oom(*microbatch)
-    except LimitExhaustedError as error:
-        raise LimitExhaustedError(f"{what}: {error}") from None
-    largest = max(failed.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
-    return smaller, f"{what}: microbatch {limit.size_of(*largest)} -> {smaller}, step repeated"
-
-
-def failed_size(lengths: Sequence[int]) -> Microbatch:
-    """Of the samples that ran out of memory; those that stood in for none count as one row."""
-    return Microbatch(max(1, len(lengths)), max(lengths, default=1))
+    def _try_to_drain(self, sample: Sample) -> bool:
+        """Collective: frees everything, then drains; False if that ran out of memory too."""
+        try:
+            self.discard()
+            release()
+            self.ledger.drain(lambda: self.forward_backward([self._stand_in(sample)]))
+            return True
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+        return False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.sizes import format_bytes
@@ -18,8 +18,29 @@ _STEP_DOWN = 0.75
 """What is left of the predicted need that grows with a microbatch, after it ran out of memory."""
 
 
+class Microbatch(NamedTuple):
+    """The size of a microbatch: rows, and the longest of them."""
+
+    rows: int
+    length: int
+
+
 class Limit(Protocol):
     """How many rows may share a microbatch, for each length that they are padded to. Never more for a longer one."""
+
+    unit: str
+    """What `size` counts."""
+
+    @property
+    def size(self) -> int:
+        """The one number that changes when a limit shrinks or grows."""
+
+    @property
+    def next_size(self) -> int:
+        """What to try when this has been enough for long."""
+
+    def resized(self, size: int) -> Limit:
+        """The limit of the same kind with this size."""
 
     @property
     def by_length(self) -> bool:
@@ -34,9 +55,6 @@ class Limit(Protocol):
     def after_oom(self, rows: int, length: int) -> Limit:
         """The next smaller limit, after a microbatch of this size ran out of memory; raises if there is none."""
 
-    def at_most(self, other: Limit) -> Limit:
-        """The smaller of two limits of one kind."""
-
     def size_of(self, rows: int, length: int) -> str:
         """A microbatch in the unit of the limit, without the unit: `microbatch 8 -> 4 rows`."""
 
@@ -48,10 +66,22 @@ class RowLimit:
     """At most `rows` samples in a microbatch, however long they are."""
 
     rows: int
+    unit = "rows"
 
     def __post_init__(self) -> None:
         if self.rows < 1:
             raise ValueError(f"a microbatch has at least 1 row, but the limit says {self.rows}")
+
+    @property
+    def size(self) -> int:
+        return self.rows
+
+    @property
+    def next_size(self) -> int:
+        return smallest_power_of_two_above(self.rows)
+
+    def resized(self, size: int) -> RowLimit:
+        return RowLimit(size)
 
     @property
     def by_length(self) -> bool:
@@ -69,10 +99,6 @@ class RowLimit:
             raise exhausted(length)
         return RowLimit(largest_power_of_two_below(max(2, min(rows, self.rows))))
 
-    def at_most(self, other: Limit) -> RowLimit:
-        assert isinstance(other, RowLimit)
-        return min(self, other, key=lambda limit: limit.rows)
-
     def size_of(self, rows: int, length: int) -> str:
         return str(rows)
 
@@ -85,10 +111,22 @@ class TokenLimit:
     """At most `tokens` in a microbatch, padding included: rows × longest row."""
 
     tokens: int
+    unit = "tokens"
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"a microbatch has at least 1 token, but the limit says {self.tokens}")
+
+    @property
+    def size(self) -> int:
+        return self.tokens
+
+    @property
+    def next_size(self) -> int:
+        return smallest_power_of_two_above(self.tokens)
+
+    def resized(self, size: int) -> TokenLimit:
+        return TokenLimit(size)
 
     @property
     def by_length(self) -> bool:
@@ -106,10 +144,6 @@ class TokenLimit:
             raise exhausted(length)
         return TokenLimit(largest_power_of_two_below(rows * length))
 
-    def at_most(self, other: Limit) -> TokenLimit:
-        assert isinstance(other, TokenLimit)
-        return min(self, other, key=lambda limit: limit.tokens)
-
     def size_of(self, rows: int, length: int) -> str:
         return str(rows * length)
 
@@ -124,6 +158,18 @@ class SurfaceLimit:
     surfaces: Mapping[str, Surface]
     """By the name of the phase."""
     budget_bytes: int
+    unit = "bytes"
+
+    @property
+    def size(self) -> int:
+        return self.budget_bytes
+
+    @property
+    def next_size(self) -> int:
+        return int(self.budget_bytes / _STEP_DOWN)
+
+    def resized(self, size: int) -> SurfaceLimit:
+        return replace(self, budget_bytes=size)
 
     @property
     def by_length(self) -> bool:
@@ -146,10 +192,6 @@ class SurfaceLimit:
         if smaller.budget_bytes >= self.budget_bytes or smaller.fits(rows, length):
             raise exhausted(length)
         return smaller
-
-    def at_most(self, other: Limit) -> SurfaceLimit:
-        assert isinstance(other, SurfaceLimit)
-        return min(self, other, key=lambda limit: limit.budget_bytes)
 
     def size_of(self, rows: int, length: int) -> str:
         return format_bytes(max(surface.bytes_at(rows, length) for surface in self.surfaces.values()))
@@ -177,3 +219,7 @@ def exhausted(length: int) -> LimitExhaustedError:
 def largest_power_of_two_below(count: int) -> int:
     """The largest power of two that is smaller than `count` (which is at least 2)."""
     return 1 << ((count - 1).bit_length() - 1)
+
+
+def smallest_power_of_two_above(count: int) -> int:
+    return 1 << count.bit_length()

@@ -14,12 +14,12 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 from torch.optim import Optimizer
 
-from torchtune_adaptive.attempts import StepResult
 from torchtune_adaptive.collectives import Agreement, rank
 from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.memory import MemorySource, is_oom, release
 from torchtune_adaptive.peaks import Peak
 from torchtune_adaptive.phases import measuring_phases, phase_names
+from torchtune_adaptive.reports import StepResult
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.stepping import StepRunner
 

@@ -29,6 +29,7 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
+from torchtune_adaptive.governor import Governor
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner, Totals
 
@@ -143,7 +144,7 @@ class Bench:
     def disturbed(self, runner: StepRunner[Tensor], fail_at: Sequence[int]) -> Step:
         """Collective: a step that runs out of memory at these operations of this rank."""
         self._start()
-        runner.limit = RowLimit(self.case.rows)
+        runner._governor = Governor(RowLimit(self.case.rows), regrow_after=0)
         self.injector.arm(fail_at)
         result = runner.run(self.samples, step=0)
         return self._outcome(Totals(result.loss_sum, result.target_tokens))
@@ -160,13 +161,13 @@ class Bench:
             stand_in=lambda sample: sample[:2],
         )
         if self.case.again == "drain":
-            drain = runner._ledger.drain
+            drain = runner._attempts.ledger.drain
 
             def watched_drain(replay):
                 with self.injector.watching():
                     drain(replay)
 
-            runner._ledger.drain = watched_drain
+            runner._attempts.ledger.drain = watched_drain
         return runner
 
     def _watched_forward_backward(self, samples: Sequence[Tensor]) -> Totals:

@@ -30,13 +30,13 @@ def failing_runner(rows: int, fail_at: list[int], model: nn.Module | None = None
             return forward_backward(samples)
 
     runner = StepRunner(model, watched, limit=RowLimit(rows), length_of=len, stand_in=lambda s: s[:2])
-    drain = runner._ledger.drain
+    drain = runner._attempts.ledger.drain
 
     def watched_drain(replay):
         with injector.watching():
             drain(replay)
 
-    runner._ledger.drain = watched_drain
+    runner._attempts.ledger.drain = watched_drain
     return runner
 
 
@@ -50,7 +50,7 @@ def run_where_one_row_does_not_fit() -> tuple[str, str]:
         raise torch.OutOfMemoryError
 
     if dist.get_rank() == 1:
-        runner._forward_backward = out_of_memory
+        runner._attempts.forward_backward = out_of_memory
     try:
         runner.run(samples, step=5)
     except AdaptiveError as error:
@@ -110,7 +110,7 @@ def raise_in_forward() -> None:
     def broken(samples):
         raise KeyError("not about memory")
 
-    runner._forward_backward = broken
+    runner._attempts.forward_backward = broken
     runner.run(samples_of(dist.get_rank(), 2), step=0)
 
 
@@ -136,13 +136,13 @@ def test_without_recovery_out_of_memory_passes_through():
 
 def issue_one_collective_too_many() -> str:
     runner = failing_runner(2, [])
-    forward_backward = runner._forward_backward
+    forward_backward = runner._attempts.forward_backward
 
     def miscounted(samples):
-        runner._ledger.position += dist.get_rank()
+        runner._attempts.ledger.position += dist.get_rank()
         return forward_backward(samples)
 
-    runner._forward_backward = miscounted
+    runner._attempts.forward_backward = miscounted
     with pytest.raises(UnrecoverableError) as raised:
         runner.run(samples_of(dist.get_rank(), 2), step=0)
     return str(raised.value)
@@ -188,7 +188,7 @@ def change_what_a_microbatch_communicates() -> None:
         raise torch.OutOfMemoryError
 
     if dist.get_rank() == 1:
-        runner._forward_backward = out_of_memory
+        runner._attempts.forward_backward = out_of_memory
     runner.run(samples, step=2)
 
 

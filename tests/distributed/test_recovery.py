@@ -22,6 +22,7 @@ from tests.distributed.models import (
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import stepping
 from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.governor import Governor
 from torchtune_adaptive.ledger import CollectiveLedger
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.stepping import StepRunner
@@ -104,16 +105,16 @@ def memory_left_over_by_failures() -> list[int]:
     runner.run(samples, step=0)  # what stays for good, say positional embeddings, is allocated here
     model.zero_grad()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
-    run_microbatch, left_over = runner._run_microbatch, []
+    run_microbatch, left_over = runner._attempts._run_microbatch, []
 
     def observed(samples, before):
         live.append(meter.live_bytes)
         return run_microbatch(samples, before)
 
-    runner._run_microbatch = observed
+    runner._attempts._run_microbatch = observed
     with MemoryMeter() as meter:
         for fail_at in FAILURES:
-            runner.limit = RowLimit(2)
+            runner._governor = Governor(RowLimit(2), regrow_after=0)
             live.clear()
             injector.arm([fail_at] if dist.get_rank() == 1 else [])
             runner.run(samples, step=1)

@@ -83,7 +83,7 @@ def test_a_step_that_needs_more_memory_than_there_is_runs_in_smaller_microbatche
 def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
     injector, kept, live_bytes = Injector(), [], []
     runner = runner_of(a_model(), 8, injector)
-    forward_backward = runner._forward_backward
+    forward_backward = runner._attempts.forward_backward
 
     def keeping(samples):
         live_bytes.append(meter.live_bytes)
@@ -93,7 +93,7 @@ def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
             kept.append(error)
             raise
 
-    runner._forward_backward = keeping
+    runner._attempts.forward_backward = keeping
     injector.arm([30])  # in backward
     with MemoryMeter() as meter:
         runner.run(SAMPLES, step=0)

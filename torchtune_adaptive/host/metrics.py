@@ -14,9 +14,9 @@ from torchtune import training
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from torchtune_adaptive.attempts import StepResult
 from torchtune_adaptive.host import components
 from torchtune_adaptive.host.settings import Settings
+from torchtune_adaptive.reports import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,66 @@
+"""The record of a run: `adaptive_steps.jsonl`, and `adaptive_events.jsonl` for what happened besides."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+EVENTS_FILE = "adaptive_events.jsonl"
+STEPS_FILE = "adaptive_steps.jsonl"
+
+START = "start"
+SEARCH = "search"
+RECOVERY = "recovery"
+THRASHING = "thrashing"
+TRIAL = "trial"
+GROWTH = "growth"
+SCHEDULE = "schedule"
+"""Kinds of event. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """One line of the record. What does not apply is None, and is left out of the file."""
+
+    kind: str
+    step: int
+    """The step that it happened in, or after."""
+    reason: str
+    """The line of the log."""
+    unit: str | None = None
+    before: int | None = None
+    """The size of the limit (or batch), in `unit`."""
+    after: int | None = None
+    ranks: tuple[int, ...] | None = None
+    """Those that caused it."""
+    rows: int | None = None
+    """Of the microbatch that was too large."""
+    length: int | None = None
+    """Likewise: its longest sample."""
+    peak_bytes: int | None = None
+    """Of the rank that was fullest, of its own budget."""
+    budget_bytes: int | None = None
+    """Of that rank."""
+
+
+class Journal:
+    """Appends to the two files of a run. Whole lines, at once: what was written before a crash stays readable."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def event(self, event: Event) -> None:
+        known = {name: value for name, value in asdict(event).items() if value is not None}
+        self._append(EVENTS_FILE, {"time": round(time.time(), 3), **known})
+
+    def step(self, step: int, figures: Mapping[str, Any]) -> None:
+        self._append(STEPS_FILE, {"step": step, **figures})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        with (self._directory / name).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
