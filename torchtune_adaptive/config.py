@@ -39,6 +39,7 @@ ANY = Rule(lambda v: True, "anything")
 BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
 COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
 INTEGER = Rule(_is_int, "a whole number")
+COUNT_OR_0 = Rule(lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
@@ -73,6 +74,8 @@ class AdaptiveConfig:
 
     recover_from_oom: bool | None = option(BOOL | NULL, None)
     """Repeat a step that ran out of memory with smaller microbatches; null: wherever that is possible."""
+    regrow_after: int = option(COUNT_OR_0, 200)
+    """Steps without trouble after which a limit that has shrunk tries the next larger size; 0: never."""
     memory_limit: tuple[MemorySize, ...] | None = option(ANY, None, convert=_sizes)
     """What a rank may use, less than its device has: 24GiB, a fraction, or a list with one for each rank."""
 

@@ -55,7 +55,7 @@ class Journal:
 
     def event(self, event: Event) -> None:
         known = {name: value for name, value in asdict(event).items() if value is not None}
-        self._append(EVENTS_FILE, {"time": round(time.time(), 3), **known})
+        self._append(EVENTS_FILE, known)
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         self._append(STEPS_FILE, {"step": step, **figures})
@@ -63,4 +63,4 @@ class Journal:
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
         with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")

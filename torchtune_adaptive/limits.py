@@ -103,7 +103,7 @@ class RowLimit:
         return str(rows)
 
     def __str__(self) -> str:
-        return f"{self.rows} rows"
+        return f"{self.rows} row{'s' * (self.rows > 1)}"
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtune_adaptive.accumulation import Accumulation
+from torchtune_adaptive.events import SEARCH, Event
 from torchtune_adaptive.peaks import Peak, Probe
 from torchtune_adaptive.profiles import Point, Profile
 from torchtune_adaptive.schedules import EpochPlan
@@ -45,6 +46,28 @@ def profile_table(result: Profile) -> str:
         f"any length fits up to {result.constant_tokens} tokens",
     ]
     return "\n".join(lines)
+
+
+def search_event(result: SearchResult, sequence_length: int) -> Event:
+    """The answer, for the record of the run."""
+    peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
+    reason = f"batch search: {_count(result.rows, 'row')} of {sequence_length} tokens ({result.reason})"
+    return Event(
+        kind=SEARCH,
+        step=0,
+        reason=reason,
+        unit="rows",
+        after=result.rows,
+        peak_bytes=peak_bytes,
+        budget_bytes=result.budget_bytes,
+    )
+
+
+def profile_event(result: Profile) -> Event:
+    """Likewise."""
+    reason = f"token budget: any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
+    limit_bytes, budget_bytes = result.limit_bytes, result.budget_bytes
+    return Event(kind=SEARCH, step=0, reason=reason, unit="bytes", after=limit_bytes, budget_bytes=budget_bytes)
 
 
 def step_line(step: Accumulation, ranks: int) -> str:

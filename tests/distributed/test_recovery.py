@@ -179,7 +179,7 @@ def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize(("failing", "who"), [((1,), "rank 1"), ((0, 1), "ranks 0, 1")])
 def test_a_recovery_is_one_line_in_the_log_of_rank_0(failing: tuple[int, ...], who: str):
-    line = f"step 412: out of memory on {who} (longest sample 9 tokens): microbatch 2 -> 1 rows, step repeated"
+    line = f"step 412: out of memory on {who} (longest sample 9 tokens): microbatch 2 -> 1 row, step repeated"
     assert run_on_ranks(2, log_of_a_recovery, failing) == [[line], []]
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from tqdm import tqdm
 from torchtune_adaptive.batch_size import Progress, find_max_batch_size, profile_memory
 from torchtune_adaptive.collectives import Agreement
 from torchtune_adaptive.config import AdaptiveConfig
+from torchtune_adaptive.events import Event
 from torchtune_adaptive.host.microbatch import Sample, cut
 from torchtune_adaptive.host.optimization import Optimization
 from torchtune_adaptive.host.settings import Settings
@@ -25,11 +26,22 @@ from torchtune_adaptive.peaks import Peak
 from torchtune_adaptive.plots import draw_profile, draw_search
 from torchtune_adaptive.probe import TrainingStep
 from torchtune_adaptive.profiles import Profile
-from torchtune_adaptive.report import SEARCH_FILE, profile_table, read_search, search_table, write_search
+from torchtune_adaptive.report import (
+    SEARCH_FILE,
+    profile_event,
+    profile_table,
+    read_search,
+    search_event,
+    search_table,
+    write_search,
+)
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.stepping import StepRunner
 
 logger = logging.getLogger(__name__)
+
+Found: TypeAlias = Callable[[Event], None]
+"""What keeps the record of a run."""
 
 Answer = TypeVar("Answer", SearchResult, Profile)
 
@@ -51,6 +63,7 @@ def rows_that_fit(
     memory: MemorySource | None,
     worst_step: Callable[[], TrainingStep[Sample]],
     samples_per_rank: int,
+    found: Found,
 ) -> int | None:
     """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them."""
     grows = cfg.get("batch_increase_function") is not None
@@ -63,7 +76,7 @@ def rows_that_fit(
             logger.info("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
         return None
     most_rows = min(samples_per_rank, adaptive.max_batch_size or samples_per_rank)
-    return search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows)
+    return search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows, found)
 
 
 def search_batch_size(
@@ -73,6 +86,7 @@ def search_batch_size(
     memory: MemorySource,
     step: TrainingStep[Sample],
     most_rows: int,
+    found: Found,
 ) -> int:
     """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
@@ -87,6 +101,7 @@ def search_batch_size(
         logger.info("%s", search_table(result, step.length))
         write_search(directory, result, step.length, fingerprint)
         draw_search(directory, result, step.length)
+    found(search_event(result, step.length))
     return result.rows
 
 
@@ -97,6 +112,7 @@ def profile_lengths(
     memory: MemorySource,
     step: TrainingStep[Sample],
     most_rows: int,
+    found: Found,
 ) -> Profile:
     """Collective: what microbatches need over rows and length; recorded in `output_dir`."""
     options: dict[str, Any] = {"most_rows": most_rows, "shorten": adaptive.oversize != "error"}
@@ -109,6 +125,7 @@ def profile_lengths(
         logger.info("%s", profile_table(result))
         write_search(directory, result, step.length, fingerprint)
         draw_profile(directory, result)
+    found(profile_event(result))
     return result
 
 

@@ -19,6 +19,7 @@ from torchtune.training import OffloadActivations
 from torchtune_adaptive.collectives import sum_over_ranks
 from torchtune_adaptive.config import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.events import Event
 from torchtune_adaptive.host.data import Collate
 from torchtune_adaptive.host.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.host.settings import Settings
@@ -152,6 +153,7 @@ def build_step_runner(
     settings: Settings,
     adaptive: AdaptiveConfig,
     device: torch.device,
+    on_event: Callable[[Event], None],
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
     split_alike = adaptive.token_budget is not None
@@ -164,6 +166,8 @@ def build_step_runner(
         stand_in=stand_in,
         filler=partial(filler, ignored=cast(int, loss_fn.ignore_index)),
         recover=_recovers(settings, adaptive),
+        regrow_after=adaptive.regrow_after,
+        on_event=on_event,
     )
 
 

@@ -39,11 +39,13 @@ class Progress:
     max_steps_per_epoch: int | None
     past: tuple[EpochPlan, ...] = ()
     """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
+    limit: Mapping[str, Any] | None = None
+    """What the limit has come to, as StepRunner tells it; None before the first epoch, and from torchtune's recipes."""
     ranks: int
     """Data-parallel ranks; of a resumed run, those that it had."""
 
-    def after_epoch(self, plan: EpochPlan, ranks: int) -> Progress:
-        return replace(self, epochs_run=self.epochs_run + 1, past=(*self.past, plan), ranks=ranks)
+    def after_epoch(self, plan: EpochPlan, ranks: int, limit: Mapping[str, Any]) -> Progress:
+        return replace(self, epochs_run=self.epochs_run + 1, past=(*self.past, plan), ranks=ranks, limit=limit)
 
     def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
         """The progress that a checkpoint continues."""
@@ -57,6 +59,7 @@ class Progress:
         saved = Progress(
             **{field: checkpoint[key] for field, key in KEYS.items()},
             past=tuple(EpochPlan(**plan) for plan in ours.get("past", ())),
+            limit=ours.get("limit"),
             ranks=ours.get("ranks", self.ranks),
         )
         going_on = replace(saved, total_epochs=self.total_epochs)
@@ -71,7 +74,7 @@ class Progress:
     def recipe_state(self) -> dict[str, Any]:
         """In torchtune's keys, and one of ours that its recipes ignore."""
         values = asdict(self)
-        ours = {"past": values["past"], "ranks": values["ranks"]}
+        ours = {name: values[name] for name in ("past", "limit", "ranks")}
         return {**{key: values[field] for field, key in KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
 
     def _log_differences(self, saved: Progress, going_on: Progress) -> None:

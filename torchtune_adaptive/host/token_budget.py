@@ -14,7 +14,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.config import AdaptiveConfig
 from torchtune_adaptive.data import StepLoader, looking_ahead
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
-from torchtune_adaptive.host.batch_search import profile_lengths, search_batch_size
+from torchtune_adaptive.host.batch_search import Found, profile_lengths, search_batch_size
 from torchtune_adaptive.host.data import Data
 from torchtune_adaptive.host.microbatch import Sample, cut, filler, length_of
 from torchtune_adaptive.host.settings import Settings
@@ -60,12 +60,11 @@ class Microbatches:
         return self.limit or RowLimit(plan.microbatch_rows)
 
     def steps(self, loader: StepLoader[Sample], plan: EpochPlan) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
-        """The steps of an epoch: the samples of each, and of the next."""
+        """The steps of an epoch: the samples of each, and of the next where it has to be planned ahead."""
         steps = loader.epoch(plan.epoch, samples_per_step=plan.samples_per_step, steps=plan.steps)
-        if self.admit is None:
-            return looking_ahead(steps)
-        admit = self.admit
-        return looking_ahead([admit(sample) for sample in samples] for samples in steps)
+        if self.limit is None or not self.limit.by_length:
+            return ((samples, None) for samples in steps)
+        return looking_ahead(steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps))
 
 
 def microbatches_of(
@@ -75,11 +74,12 @@ def microbatches_of(
     memory: MemorySource | None,
     worst_step: WorstStep,
     data: Data,
+    found: Found,
 ) -> Microbatches:
     """Collective: by tokens if the config asks for them; measured, or as it says."""
     if adaptive.token_budget is None:
         return Microbatches()
-    limit = _limit(cfg, settings, adaptive, memory, worst_step, data)
+    limit = _limit(cfg, settings, adaptive, memory, worst_step, data, found)
     if limit is None:
         return Microbatches()
     if data.packed:
@@ -102,6 +102,7 @@ def _limit(
     memory: MemorySource | None,
     worst_step: WorstStep,
     data: Data,
+    found: Found,
 ) -> Limit | None:
     """Collective: the number of the config, or what was measured; None where nothing can be measured."""
     if isinstance(adaptive.token_budget, int):
@@ -109,10 +110,11 @@ def _limit(
     if memory is None:
         _say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
         return None
+    most_rows = data.loader.samples_per_rank
     if data.packed:
-        return RowLimit(search_batch_size(cfg, settings, adaptive, memory, worst_step(), data.loader.samples_per_rank))
+        return RowLimit(search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows, found))
     try:
-        return profile_lengths(cfg, settings, adaptive, memory, worst_step(), data.loader.samples_per_rank).limit
+        return profile_lengths(cfg, settings, adaptive, memory, worst_step(), most_rows, found).limit
     except OneRowDoesNotFitError as error:
         if adaptive.sequence_length or data.max_seq_len:
             raise
