@@ -6,7 +6,7 @@ READY := $(VENV)/ready
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint faults clean
+.PHONY: demo test lint faults soak clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -23,6 +23,10 @@ lint: $(READY)
 # every point at which a rank can run out of memory, one after the other
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
+
+# hundreds of steps while memory comes and goes; the last seeds are other recipes and token budgets
+soak: $(READY)
+	TQDM_DISABLE=1 $(BIN)/python -W ignore -m tests.recipes.soak
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs

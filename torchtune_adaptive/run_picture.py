@@ -59,10 +59,13 @@ def draw_run(directory: Path) -> Path | None:
 
 def _draw_sizes(axes: Axes, timeline: Timeline) -> None:
     """Logarithmic: sizes are halved and doubled."""
-    axes.step(*timeline.series("samples"), where="post", color=_SECOND, linewidth=1.2, label="samples of a step")
+    axes.step(
+        *timeline.series("samples"), where="post", color=_SECOND, linewidth=1.2, label="samples of a step, all ranks"
+    )
     rows = timeline.series("microbatch_rows")
     axes.step(*rows, where="post", color=_LINE, linewidth=1.4, label="rows of the largest microbatch")
     axes.set_yscale("log", base=2)
+    axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.set_ylabel("batch size")
 

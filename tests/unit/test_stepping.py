@@ -1,5 +1,7 @@
 """StepRunner in one process, on a model that knows nothing of FSDP."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -122,3 +124,74 @@ def test_left_over_gradients_are_refused():
 def test_a_step_without_samples_is_refused():
     with pytest.raises(ValueError, match="at least 1 sample"):
         runner_of(a_model(), 8).run([], step=0)
+
+
+class FakeMemory:
+    """A device whose allocator flushes its cache in the steps that are told."""
+
+    budget_bytes = 1000
+
+    def __init__(self) -> None:
+        self.retries = 0
+        self.peak_bytes = 700
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = 0
+
+    def unlimited(self):
+        return nullcontext()
+
+
+def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice():
+    model, memory, events = a_model(), FakeMemory(), []
+    runner = runner_of(model, 8)
+    runner.on_event = events.append
+    runner.watch(memory)
+    for step in range(1, 4):
+        memory.retries += step >= 2
+        result = runner.run(SAMPLES, step=step)
+        model.zero_grad()
+        assert (result.retries, result.recoveries) == (int(step >= 2), 0)
+    assert runner.limit == RowLimit(4)
+    assert [(event.kind, event.step, event.before, event.after) for event in events] == [("thrashing", 3, 8, 4)]
+    assert (events[0].ranks, events[0].rows, events[0].peak_bytes) == ((0,), 8, 700)
+
+
+def test_retries_from_before_the_memory_is_watched_do_not_count():
+    memory = FakeMemory()
+    memory.retries = 5
+    runner = runner_of(a_model(), 8)
+    runner.watch(memory)
+    assert runner.run(SAMPLES, step=1).retries == 0
+
+
+def test_a_result_tells_the_peak_beside_the_budget_where_memory_is_watched():
+    runner = runner_of(a_model(), 8)
+    assert runner.run(SAMPLES, step=1).memory is None
+    runner.model.zero_grad()
+    runner.watch(FakeMemory())
+    assert runner.run(SAMPLES, step=2).memory == (700, 1000)
+
+
+def test_what_the_limit_has_come_to_survives_in_a_checkpoint():
+    injector = Injector()
+    runner = runner_of(a_model(), 8, injector)
+    injector.arm([5])
+    runner.run(SAMPLES, step=0)
+    resumed = runner_of(a_model(), 8)
+    resumed.load_state_dict(runner.state_dict())
+    assert (resumed.limit, resumed.recoveries) == (RowLimit(4), 1)
+
+
+def test_without_recovery_a_thrashing_step_changes_nothing():
+    model, memory = a_model(), FakeMemory()
+    forward_backward = runner_of(model, 8)._attempts.forward_backward
+    runner = StepRunner(
+        *(model, forward_backward), limit=RowLimit(8), length_of=len, stand_in=lambda s: s, recover=False
+    )
+    runner.watch(memory)
+    for step in range(4):
+        memory.retries += 1
+        runner.run(SAMPLES, step=step)
+        model.zero_grad()
+    assert runner.limit == RowLimit(8)

@@ -1,0 +1,12 @@
+"""The first steps of `make soak`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.soak import Weather, soak
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_run_in_bad_weather_ends_where_one_in_fair_weather_does(seed: int, tmp_path: Path) -> None:
+    soak(Weather(seed, epochs=2, samples=256), tmp_path)

@@ -1,0 +1,129 @@
+"""The record of a run: what is written, what is read back, and the picture of it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.events import EVENTS_FILE, GROWTH, RECOVERY, START, STEPS_FILE, Event, Journal
+from torchtune_adaptive.run_picture import draw_run, main
+from torchtune_adaptive.timeline import read_timeline
+
+
+def figures(rows: int, **others: float) -> dict[str, float]:
+    return {"samples": 16, "microbatch_rows": rows, "target_tokens_per_second": 1000.0 + rows, **others}
+
+
+def start(journal: Journal, step: int) -> None:
+    journal.event(Event(kind=START, step=step, reason="training starts"))
+
+
+def trained(directory: Path, first: int = 1, last: int = 20, rows: int = 8) -> Journal:
+    journal = Journal(directory)
+    start(journal, first - 1)
+    for step in range(first, last + 1):
+        journal.step(step, figures(rows))
+    return journal
+
+
+def steps_and_rows(directory: Path) -> list[tuple[int, int]]:
+    return [(record["step"], record["microbatch_rows"]) for record in read_timeline(directory).steps]
+
+
+def test_an_event_is_one_line_without_what_does_not_apply(tmp_path: Path) -> None:
+    event = Event(kind=RECOVERY, step=3, reason="step 3: out of memory", before=8, after=4, unit="rows", ranks=(1,))
+    Journal(tmp_path).event(event)
+    record = json.loads((tmp_path / EVENTS_FILE).read_text())
+    assert record.pop("time") > 1.7e9
+    assert record == {
+        "kind": "recovery",
+        "step": 3,
+        "reason": "step 3: out of memory",
+        "unit": "rows",
+        "before": 8,
+        "after": 4,
+        "ranks": [1],
+    }
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, ticking: None) -> None:
+    journal = trained(tmp_path, last=20, rows=8)
+    journal.event(Event(kind=RECOVERY, step=18, reason="lost", before=8, after=4, unit="rows"))
+    journal.event(Event(kind=RECOVERY, step=9, reason="kept", before=8, after=4, unit="rows"))
+    trained(tmp_path, first=11, last=15, rows=4)
+    assert steps_and_rows(tmp_path) == [*((step, 8) for step in range(1, 11)), *((step, 4) for step in range(11, 16))]
+    assert [event["reason"] for event in read_timeline(tmp_path).events if event["kind"] == RECOVERY] == ["kept"]
+
+
+def test_a_new_run_in_the_same_place_is_another_one(tmp_path: Path, ticking: None) -> None:
+    trained(tmp_path, last=20, rows=8)
+    trained(tmp_path, last=5, rows=4)
+    assert steps_and_rows(tmp_path) == [(step, 4) for step in range(1, 6)]
+    assert len(read_timeline(tmp_path).events) == 1
+
+
+def test_a_line_that_a_crash_left_unfinished_is_passed_over(tmp_path: Path) -> None:
+    trained(tmp_path, last=3)
+    with (tmp_path / STEPS_FILE).open("a") as file:
+        file.write('{"step": 4, "micro')
+    assert [step for step, _ in steps_and_rows(tmp_path)] == [1, 2, 3]
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock by which no two lines are of one time."""
+    seconds = iter(range(10**6))
+    monkeypatch.setattr("torchtune_adaptive.events.time.time", lambda: float(next(seconds)))
+
+
+def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the axes of the picture are called."""
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: (drawn.append(self), save(self, *args))[1])
+    path = draw_run(directory)
+    assert path is not None
+    assert path.read_bytes().startswith(b"\x89PNG")
+    return [axes.get_ylabel() for axes in drawn[0].axes]
+
+
+def test_the_picture_shows_sizes_memory_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    start(journal, 0)
+    for step in range(1, 30):
+        journal.step(step, figures(8 if step < 10 else 4, peak_bytes=step * 2**25, budget_bytes=2**30))
+    journal.event(Event(kind=RECOVERY, step=10, reason="", before=8, after=4, unit="rows"))
+    journal.event(Event(kind=GROWTH, step=25, reason="", before=4, after=8, unit="rows"))
+    assert panels_of(tmp_path, monkeypatch) == ["batch size", "memory (GiB)", "target tokens / s"]
+
+
+def test_where_nothing_measures_memory_there_is_no_panel_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path)
+    assert panels_of(tmp_path, monkeypatch) == ["batch size", "target tokens / s"]
+
+
+def test_without_matplotlib_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    trained(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level("INFO"):
+        assert draw_run(tmp_path) is None
+    assert [record.getMessage() for record in caplog.records] == [
+        "adaptive_report.png is not drawn: pip install 'torchtune-adaptive[plot]'"
+    ]
+
+
+def test_a_folder_without_a_run_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run_picture", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert f"nothing to draw: {tmp_path} holds no record of a run" in capsys.readouterr().err
