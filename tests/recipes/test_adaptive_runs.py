@@ -128,6 +128,35 @@ def test_a_run_with_recoveries_has_the_losses_of_one_with_all_memory(runs: Runs)
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
 
 
+def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
+    output = runs.folder / "searched" / "out"
+    events = read_log(output / "adaptive_events.jsonl")
+    recoveries = [event for event in events if event["kind"] == "recovery"]
+    assert [event["kind"] for event in events[:2]] == ["start", "search"]
+    assert events[1]["after"] == 8
+    assert events[1]["budget_bytes"] == LIMIT_MIB[runs.kind] * 2**20
+    lines = [line for line in runs.lines[0]["searched"] if "out of memory" in line]
+    assert [event["reason"] for event in recoveries] == lines
+    assert all(event["ranks"] == [1] and event["after"] < event["before"] for event in recoveries)
+    assert (output / "adaptive_report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_record_has_every_step_with_its_memory_beside_the_budget(runs: Runs) -> None:
+    steps, logged = read_log(runs.folder / "searched" / "out" / "adaptive_steps.jsonl"), runs.log("searched")
+    assert [step["step"] for step in steps] == [step["step"] for step in logged]
+    for step, other in zip(steps, logged, strict=True):
+        assert step["loss"] == other["loss"]
+        assert step["budget_bytes"] in (120 * 2**20, LIMIT_MIB[runs.kind] * 2**20)
+        # what one operation allocates is known when it has run
+        assert 0 < step["peak_bytes"] < 1.1 * step["budget_bytes"]
+
+
+def test_the_record_tells_when_the_batch_grows(runs: Runs) -> None:
+    events = read_log(runs.folder / "growing" / "out" / "adaptive_events.jsonl")
+    grown = [(event["step"], event["before"], event["after"]) for event in events if event["kind"] == "schedule"]
+    assert grown == [(16, 4, 8), (24, 8, 16)]
+
+
 def test_only_the_first_rank_speaks(runs: Runs) -> None:
     assert not any(runs.lines[1].values())
 

@@ -1,0 +1,58 @@
+"""What the limit has come to is in the checkpoint: a resumed run does not run out of memory to learn it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.host import process_group
+from torchtune_adaptive.timeline import read_timeline
+
+LIMITED = ("batch_size=8", "gradient_accumulation_steps=1", "epochs=2", "adaptive.memory_limit=40MiB")
+STEPS = 4  # of an epoch
+
+
+class Stopped(Exception):
+    """What ends a run between two epochs."""
+
+
+def train(kind: str, folder: Path, resume: bool) -> None:
+    """Collective: the first epoch, or the second of the run that is there."""
+    how = ["resume_from_checkpoint=True"] if resume else []
+    if resume and kind == "full":
+        how.append("checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
+    recipe: Any = load_ours(kind)(demo_config(kind, folder, *LIMITED, *how))
+    recipe.setup()
+    save = recipe._save_checkpoint
+
+    def save_and_stop(epoch: int) -> None:
+        save(epoch)
+        if not resume:
+            raise Stopped
+
+    recipe._save_checkpoint = save_and_stop
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except Stopped:
+        process_group.leave()
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_resumed_run_begins_under_the_limit_that_the_first_had_come_to(kind: str, tmp_path: Path) -> None:
+    for resume in (False, True):
+        run_on_ranks(2, train, kind, tmp_path / "run", resume, timeout_s=120, in_group=False)
+    log = read_log(tmp_path / "run" / "log.jsonl")
+    assert [step["step"] for step in log] == list(range(1, 2 * STEPS + 1))
+    last, first = log[STEPS - 1], log[STEPS]
+    assert last["oom_recoveries"] >= 1
+    assert first["microbatch_rows"] == last["microbatch_rows"] < 8
+    assert first["oom_recoveries"] == last["oom_recoveries"]
+    timeline = read_timeline(tmp_path / "run" / "out")
+    assert [record["step"] for record in timeline.steps] == [step["step"] for step in log]
+    assert [event["step"] for event in timeline.events if event["kind"] == "start"] == [0, STEPS]
