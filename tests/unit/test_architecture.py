@@ -14,7 +14,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 MODULES = sorted(PACKAGE.rglob("*.py"))
 BELOW_HOST = [path for path in MODULES if not {"host", "demo"} & set(path.relative_to(PACKAGE).parts)]
 
-DECIDING = ("limits", "packing", "search", "schedules", "config")
+DECIDING = ("limits", "packing", "search", "schedules", "config", "governor", "events", "timeline")
 
 LONGEST_FUNCTION = 40
 LONGEST_MODULE = 300
