@@ -19,37 +19,55 @@ class Reserved:
     """Times that the cache had to be flushed to go on."""
 
 
+class Run:
+    """A run that goes through the allocator step by step."""
+
+    def __init__(self, program: Recording, capacity_bytes: int | None = None) -> None:
+        self._program = program
+        self._allocator = CachingAllocator(capacity_bytes)
+        self._live: dict[int, Block] = {}
+        self._started = False
+
+    @property
+    def reserved(self) -> Reserved:
+        return Reserved(self._allocator.peak_reserved_bytes, self._allocator.retries)
+
+    @property
+    def retries(self) -> int:
+        return self._allocator.retries
+
+    def step(self, sizes: Sequence[int]) -> bool:
+        """Its events with these sizes; False where they run out of memory."""
+        phases, update, end = self._program.phases, self._program.update_start, len(sizes)
+        weights, state = phases["weights"], phases["optimizer state"]
+        if self._started:
+            spans = [(state, end)]
+        else:  # the optimizer gets its state in the first update
+            spans = [(0, weights), (state, update), (weights, state), (update, end)]
+            self._started = True
+        return all(self._play(sizes, start, stop, resident=state) for start, stop in spans)
+
+    def _play(self, sizes: Sequence[int], start: int, stop: int, resident: int) -> bool:
+        if start == resident:
+            self._free_leftovers(resident)
+        for event in range(start, stop):
+            number, size = self._program.of_block[event], sizes[event]
+            if size > 0:
+                block = self._allocator.allocate(size, self._program.blocks[number].stream)
+                if block is None:
+                    return False
+                self._live[number] = block
+            elif number in self._live:
+                self._allocator.free(self._live.pop(number))
+        return True
+
+    def _free_leftovers(self, resident: int) -> None:
+        """What a step leaves is freed by the next."""
+        for number in [number for number in self._live if number >= resident]:
+            self._allocator.free(self._live.pop(number))
+
+
 def replay(program: Recording, sizes: Sequence[int], capacity_bytes: int | None = None) -> Reserved | None:
     """What the first steps of a run reserve; None where they run out of memory."""
-    allocator = CachingAllocator(capacity_bytes)
-    live: dict[int, Block] = {}
-    weights, state, update = program.phases["weights"], program.phases["optimizer state"], program.update_start
-    spans = [(0, weights), (state, update), (weights, state), (update, len(sizes))]
-    spans += [(state, len(sizes))] * (STEPS - 1)
-    for start, end in spans:
-        if start == state:
-            _free_leftovers(allocator, live, state)
-        if not _run(allocator, live, program, sizes, start, end):
-            return None
-    return Reserved(allocator.peak_reserved_bytes, allocator.retries)
-
-
-def _run(
-    allocator: CachingAllocator, live: dict[int, Block], program: Recording, sizes: Sequence[int], start: int, end: int
-) -> bool:
-    for event in range(start, end):
-        number, size = program.of_block[event], sizes[event]
-        if size > 0:
-            block = allocator.allocate(size, program.blocks[number].stream)
-            if block is None:
-                return False
-            live[number] = block
-        elif number in live:
-            allocator.free(live.pop(number))
-    return True
-
-
-def _free_leftovers(allocator: CachingAllocator, live: dict[int, Block], resident: int) -> None:
-    """What a step leaves is freed by the next."""
-    for number in [number for number in live if number >= resident]:
-        allocator.free(live.pop(number))
+    run = Run(program, capacity_bytes)
+    return run.reserved if all(run.step(sizes) for _ in range(STEPS)) else None
