@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+PEERS := $(VENV)/ready-to-bench
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint faults clean
+.PHONY: demo test lint faults bench clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -24,6 +25,10 @@ lint: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 
+# beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
+bench: $(PEERS)
+	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs
 
@@ -33,3 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(PEERS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	touch $(PEERS)
