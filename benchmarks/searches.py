@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.peers import Found, by_accelerate, by_lightning
 from benchmarks.results import Result, compared
-from tests.searching import Shape, Trained
+from tests.searching import HEAD_DOMINATED, Shape, Trained
 from torchtune_adaptive import MemoryMeter, find_max_batch_size
 from torchtune_adaptive.memory import forget_frames
 
@@ -40,10 +40,8 @@ class Case:
 
 
 CASES = [
-    Case("layers are largest", Shape(vocabulary=256, dim=96, hidden=384, layers=6, length=48), 64 * MiB),
-    Case(
-        "head is largest", Shape(vocabulary=4096, dim=64, hidden=256, layers=3, length=24, checkpointing=True), 64 * MiB
-    ),
+    Case("layers are largest", Shape(vocabulary=256, dim=96, hidden=384, layers=6, length=24), 36 * MiB),
+    Case("head is largest", HEAD_DOMINATED, 24 * MiB),
 ]
 """In the second, what needs the most with one or two rows is not what needs the most with many."""
 
