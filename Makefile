@@ -3,10 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
+PEERS := $(VENV)/ready-to-bench
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint faults soak clean
+.PHONY: demo test lint faults soak bench clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -24,9 +25,13 @@ lint: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 
-# hundreds of steps while memory comes and goes; the last seeds are other recipes and token budgets
+# hundreds of steps while memory comes and goes: both recipes, by rows and by tokens
 soak: $(READY)
 	TQDM_DISABLE=1 $(BIN)/python -W ignore -m tests.recipes.soak
+
+# beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
+bench: $(PEERS)
+	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs
@@ -37,3 +42,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
+
+$(PEERS): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
+	touch $(PEERS)

@@ -1,25 +1,27 @@
 """Step time of our recipes against the stock recipes at the same batch, alternating in one process group.
 
-    python -m benchmarks.overhead [--pairs 5]
-
 Goal 1.00, bound 1.01 in the median. Both recipes train the same model on the same samples; an epoch of one, an epoch
 of the other, in turns. A pair is the ratio of the median step times of two neighbouring epochs.
+
+In one process our recipes leave FSDP out, which has nothing to shard there, and stock's do not. So one process is
+measured in both ways: as our recipes are, and sharded like stock's, which compares the loops alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import statistics
 import tempfile
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from benchmarks.clock import Clock
-from benchmarks.results import save, table
+from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours, load_stock, stock_on_cpu
 
@@ -37,21 +39,59 @@ MODEL = (
 )
 
 
-def time_both(kind: str, folder: Path, pairs: int) -> list[tuple[float, float]]:
+@dataclass(frozen=True)
+class Case:
+    recipe: str
+    ranks: int
+    sharded: bool
+    """Ours: what one process does without."""
+
+
+CASES = [Case(recipe, *ranks) for recipe in ("full", "lora") for ranks in ((1, False), (1, True), (2, True))]
+
+
+def run(pairs: int) -> Result:
+    note = "step times; ratio: ours over stock's. sharded: whether our recipe uses FSDP too, which stock's always does"
+    return Result([measure(case, pairs) for case in CASES], note)
+
+
+def measure(case: Case, pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        timeout_s = 120 + 60 * pairs
+        times = run_on_ranks(case.ranks, time_both, case, Path(folder), pairs, timeout_s=timeout_s, in_group=False)[0]
+    return {
+        "recipe": case.recipe,
+        "ranks": case.ranks,
+        "sharded": case.sharded,
+        "stock ms": statistics.median(stock for stock, _ in times) * 1e3,
+        "ours ms": statistics.median(ours for _, ours in times) * 1e3,
+        **compared(times),
+    }
+
+
+def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]:
     """Collective: median step times of stock and ours, a pair for every two neighbouring epochs."""
-    ours = load_ours(kind)(demo_config(kind, folder / "ours", *MODEL))
-    ours.setup()
+    ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *MODEL))
+    with sharding_always() if case.sharded else nullcontext():
+        ours.setup()
     ours._save_checkpoint = lambda epoch: None
     with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"):
-        config = demo_config(kind, folder / "stock", *MODEL)
-        stock = load_stock(kind)(config)
+        config = demo_config(case.recipe, folder / "stock", *MODEL)
+        stock = load_stock(case.recipe)(config)
         stock.setup(config)
         stock.save_checkpoint = lambda epoch: None
-        if kind == "full":
+        if case.recipe == "full":
             stock._checkpoint_client.save_checkpoint = lambda **_: None
         epochs = [_pair(stock, ours, stock_first=bool(index % 2)) for index in range(pairs + 1)]
     ours.cleanup()
     return epochs[1:]  # the first warms up
+
+
+@contextmanager
+def sharding_always() -> Iterator[None]:
+    """Our recipe as stock's, which shards over one rank too."""
+    with mock.patch("torchtune_adaptive.host.model._is_sharded", return_value=True):
+        yield
 
 
 def _pair(stock: Any, ours: Any, stock_first: bool) -> tuple[float, float]:
@@ -81,32 +121,3 @@ def _median_step(recipe: Any) -> float:
     if not Clock.times:
         return math.nan
     return statistics.median(after - before for before, after in itertools.pairwise(Clock.times))
-
-
-def measure(kind: str, ranks: int, pairs: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        times = run_on_ranks(ranks, time_both, kind, Path(folder), pairs, timeout_s=120 + 60 * pairs, in_group=False)[0]
-    ratios = [ours / stock for stock, ours in times]
-    return {
-        "recipe": kind,
-        "ranks": ranks,
-        "stock ms": statistics.median(stock for stock, _ in times) * 1e3,
-        "ours ms": statistics.median(ours for _, ours in times) * 1e3,
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-        "pairs": pairs,
-    }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
-    pairs = parser.parse_args().pairs
-    rows = [measure(kind, ranks, pairs) for kind in ("full", "lora") for ranks in (1, 2)]
-    print(table(rows))
-    print(f"written to {save('overhead', rows)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,80 +1,119 @@
-"""Token budgets against stock's batches of rows: the same model, samples and memory limit, in turns in one run.
+"""Token budgets against stock's two ways: batches of rows, and `packed: True`. One model, one memory limit, one run.
 
-    python -m benchmarks.packing [--pairs 5] [--ranks 2 3]
-
-Goal: at least 1.8 times the target tokens per second. Stock's rows are the most that fit for the longest sample, found
-by the search; the token budget is the profile's. Neither runs out of memory. Epochs of one and of the other take turns;
-a pair is the ratio of two neighbouring epochs. While they are timed nothing limits or counts memory, which would slow
-both down; that each stays within the limit is measured in an epoch before.
+Goal: at least 1.8 times the target tokens per second of stock's rows, for instruction data. Stock's rows, and its
+packs, are the most that fit, found by the search; the token budget is the profile's. None runs out of memory. Epochs of
+the three take turns; a ratio is of two neighbouring ones. While they are timed nothing limits or counts memory, which
+would slow all down; that each stays within the limit is measured in an epoch before.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
+import os
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
 from torch.utils.data import Dataset
+from torchtune.datasets import PackedDataset
 
-from benchmarks.results import save, table
+from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.limits import Limit
 from torchtune_adaptive.packing import plan_step, spread
 
-LONGEST = 1024
-MEDIAN = 96
-SPREAD = 1.0
-"""Lengths are log-normal, cut at the longest: as in mixed instruction data, where a few samples are whole dialogues."""
+RANKS = 2
+LONGEST = 512
+SHORTEST = 8
+EPOCH_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Log-normal lengths, cut at the longest."""
+
+    name: str
+    median: int
+    spread: float
+    samples_per_step: int
+    """Of a rank; fewer where they are longer."""
+
+    def draw_length(self, draw: random.Random) -> int:
+        return max(SHORTEST, min(LONGEST, math.ceil(draw.lognormvariate(math.log(self.median), self.spread))))
+
+
+INSTRUCTIONS = Lengths("instructions", LONGEST // 10, 1.0, 64)
+"""As mixed instruction data: a few samples are whole dialogues."""
+DIALOGUES = Lengths("dialogues", LONGEST // 3, 0.6, 32)
+DOCUMENTS = Lengths("documents", LONGEST, 0.5, 16)
+"""Half of them are cut at the longest: there is little padding to save."""
+DISTRIBUTIONS = {lengths.name: lengths for lengths in (INSTRUCTIONS, DIALOGUES, DOCUMENTS)}
 
 COMMON = (
-    "adaptive.memory_limit=240MiB",  # room for 8 of the longest
-    "dataset._component_=benchmarks.packing.instructions",
+    "adaptive.memory_limit=120MiB",  # room for 8 of the longest
+    "dataset._component_=benchmarks.packing.random_tokens",
     "adaptive.sequence_length=null",
     "adaptive.reuse_search=False",
     f"tokenizer.max_seq_len={LONGEST}",
-    "dataset.samples=256",
-    "batch_size=64",
     "gradient_accumulation_steps=1",
     "clip_grad_norm=1.0",
     "metric_logger._component_=benchmarks.packing.Figures",
 )
 ROWS = ("use_maximum_batch_size=True", "adaptive.round_to=none")
 TOKENS = ("adaptive.token_budget=auto",)
+PACKS = (*ROWS, "dataset.packed=True")
 
 
-def drawn_length(draw: random.Random) -> int:
-    return max(8, min(LONGEST, math.ceil(draw.lognormvariate(math.log(MEDIAN), SPREAD))))
+def run(pairs: int) -> Result:
+    rows = [measure(lengths, RANKS, pairs) for lengths in DISTRIBUTIONS.values()]
+    note = (
+        "target tokens per second of all ranks. stock: batches of rows; budget: adaptive.token_budget: auto; packs: "
+        "torchtune's packed: True. ratio: budget over stock; to packs: budget over packs. balance: padded tokens of "
+        "the fullest rank over their mean. On a CPU, attention within packs is computed with a mask, not by a "
+        "kernel that leaves out what is masked"
+    )
+    shown = [{"figure": name, **{row["lengths"]: row[name] for row in rows}} for name in rows[0] if name != "lengths"]
+    return Result(rows, note, shown)
 
 
-class Instructions(Dataset[dict[str, list[int]]]):
+def measure(lengths: Lengths, ranks: int, pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        timeout_s = 300 + 60 * pairs
+        measured = run_on_ranks(ranks, compare, lengths, Path(folder), pairs, timeout_s=timeout_s, in_group=False)[0]
+    return {"lengths": lengths.name, "ranks": ranks, **measured}
+
+
+class RandomTokens(Dataset[dict[str, list[int]]]):
     """Random tokens of which the first half is the prompt, and masked; the lengths are what matters."""
 
-    def __init__(self, samples: int, seed: int) -> None:
+    def __init__(self, lengths: Lengths, samples: int, seed: int) -> None:
         draw = random.Random(seed)
-        self._lengths = [drawn_length(draw) for _ in range(samples)]
+        self.lengths = [lengths.draw_length(draw) for _ in range(samples)]
         self._seed = seed
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
-        length = self._lengths[index]
+        length = self.lengths[index]
         tokens = random.Random(f"{self._seed}/{index}").choices(range(256), k=length)
         return {"tokens": tokens, "labels": [-100] * (length // 2) + tokens[length // 2 :]}
 
 
-def instructions(tokenizer: Any, *, samples: int, seed: int = 0, packed: bool = False) -> Instructions:
+def random_tokens(
+    tokenizer: Any, *, lengths: str, samples: int, seed: int = 0, packed: bool = False
+) -> RandomTokens | PackedDataset:
     """Component for a config's `dataset:`."""
-    return Instructions(samples, seed)
+    dataset = RandomTokens(DISTRIBUTIONS[lengths], samples, seed)
+    return PackedDataset(dataset, max_seq_len=LONGEST) if packed else dataset
 
 
 class Figures:
@@ -98,8 +137,8 @@ class Figures:
 class Contender:
     """Collective: a recipe that is set up once and trains its epochs one by one."""
 
-    def __init__(self, folder: Path, epochs: int, *overrides: str) -> None:
-        self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, f"epochs={epochs}", *overrides))
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, *overrides))
         self.recipe.setup()
         self.recipe._save_checkpoint = lambda epoch: None
         self._run, self.recipe._runner.run = self.recipe._runner.run, self._count
@@ -137,42 +176,64 @@ class Epoch(NamedTuple):
         return statistics.mean(float(step[figure]) for step in self.steps)
 
 
-def compare(folder: Path, pairs: int) -> dict[str, Any]:
-    """Collective: both ways in one process group; what rank 0 knows of them."""
-    contenders = [Contender(folder / "rows", pairs + 2, *ROWS)]
-    with mock.patch("torch.distributed.init_process_group"):
-        contenders.append(Contender(folder / "tokens", pairs + 2, *TOKENS))
+class Round(NamedTuple):
+    """Neighbouring epochs."""
+
+    stock: Epoch
+    budget: Epoch
+    packs: Epoch
+
+
+def compare(lengths: Lengths, folder: Path, pairs: int) -> dict[str, Any]:
+    """Collective: all ways in one process group; what rank 0 knows of them."""
+    contenders = set_up(lengths, folder, epochs=pairs + 1)
     recoveries = []
     for contender in contenders:
         with contender.recipe._limited_memory():
             contender.epoch()
         recoveries.append(contender.recipe._runner.recoveries)
-        contender.epoch()  # warms up
-    epochs = [(contenders[0].epoch(), contenders[1].epoch()) for _ in range(pairs)]
-    by_rows, by_tokens = (contender.recipe for contender in contenders)
+    rounds = [Round(*(contender.epoch() for contender in contenders)) for _ in range(pairs)]
+    by_rows, by_tokens, _ = (contender.recipe for contender in contenders)
     limit, balance = by_tokens._runner.limit, balance_of(by_tokens, by_rows)
-    if not epochs[0][0].steps:
+    if not rounds[0].stock.steps:
         return {}
-    assert all(rows.target_tokens == tokens.target_tokens for rows, tokens in epochs), "both train the same samples"
-    rate = statistics.median(tokens.tokens_per_second for _, tokens in epochs) / dist.get_world_size()
-    return {**summary(epochs), "recoveries": recoveries, **balance, **packing_share(limit, rate)}
+    assert all(each.stock.target_tokens == each.budget.target_tokens for each in rounds), "both train the same samples"
+    rate = statistics.median(each.budget.tokens_per_second for each in rounds) / dist.get_world_size()
+    return {**summary(rounds), "recoveries": recoveries, **balance, **packing_share(lengths, limit, rate)}
 
 
-def summary(epochs: Sequence[tuple[Epoch, Epoch]]) -> dict[str, Any]:
-    ratios = [tokens.tokens_per_second / rows.tokens_per_second for rows, tokens in epochs]
-    rows, tokens = epochs[0]
+def set_up(lengths: Lengths, folder: Path, epochs: int) -> list[Contender]:
+    """Collective: all of them on the same samples, in steps of about the same tokens."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    samples = lengths.samples_per_step * EPOCH_STEPS * ranks
+    packs = len(random_tokens(None, lengths=lengths.name, samples=samples, packed=True))
+    data = (f"epochs={epochs}", f"dataset.samples={samples}", f"dataset.lengths={lengths.name}")
+    by_samples, by_packs = (
+        f"batch_size={count}" for count in (lengths.samples_per_step, packs // ranks // EPOCH_STEPS)
+    )
+    contenders = [Contender(folder / "rows", *data, by_samples, *ROWS)]
+    with mock.patch("torch.distributed.init_process_group"):
+        contenders.append(Contender(folder / "tokens", *data, by_samples, *TOKENS))
+        contenders.append(Contender(folder / "packs", *data, by_packs, *PACKS))
+    return contenders
+
+
+def summary(rounds: Sequence[Round]) -> dict[str, Any]:
+    stock, budget, packs = ([each.tokens_per_second for each in epochs] for epochs in zip(*rounds, strict=True))
+    first, to_packs = rounds[0], compared(list(zip(packs, budget, strict=True)))
     return {
-        "stock rows": int(rows.steps[0]["microbatch_rows"]),
-        "stock tokens/s": statistics.median(rows.tokens_per_second for rows, _ in epochs),
-        "budget tokens/s": statistics.median(tokens.tokens_per_second for _, tokens in epochs),
-        "ratio": statistics.median(ratios),
-        "lowest": min(ratios),
-        "highest": max(ratios),
-        "pairs": len(epochs),
-        "stock padding": rows.mean("padding_fraction"),
-        "budget padding": tokens.mean("padding_fraction"),
-        "stock microbatches": rows.mean("microbatches"),
-        "budget microbatches": tokens.mean("microbatches"),
+        "stock rows": int(first.stock.steps[0]["microbatch_rows"]),
+        "packs rows": int(first.packs.steps[0]["microbatch_rows"]),
+        "stock tokens/s": statistics.median(stock),
+        "budget tokens/s": statistics.median(budget),
+        "packs tokens/s": statistics.median(packs),
+        **compared(list(zip(stock, budget, strict=True))),
+        **{f"{figure} to packs": to_packs[figure] for figure in ("ratio", "lowest", "highest")},
+        "stock padding": first.stock.mean("padding_fraction"),
+        "budget padding": first.budget.mean("padding_fraction"),
+        "stock microbatches": first.stock.mean("microbatches"),
+        "budget microbatches": first.budget.mean("microbatches"),
+        "packs microbatches": first.packs.mean("microbatches"),
     }
 
 
@@ -197,38 +258,15 @@ def _balance(recipe: Any) -> float:
     return fullest / mean
 
 
-def packing_share(limit: Limit, tokens_per_second: float) -> dict[str, float]:
+def packing_share(lengths: Lengths, limit: Limit, tokens_per_second: float) -> dict[str, float]:
     """What planning a step of 4096 samples costs a rank, and its share of the time to train them at its rate."""
     draw = random.Random(0)
-    lengths = [drawn_length(draw) for _ in range(4096)]
+    drawn = [lengths.draw_length(draw) for _ in range(4096)]
     times = []
     for _ in range(9):
         began = time.perf_counter()
-        plan = plan_step(lengths, limit)
-        spread(plan, lengths, limit, len(plan) + 1)
+        plan = plan_step(drawn, limit)
+        spread(plan, drawn, limit, len(plan) + 1)
         times.append(time.perf_counter() - began)
     seconds = statistics.median(times)
-    return {"pack 4096 ms": 1e3 * seconds, "share of a step %": 100 * seconds * tokens_per_second / (sum(lengths) / 2)}
-
-
-def measure(ranks: int, pairs: int) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory() as folder:
-        timeout_s = 300 + 60 * pairs
-        measured = run_on_ranks(ranks, compare, Path(folder), pairs, timeout_s=timeout_s, in_group=False)[0]
-    return {"ranks": ranks, **measured}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=5)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3])
-    options = parser.parse_args()
-    rows = [measure(ranks, options.pairs) for ranks in options.ranks]
-    print(table([{"figure": name, **{f"{row['ranks']} ranks": row[name] for row in rows}} for name in rows[0]]))
-    print(f"written to {save('packing', rows)}")
-
-
-if __name__ == "__main__":
-    from benchmarks import packing  # by its name, under which the recipes find the same `Figures`
-
-    packing.main()
+    return {"pack 4096 ms": 1e3 * seconds, "share of a step %": 100 * seconds * tokens_per_second / (sum(drawn) / 2)}

@@ -5,19 +5,45 @@ from __future__ import annotations
 import json
 import os
 import platform
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import date
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 RESULTS = Path(__file__).parent / "results"
+PACKAGES = ("torch", "torchtune", "torchao", "accelerate", "pytorch-lightning")
+
+Row: TypeAlias = Mapping[str, Any]
 
 
-def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as aligned columns; floats with three digits behind the point."""
+@dataclass(frozen=True)
+class Result:
+    """What a benchmark has measured."""
+
+    rows: Sequence[Row]
+    """For the JSON."""
+    note: str
+    """What the figures are, and what they are not."""
+    shown: Sequence[Row] | None = None
+    """The rows of the table, where they are others."""
+
+    def __str__(self) -> str:
+        return f"{table(self.shown or self.rows)}\n{self.note}"
+
+
+def compared(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """The second of each pair over the first: both were measured side by side."""
+    ratios = [second / first for first, second in pairs]
+    return {"ratio": statistics.median(ratios), "lowest": min(ratios), "highest": max(ratios), "pairs": len(ratios)}
+
+
+def table(rows: Sequence[Row]) -> str:
+    """The rows as aligned columns; floats with three digits behind the point, and nothing for None."""
     header = list(rows[0])
-    cells = [[f"{v:.3f}" if isinstance(v, float) else str(v) for v in row.values()] for row in rows]
+    cells = [[_cell(value) for value in row.values()] for row in rows]
     widths = [max(len(line[i]) for line in [header, *cells]) for i in range(len(header))]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in [header, *cells]
@@ -25,19 +51,42 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def save(name: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def save(name: str, rows: Sequence[Row], note: str = "") -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    content = {"machine": machine(), "note": note, "rows": rows}
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     return path
 
 
 def machine() -> dict[str, Any]:
-    packages = ("torch", "torchtune", "torchao")
     return {
         "date": date.today().isoformat(),
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
-        **{package: version(package) for package in packages},
+        **{package: found for package in PACKAGES if (found := _version(package)) is not None},
     }
+
+
+def _processor() -> str:
+    """Linux tells the model only here."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(models, platform.processor() or platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

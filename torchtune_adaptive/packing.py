@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
@@ -43,14 +45,32 @@ def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
     longest go first: what fits the longest of a microbatch fits the rest of it, so filling up in that order takes the
     fewest microbatches that there can be.
     """
-    order = sorted(range(len(lengths)), key=lambda index: -lengths[index]) if limit.by_length else range(len(lengths))
-    plan: list[tuple[int, ...]] = []
+    order = _longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
+    return _filled(order, lengths, limit)
+
+
+def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
+    """In linear time: what is sorted are lengths, of which there are few, and not samples."""
+    of_length: defaultdict[int, list[int]] = defaultdict(list)
+    for index, length in enumerate(lengths):
+        of_length[length].append(index)
+    return tuple(index for length in sorted(of_length, reverse=True) for index in of_length[length])
+
+
+def _filled(order: tuple[int, ...], lengths: Sequence[int], limit: Fits) -> Plan:
+    """Microbatches of samples in this order, as many in each as its first one allows."""
+    starts = _starts(order, lengths, limit)
+    return tuple(order[start:end] for start, end in pairwise([*starts, len(order)]))
+
+
+def _starts(order: Sequence[int], lengths: Sequence[int], limit: Fits) -> list[int]:
+    """Where each microbatch begins; it looks at no sample but those."""
+    starts = []
     start = 0
     while start < len(order):
-        rows = max(1, limit.rows_at(lengths[order[start]]))
-        plan.append(tuple(order[start : start + rows]))
-        start += rows
-    return tuple(plan)
+        starts.append(start)
+        start += max(1, limit.rows_at(lengths[order[start]]))
+    return starts
 
 
 def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -> Plan:
@@ -59,21 +79,23 @@ def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -
     Ranks go through their microbatches side by side, so what one has more than its peers in each of them is time that
     they wait. Equal ones, the largest first, wait least; they also waste less on padding, and need less memory.
     """
+    order = _longest_first(lengths)
     cap = max((_padded_tokens(rows, lengths) for rows in plan), default=0)
-    too_low = 0
+    too_low, lowest = 0, None
     for _ in range(_HALVINGS):
-        tokens = (too_low + cap) // 2
-        smaller = plan_step(lengths, _Capped(limit, tokens))
-        if len(smaller) > microbatches:
-            too_low = tokens
+        smaller = _Capped(limit, (too_low + cap) // 2)
+        if len(_starts(order, lengths, smaller)) > microbatches:
+            too_low = smaller.tokens
         else:
-            plan, cap = smaller, tokens
+            lowest, cap = smaller, smaller.tokens
+    if lowest is not None:
+        plan = _filled(order, lengths, lowest)
     return _split_largest(plan, lengths, microbatches)
 
 
 @dataclass(frozen=True)
 class _Capped:
-    """A limit by length, and no more padded tokens than that; for `plan_step` alone."""
+    """A limit by length, and no more padded tokens than that."""
 
     limit: Fits
     tokens: int
@@ -107,4 +129,4 @@ def load_of(plan: Plan, lengths: Sequence[int]) -> Load:
 
 
 def _padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
-    return len(rows) * max(lengths[index] for index in rows)
+    return len(rows) * max(map(lengths.__getitem__, rows))

@@ -1,0 +1,35 @@
+"""Runs the benchmarks that need no GPU, one after another: a table each, and JSON under benchmarks/results/.
+
+    python -m benchmarks [--only NAME ...] [--pairs 5]
+
+A benchmark is a module of this package with `run(pairs: int) -> Result`. Times want a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from importlib import import_module
+
+from benchmarks.results import save
+
+BENCHMARKS = ("overhead", "searches", "recovery", "packing", "scaling")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME")
+    parser.add_argument("--pairs", type=int, default=5, help="measurements of either side; the median is shown")
+    options = parser.parse_args()
+    for name in options.only:
+        began = time.perf_counter()
+        # Imported one by one: `searches` needs packages that the others do without.
+        result = import_module(f"benchmarks.{name}").run(options.pairs)
+        written = save(name, result.rows, result.note)
+        print(f"\n{name} ({time.perf_counter() - began:.0f} s, written to {written})\n{result}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""What running out of memory costs: the step that survives it, beside a restart from a checkpoint.
+
+Goal: less than 2 step times lost, wherever the memory runs out. Rank 1 of 2 fails once at a chosen point of a step; a
+pair is an undisturbed step and the disturbed one that follows it, which is run again with half the rows.
+
+The restart is that of our own recipe, killed after its first checkpoint and resumed through `tune run`: from the start
+of the command to the end of the first step, less that step. Steps since the checkpoint would come on top.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from benchmarks.overhead import SIZES
+from benchmarks.results import Result
+from tests.ranks import run_on_ranks
+from tests.recipes.running import environment, kill_session
+from tests.searching import Shape, Trained
+
+RANKS = 2
+FAILING_RANK = 1
+SHAPE = Shape(vocabulary=512, dim=192, hidden=768, layers=6, length=64)
+ROWS, MICROBATCHES = 8, 4
+WARM_UP_STEPS, UNDISTURBED_STEPS = 2, 3
+
+
+@dataclass(frozen=True)
+class Point:
+    """Where in a step memory runs out."""
+
+    name: str
+    microbatch: int
+    module: Callable[[Any], nn.Module]
+    in_backward: bool = False
+
+
+POINTS = [
+    Point("first microbatch, forward, first layer", 1, lambda model: model.layers[0]),
+    Point("first microbatch, forward, head", 1, lambda model: model.head),
+    Point("first microbatch, backward, middle layer", 1, lambda model: model.layers[SHAPE.layers // 2], True),
+    Point("last microbatch, forward, head", MICROBATCHES, lambda model: model.head),
+    Point("last microbatch, backward, first layer", MICROBATCHES, lambda model: model.layers[0], True),
+]
+
+
+@dataclass
+class Fault:
+    """Runs out of memory once, where `point` says, as soon as it is armed."""
+
+    point: Point
+    armed: bool = False
+    _microbatches: int = field(default=0, init=False)
+
+    def watch(self, model: nn.Module) -> None:
+        module = self.point.module(model)
+        module.register_forward_pre_hook(self._at_forward)
+        module.register_forward_hook(self._at_output)
+
+    def _at_forward(self, *_: Any) -> None:
+        self._microbatches += self.armed
+        if not self.point.in_backward:
+            self._fail()
+
+    def _at_output(self, module: nn.Module, args: Any, output: Tensor) -> None:
+        if self.point.in_backward and self.armed:
+            output.register_hook(lambda _: self._fail())
+
+    def _fail(self) -> None:
+        if self.armed and self._microbatches == self.point.microbatch:
+            self.armed = False
+            raise torch.OutOfMemoryError("injected")
+
+
+def run(pairs: int) -> Result:
+    rows = [measure(point, pairs) for point in POINTS]
+    rows.append(measure_restart(pairs))
+    note = (
+        f"{RANKS} ranks, {MICROBATCHES} microbatches a step. lost: what the disturbed step takes above an undisturbed "
+        "one, or what a restart takes until the next step begins; in seconds, and in undisturbed steps of that model. "
+        "Steps to repeat since the last checkpoint would come on top of a restart"
+    )
+    return Result(rows, note)
+
+
+def measure(point: Point, pairs: int) -> dict[str, Any]:
+    times = run_on_ranks(RANKS, time_recoveries, POINTS.index(point), pairs, timeout_s=60 + 30 * pairs)[0]
+    return {"out of memory in": point.name, **lost(times)}
+
+
+def lost(times: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Of pairs of an undisturbed step and what running out of memory took, that one included."""
+    steps = [(disturbed - undisturbed) / undisturbed for undisturbed, disturbed in times]
+    return {
+        "step s": median(undisturbed for undisturbed, _ in times),
+        "lost s": median(disturbed - undisturbed for undisturbed, disturbed in times),
+        "lost steps": median(steps),
+        "lowest": min(steps),
+        "highest": max(steps),
+        "pairs": len(times),
+    }
+
+
+def time_recoveries(point: int, pairs: int) -> list[tuple[float, float]]:
+    """Collective: seconds of an undisturbed step and of a disturbed one, in pairs."""
+    return [_one_recovery(POINTS[point]) for _ in range(pairs)]
+
+
+def _one_recovery(point: Point) -> tuple[float, float]:
+    """Collective: with a model and a limit of its own, since recovery leaves a smaller limit behind."""
+    trained, fault = Trained(SHAPE, limit=ROWS), Fault(point)
+    fault.watch(trained.model)
+    undisturbed = [_timed_step(trained, recoveries=0) for _ in range(WARM_UP_STEPS + UNDISTURBED_STEPS)]
+    fault.armed = dist.get_rank() == FAILING_RANK
+    disturbed = _timed_step(trained, recoveries=1)
+    trained.runner.close()
+    return median(undisturbed[WARM_UP_STEPS:]), disturbed
+
+
+def _timed_step(trained: Trained, recoveries: int) -> float:
+    """Collective: the seconds of a step, with the update."""
+    dist.barrier()
+    began = time.perf_counter()
+    result = trained.runner.run([trained.sample] * (ROWS * MICROBATCHES), step=1)
+    trained.update(result)
+    trained.optimizer.zero_grad(set_to_none=True)
+    dist.barrier()
+    assert result.recoveries == recoveries, f"{result.recoveries} recoveries in a step that should have {recoveries}"
+    return time.perf_counter() - began
+
+
+STEPS_AN_EPOCH = 6
+RECIPE = (
+    *("tune", "run", "--nproc_per_node", str(RANKS), "adaptive_full_finetune_distributed"),
+    *("--config", "adaptive/demo/full"),
+    *(f"model.{size}" for size in SIZES),
+    *(f"checkpointer.sizes.{size}" for size in SIZES),
+    *("dataset.samples=256", f"max_steps_per_epoch={STEPS_AN_EPOCH}", "epochs=3", "tokenizer.max_seq_len=256"),
+    *("batch_size=2", "use_maximum_batch_size=False", "adaptive=null"),
+)
+RESUMED = (
+    "resume_from_checkpoint=True",
+    "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]",
+)
+
+
+def measure_restart(pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        steps_of(Path(folder), "killed", count=STEPS_AN_EPOCH + 1)
+        times = [_one_restart(Path(folder), f"restart-{number}") for number in range(pairs)]
+    return {"out of memory in": "no recovery: restart from a checkpoint", **lost(times)}
+
+
+def _one_restart(folder: Path, name: str) -> tuple[float, float]:
+    """Seconds of a step, and of a restart with one step more."""
+    began = time.perf_counter()
+    ended = steps_of(folder, name, *RESUMED, count=STEPS_AN_EPOCH)
+    step = median(after - before for before, after in pairwise(ended))
+    return step, ended[0] - began
+
+
+def steps_of(folder: Path, name: str, *overrides: str, count: int, timeout_s: float = 120) -> list[float]:
+    """Starts the recipe and kills it after so many steps; when each of them had ended."""
+    log = folder / f"{name}.txt"
+    with running(
+        [*RECIPE, f"metric_logger.log_dir={folder}", f"metric_logger.filename={log.name}", *overrides], folder
+    ):
+        return [time.perf_counter() for _ in _lines(log, count, time.monotonic() + timeout_s)]
+
+
+@contextmanager
+def running(command: Sequence[str], folder: Path) -> Iterator[None]:
+    """The command in a session of its own, which ends with the block."""
+    executable = Path(sys.executable).parent / command[0]
+    with open(folder / "output.txt", "wb") as output:
+        process = subprocess.Popen(
+            [str(executable), *command[1:]],
+            cwd=folder,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            yield
+        except TimeoutError as error:
+            written = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
+            raise TimeoutError(f"{error}: {' '.join(command)}\n{written[-4000:]}") from None
+        finally:
+            kill_session(process)
+            process.wait()
+
+
+def _lines(path: Path, count: int, deadline: float) -> Iterator[None]:
+    """Comes back at each of the first lines of a file, as soon as it is written."""
+    seen = 0
+    while seen < count:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{seen} of {count} steps were taken when the time was over")
+        with suppress(FileNotFoundError):
+            for _ in range(seen, min(count, path.read_text(encoding="utf-8").count("\n"))):
+                seen += 1
+                yield
+        time.sleep(0.002)

@@ -1,0 +1,267 @@
+"""What our own work costs as things grow: planning a step, agreeing at its end, counting collectives.
+
+Goal: linear or better. Each curve is fitted as a power of the size over its upper half, where what does not grow no
+longer hides what does: an exponent of 1 is linear. All is in CPU time of the rank: 64 ranks share the cores of this
+machine, and so each of them waits for the others much longer than it would with cores of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from benchmarks.packing import INSTRUCTIONS
+from benchmarks.results import Result
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.collectives import Agreement
+from torchtune_adaptive.fsdp import AllGather, ReduceScatter
+from torchtune_adaptive.ledger import CollectiveLedger
+from torchtune_adaptive.limits import Limit, RowLimit, SurfaceLimit, TokenLimit
+from torchtune_adaptive.packing import load_of, plan_step, spread
+from torchtune_adaptive.reports import Report, Reports, exchange
+from torchtune_adaptive.surfaces import Surface
+
+SAMPLES = [2**exponent for exponent in range(4, 17)]
+RANKS = [2, 4, 8, 16, 32, 64]
+MODULES = [4, 32, 250, 1000, 2000, 4000]
+
+LIMITS: Mapping[str, Limit] = {
+    "rows": RowLimit(8),
+    "tokens": TokenLimit(8192),
+    "measured": SurfaceLimit(
+        {"layers": Surface(1e8, 1e3, 2e4, 1.0), "head": Surface(5e7, 0.0, 3e4), "update": Surface(2e8)}, 400_000_000
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What something costs at several sizes."""
+
+    name: str
+    of: str
+    """What the sizes count."""
+    ms: Mapping[int, float]
+
+    @property
+    def exponent(self) -> float:
+        """Of the size, in the law that fits the upper half best."""
+        upper = list(self.ms.items())[len(self.ms) // 2 :]
+        sizes, times = zip(*upper, strict=True)
+        return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "of": self.of, "exponent": self.exponent, "ms": dict(self.ms)}
+
+    def shown(self) -> dict[str, Any]:
+        sizes = list(self.ms)
+        return {
+            "what": self.name,
+            "sizes": f"{sizes[0]} to {sizes[-1]} {self.of}",
+            "ms, smallest": self.ms[sizes[0]],
+            "ms, largest": self.ms[sizes[-1]],
+            "us each, largest": 1e3 * self.ms[sizes[-1]] / sizes[-1],
+            "exponent": self.exponent,
+        }
+
+
+def run(pairs: int) -> Result:
+    curves = [*planning(pairs), *agreement(pairs), *counting(pairs)]
+    note = (
+        "CPU time of a rank in one step; exponent: of the upper half of the sizes, 1 is linear. Ranks that agree are "
+        "processes, connected by gloo; modules are those of one process, whose collectives do nothing"
+    )
+    return Result([curve.to_json() for curve in curves], note, [curve.shown() for curve in curves])
+
+
+def planning(rounds: int) -> list[Curve]:
+    """A step of so many samples, as StepRunner plans it; ranks that need more microbatches make it spread them."""
+    draw = random.Random(0)
+    lengths = [INSTRUCTIONS.draw_length(draw) for _ in range(SAMPLES[-1])]
+    return [
+        Curve(
+            f"planning by {name}",
+            "samples",
+            {samples: milliseconds(partial(plan, lengths[:samples], limit), rounds) for samples in SAMPLES},
+        )
+        for name, limit in LIMITS.items()
+    ]
+
+
+def plan(lengths: Sequence[int], limit: Limit) -> None:
+    planned = plan_step(lengths, limit)
+    if limit.by_length:
+        planned = spread(planned, lengths, limit, len(planned) + 1)
+    load_of(planned, lengths)
+
+
+def agreement(rounds: int) -> list[Curve]:
+    """One process a rank, and the table that each of them reads."""
+    measured = {ranks: run_on_ranks(ranks, time_agreements, rounds, timeout_s=120)[0] for ranks in RANKS}
+    read = {ranks: milliseconds(partial(conclude, ranks), rounds) for ranks in RANKS}
+    return [
+        Curve("agreeing", "ranks", measured),
+        Curve("reading what was agreed on", "ranks", read),
+    ]
+
+
+AGREEMENTS = 10
+
+
+def time_agreements(rounds: int) -> float:
+    """Collective: milliseconds that one agreement takes this rank, with the threads of gloo."""
+    agreement = Agreement(len(Report._fields))
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        began = time.process_time()
+        for _ in range(AGREEMENTS):
+            exchange(agreement, Report(target_tokens=1))
+        times.append(time.process_time() - began)
+    return 1e3 * statistics.median(times[1:]) / AGREEMENTS  # the first connects the ranks
+
+
+def conclude(ranks: int) -> None:
+    """What every rank works out from the reports of all."""
+    reports = Reports([Report(position=7, target_tokens=rank, tokens=rank) for rank in range(ranks)])
+    reports.check_positions()
+    assert not reports.failed
+    assert reports.target_tokens == reports.load.tokens
+    assert reports.loss_sum == reports.upcoming_microbatches == 0
+
+
+def counting(rounds: int) -> list[Curve]:
+    """A microbatch through so many FSDP modules, of which this process is one of two ranks."""
+    with two_ranks_of_which_one_exists(), no_garbage_collection():
+        costs = {modules: time_ledger(modules, rounds) for modules in MODULES}
+    return [
+        Curve(what, "modules", {modules: cost[what] for modules, cost in costs.items()}) for what in costs[MODULES[0]]
+    ]
+
+
+def time_ledger(modules: int, rounds: int) -> dict[str, float]:
+    """Milliseconds that the ledger takes in a step of one microbatch, beside what that takes itself."""
+    model = chain(modules)
+    ledger, stopwatch = CollectiveLedger(model), Stopwatch()
+    ledger.issue = stopwatch.around(ledger.issue)
+    passes, counts = [], []
+    for _ in range(2):  # the first initializes FSDP
+        stopwatch.seconds = 0.0
+        began = time.thread_time()
+        stopwatch.around(ledger.begin_step)(1)
+        stopwatch.around(ledger.begin_microbatch)()
+        model(torch.ones(1, 2)).sum().backward()
+        stopwatch.around(ledger.end_microbatch)()
+        passes.append(1e3 * (time.thread_time() - began))
+        counts.append(1e3 * stopwatch.seconds)
+    model.zero_grad(set_to_none=True)
+    reset = milliseconds(ledger.reset, rounds)
+    ledger.close()
+    return {
+        "counting collectives": counts[-1],
+        "FSDP's own time": passes[-1] - counts[-1],
+        "reset after a failure": reset,
+    }
+
+
+class Stopwatch:
+    """Adds up the time that is spent in some functions."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **options: Any) -> Any:
+            began = time.thread_time()
+            try:
+                return function(*args, **options)
+            finally:
+                self.seconds += time.thread_time() - began
+
+        return timed
+
+
+def chain(modules: int) -> nn.Module:
+    """Tiny modules one after another, each sharded by itself."""
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(modules)))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh)
+        module.set_custom_all_gather(NoAllGather())
+        module.set_custom_reduce_scatter(NoReduceScatter())
+    return model
+
+
+class Nothing:
+    """A collective that does nothing, so that what is measured is not communication."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.zeros(size, dtype=dtype, device=device)
+
+    def __call__(self, *tensors: Any, **options: Any) -> None:
+        pass
+
+
+class NoAllGather(Nothing, AllGather):
+    pass
+
+
+class NoReduceScatter(Nothing, ReduceScatter):
+    pass
+
+
+@contextmanager
+def two_ranks_of_which_one_exists() -> Iterator[None]:
+    """A process group without peers."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """It comes when it likes, and would count for whoever happens to run."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def milliseconds(function: Callable[[], object], rounds: int) -> float:
+    """The median of several rounds, each of as many calls as a clock can tell from none."""
+    function()
+    calls, seconds = 1, _seconds(function, 1)
+    if seconds < SHORTEST_ROUND_S:
+        calls = math.ceil(SHORTEST_ROUND_S / max(seconds, 1e-7))
+    return 1e3 * statistics.median(_seconds(function, calls) / calls for _ in range(rounds))
+
+
+SHORTEST_ROUND_S = 0.005
+
+
+def _seconds(function: Callable[[], object], calls: int) -> float:
+    began = time.thread_time()
+    for _ in range(calls):
+        function()
+    return time.thread_time() - began

@@ -1,0 +1,129 @@
+"""What finding the batch size costs: our strategies, accelerate's and Lightning's, on one model and memory limit.
+
+A MemoryMeter stands in for the device. All contenders train the same model on rows of the same length, with two
+microbatches a step, and start from the same weights; who answers right is judged by brute force, which trains with 1,
+2, 3, ... rows and looks at the peak. Nothing is rounded, and no search goes beyond `MOST_ROWS`. A round is one search
+by each contender; a pair is `linear` and another one of the same round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+
+from benchmarks.peers import Found, by_accelerate, by_lightning
+from benchmarks.results import Result, compared
+from tests.searching import HEAD_DOMINATED, Shape, Trained
+from torchtune_adaptive import MemoryMeter, find_max_batch_size
+from torchtune_adaptive.memory import forget_frames
+
+MOST_ROWS = 128
+"""Where accelerate begins by default."""
+MiB = 2**20
+
+Search: TypeAlias = Callable[[Trained, "Device"], Found]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, and the memory that it is searched in."""
+
+    name: str
+    shape: Shape
+    limit_bytes: int
+
+
+CASES = [
+    Case("layers are largest", Shape(vocabulary=256, dim=96, hidden=384, layers=6, length=24), 36 * MiB),
+    Case("head is largest", HEAD_DOMINATED, 24 * MiB),
+]
+"""In the second, what needs the most with one or two rows is not what needs the most with many."""
+
+
+class Device(MemoryMeter):
+    """Memory that runs out in the words of PyTorch's allocator for CPUs, by which both peers recognise it."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+            forget_frames(error)  # they hold what an allocator would not have given
+        raise torch.OutOfMemoryError(f"DefaultCPUAllocator: can't allocate memory: {reason}")
+
+
+def by_us(strategy: str, trained: Trained, device: Device) -> Found:
+    result = find_max_batch_size(trained.step(), memory=device, strategy=strategy, round_to="none", max_rows=MOST_ROWS)
+    return Found(result.rows, len(result.probes), result.out_of_memory_count)
+
+
+CONTENDERS: Mapping[str, Search] = {
+    "linear": partial(by_us, "linear"),
+    "binary": partial(by_us, "binary"),
+    "decrease": partial(by_us, "decrease"),
+    "accelerate": partial(by_accelerate, MOST_ROWS),
+    "Lightning, power": partial(by_lightning, "power"),
+    "Lightning, binsearch": partial(by_lightning, "binsearch"),
+}
+
+
+def run(pairs: int) -> Result:
+    note = (
+        "One process: the peers do not agree over ranks on what fits. fits: by brute force, as rows are. seconds over "
+        "linear's: ratio. The peers have their defaults: accelerate takes a tenth off until training runs, here for as "
+        "many steps as Lightning tries (3); Lightning takes 5 % off what its binsearch finds."
+    )
+    return Result([row for case in CASES for row in measure(case, pairs)], note)
+
+
+def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
+    """A row for each contender."""
+    torch.set_num_threads(1)
+    fitting = brute_force(case)
+    found: dict[str, Found] = {}
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    for _ in range(rounds):
+        for name, search in CONTENDERS.items():
+            found[name], taken = timed(case, search)
+            seconds[name].append(taken)
+    return [
+        {
+            "model": case.name,
+            "search": name,
+            "rows": found[name].rows,
+            "fits": fitting,
+            "probes": found[name].probes,
+            "out of memory": found[name].out_of_memory,
+            "seconds": statistics.median(seconds[name]),
+            **compared(list(zip(seconds["linear"], seconds[name], strict=True))),
+        }
+        for name in CONTENDERS
+    ]
+
+
+def timed(case: Case, search: Search) -> tuple[Found, float]:
+    """A search with a model of its own, and its seconds."""
+    with Device(case.limit_bytes) as device:
+        trained = Trained(case.shape)
+        began = time.perf_counter()
+        found = search(trained, device)
+        return found, time.perf_counter() - began
+
+
+def brute_force(case: Case) -> int:
+    """The most rows whose training steps stay within the limit."""
+    with Device() as device:
+        trained = Trained(case.shape)
+        trained.train([1])  # from here on there is state of the optimizer
+        for rows in range(1, MOST_ROWS + 1):
+            device.reset_peak()
+            trained.train([rows, rows])
+            if device.peak_bytes > case.limit_bytes:
+                return rows - 1
+    raise ValueError(f"{case.name}: {MOST_ROWS} rows fit, so no search would have to stop; lower the limit")

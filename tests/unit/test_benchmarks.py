@@ -1,0 +1,109 @@
+"""The benchmarks in small: they run, and what they say follows from what they measured."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import results, scaling
+from benchmarks.overhead import CASES
+from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
+from benchmarks.recovery import POINTS, Fault, lost
+from tests.searching import Shape, Trained
+
+
+def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:
+    pairs = [(1.0, 2.0), (10.0, 10.0), (100.0, 50.0)]
+    assert results.compared(pairs) == {"ratio": 1.0, "lowest": 0.5, "highest": 2.0, "pairs": 3}
+
+
+def test_a_result_is_saved_with_machine_and_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    written = results.save("example", [{"figure": 1.5}], "a note")
+    content = json.loads(written.read_text(encoding="utf-8"))
+    assert content["rows"] == [{"figure": 1.5}]
+    assert content["note"] == "a note"
+    assert content["machine"]["torch"] == torch.__version__
+    assert content["machine"]["processor"]
+
+
+def test_a_table_has_a_line_for_each_row_and_leaves_out_what_is_none() -> None:
+    lines = results.table([{"name": "a", "value": 1.23456}, {"name": "b", "value": None}]).splitlines()
+    assert lines == ["name  value", "a     1.235", "b"]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])
+def test_the_exponent_of_a_curve_is_not_hidden_by_what_does_not_grow(exponent: float) -> None:
+    sizes = [4**power for power in range(1, 9)]
+    curve = scaling.Curve("example", "things", {size: 1.0 + size**exponent for size in sizes})
+    assert curve.exponent == pytest.approx(exponent, abs=0.02)
+
+
+def test_the_ledger_is_measured_on_modules_that_communicate() -> None:
+    with scaling.two_ranks_of_which_one_exists():
+        costs = scaling.time_ledger(modules=3, rounds=1)
+    assert all(milliseconds > 0 for milliseconds in costs.values())
+
+
+def test_planning_and_reading_reports_are_measured_for_every_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scaling, "SAMPLES", [4, 8])
+    monkeypatch.setattr(scaling, "SHORTEST_ROUND_S", 0.0)
+    assert [list(curve.ms) for curve in scaling.planning(rounds=1)] == [[4, 8]] * len(scaling.LIMITS)
+    assert scaling.milliseconds(lambda: scaling.conclude(64), rounds=1) > 0
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_lengths_are_within_what_a_pack_can_hold(name: str) -> None:
+    draw = random.Random(1)
+    lengths = [DISTRIBUTIONS[name].draw_length(draw) for _ in range(2000)]
+    assert SHORTEST <= min(lengths) <= max(lengths) <= LONGEST
+    assert lengths.count(LONGEST) < 0.6 * len(lengths)
+
+
+def test_packs_hold_the_same_tokens_as_the_samples() -> None:
+    samples = random_tokens(None, lengths="instructions", samples=40)
+    packs = random_tokens(None, lengths="instructions", samples=40, packed=True)
+    targets = sum(label >= 0 for sample in samples for label in sample["labels"])
+    assert sum(int((pack["labels"] >= 0).sum()) for pack in packs) == targets
+    assert len(packs) < len(samples)
+
+
+@pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)
+def test_a_fault_costs_one_recovery_and_no_more(point: object) -> None:
+    trained = Trained(Shape(layers=6), limit=2)
+    fault = Fault(replace(point, microbatch=min(point.microbatch, 2)))  # type: ignore[type-var]
+    fault.watch(trained.model)
+    fault.armed = True
+    assert trained.runner.run([trained.sample] * 4, step=1).recoveries == 1
+    trained.model.zero_grad(set_to_none=True)
+    assert trained.runner.run([trained.sample] * 4, step=2).recoveries == 0
+
+
+def test_what_is_lost_is_counted_in_undisturbed_steps() -> None:
+    figures = lost([(2.0, 5.0), (1.0, 3.0), (1.0, 2.0)])
+    assert figures["lost steps"] == 1.5
+    assert figures["lost s"] == 2.0
+
+
+def test_one_process_is_compared_with_stock_in_the_same_way_too() -> None:
+    alone = {(case.recipe, case.sharded) for case in CASES if case.ranks == 1}
+    assert alone == {(recipe, sharded) for recipe in ("full", "lora") for sharded in (True, False)}
+
+
+def test_every_search_answers_within_what_brute_force_allows() -> None:
+    pytest.importorskip("accelerate")
+    pytest.importorskip("pytorch_lightning")
+    from benchmarks import searches
+
+    case = searches.Case("small", Shape(), limit_bytes=400_000)
+    rows = searches.measure(case, rounds=1)
+    assert [row["search"] for row in rows] == list(searches.CONTENDERS)
+    assert 1 < rows[0]["fits"] < searches.MOST_ROWS
+    assert all(0 < row["rows"] <= row["fits"] for row in rows)
+    assert math.isclose(rows[0]["ratio"], 1.0)
