@@ -75,6 +75,10 @@ class Answer:
         """The answer for rows of another length."""
         return Answer(self._law, tokens, self.budget, self._rungs)
 
+    def within(self, budget: Budget) -> Answer:
+        """The answer within another budget."""
+        return Answer(self._law, self.tokens, budget, self._rungs)
+
     def predictions(self) -> list[Prediction]:
         """For powers of two up to what fits, and for what bounds the answer."""
         bounds = {1, self.chosen_rows, self.most_rows, self.most_rows_with_retries} - {0}
