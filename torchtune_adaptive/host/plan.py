@@ -9,7 +9,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.config import read_adaptive
 from torchtune_adaptive.errors import ConfigError, PredictionError
-from torchtune_adaptive.host.plan_settings import PlanSettings, budget, lengths
+from torchtune_adaptive.host.plan_settings import ASSUMED_TOKENS, PlanSettings, budget, lengths
 from torchtune_adaptive.host.predict import FakeStep, fake_step, is_lora, is_packed
 from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, peak_of, sizes_of
@@ -41,16 +41,18 @@ class Plan:
 def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
     """What fits at each length; `traced` is called after each of `traces(...)` traces."""
     adaptive = read_adaptive(cfg.get("adaptive"))
-    wanted = lengths(cfg, plan)
+    given = lengths(cfg, plan)
     with fake_step(cfg, plan.world_size) as step:
         have = budget(cfg, plan, on_gpu=step.on_gpu)
-        longest = _longest(step, wanted)
+        longest = _longest(step, given)
+        wanted = given or (min(ASSUMED_TOKENS, longest),)
         law = _fit(step, traced)
         rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
         traced()
-        return Plan(answers, longest, error, _notes(cfg, step, have.overhead_bytes))
+        notes = [] if given else [f"the length of rows: {wanted[0]} tokens are assumed (sequence_length)"]
+        return Plan(answers, longest, error, [*notes, *_notes(cfg, step, have.overhead_bytes)])
 
 
 def traces() -> int:
@@ -108,12 +110,13 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
     )
 
 
-def _longest(step: FakeStep, wanted: Sequence[int]) -> int:
-    """What the model takes, which has to be as long as what is wanted."""
-    allowed = int(getattr(step.model, "max_seq_len", max(wanted)))
-    if max(wanted) > allowed:
+def _longest(step: FakeStep, given: Sequence[int] | None) -> int:
+    """What the model takes, which has to be as long as what is given."""
+    wanted = max(given) if given else ASSUMED_TOKENS
+    allowed = int(getattr(step.model, "max_seq_len", wanted))
+    if given and wanted > allowed:
         raise ConfigError(
-            f"sequence_length is {max(wanted)}, but the model takes at most {allowed} (its max_seq_len): lower it"
+            f"sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it"
         )
     return allowed
 
@@ -138,6 +141,9 @@ def _notes(cfg: DictConfig, step: FakeStep, overhead_bytes: int) -> list[str]:
     notes = []
     if step.on_gpu:
         notes.append(f"context, NCCL, cuBLAS: {format_bytes(overhead_bytes)} are assumed for them (memory_overhead)")
+    if step.settings.fsdp_cpu_offload:
+        host = format_bytes(step.host_bytes)
+        notes.append(f"fsdp_cpu_offload: the host of each rank needs {host} for parameters, gradients, optimizer state")
     if cfg.get("compile"):
         notes.append("compile: predicted as if False, an upper bound (compiled steps need 5-20 % less)")
     if cfg.get("enable_activation_offloading"):

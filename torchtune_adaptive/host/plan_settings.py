@@ -17,6 +17,8 @@ COUNTS = Rule(
     lambda v: isinstance(v, list) and bool(v) and all(COUNT.accepts(each) for each in v),
     "a list of whole numbers of at least 1",
 )
+ASSUMED_TOKENS = 4096
+"""Of a row, where nothing says how long rows are."""
 ONE_PROCESS_OVERHEAD = "1GiB"
 MANY_RANKS_OVERHEAD = "3GiB"
 
@@ -30,7 +32,8 @@ class PlanSettings:
     memory_overhead: str | None = option(TEXT | NULL, None)
     """Of it, what is not for tensors; null: 3GiB with NCCL, 1GiB in one process, nothing on a CPU."""
     sequence_length: int | tuple[int, ...] | None = option(COUNT | COUNTS | NULL, None)
-    """Tokens of every row, or several lengths; null: adaptive.sequence_length, else tokenizer.max_seq_len."""
+    """Tokens of every row, or several lengths; null: adaptive.sequence_length, else tokenizer.max_seq_len, else
+    4096 or the most that the model takes."""
     format: str = option(one_of("table", "csv", "json"), "table")
     picture: str | None = option(TEXT | NULL, None)
     """Where to draw the answer: a file of matplotlib's, say plan.png."""
@@ -40,17 +43,14 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
     return config.read(PlanSettings, cfg)
 
 
-def lengths(cfg: DictConfig, plan: PlanSettings) -> tuple[int, ...]:
-    """Tokens of a row, one or several."""
+def lengths(cfg: DictConfig, plan: PlanSettings) -> tuple[int, ...] | None:
+    """Tokens of a row, one or several; None where nothing says them."""
     given = plan.sequence_length
     for key in ("adaptive.sequence_length", "tokenizer.max_seq_len"):
         if given is None:
             given = OmegaConf.select(cfg, key)
     if given is None:
-        raise ConfigError(
-            "sequence_length is not given and tokenizer.max_seq_len is null, so rows have no known length: "
-            "set sequence_length, say sequence_length=4096, to the tokens of your longest samples"
-        )
+        return None
     return given if isinstance(given, tuple) else (int(given),)
 
 

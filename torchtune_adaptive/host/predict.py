@@ -27,6 +27,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.fsdp import computing_on
 from torchtune_adaptive.host import components, process_group
 from torchtune_adaptive.host.batch_search import phase_boundaries
 from torchtune_adaptive.host.data import Collate, build_collate
@@ -37,13 +38,11 @@ from torchtune_adaptive.host.microbatch import Sample, build_forward_backward, s
 from torchtune_adaptive.host.model import build_full_model, build_lora_model
 from torchtune_adaptive.host.optimization import Optimization, build_optimization
 from torchtune_adaptive.host.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
+from torchtune_adaptive.memory import plain_tensors
 from torchtune_adaptive.phases import measuring_phases
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
-from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, UPLOAD, DeviceStandIn, cuda_kernels
 from torchtune_adaptive.stepping import Totals
-
-HOST = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class FakeStep:
@@ -56,6 +55,8 @@ class FakeStep:
     forward_backward: Callable[[Sequence[Sample]], Totals]
     fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
+    device: torch.device
+    """Where fakes count: what is offloaded is on another."""
     on_gpu: bool
 
     def record(self, rows: int, tokens: int) -> Recording:
@@ -63,9 +64,9 @@ class FakeStep:
         recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {})
         gc.collect()
         with self.fakes, recorder, self.device_stand_in:
-            recorder.count(resident_tensors(self.model, ()))
+            recorder.count(self._resident(()))
             weights = recorder.events
-            recorder.count(resident_tensors(self.model, self.optimization.optimizers))
+            recorder.count(self._resident(self.optimization.optimizers))
             resident = {"weights": weights, "optimizer state": recorder.events}
             with measuring_phases(_Clock(recorder), self.model, phase_boundaries(self.model, self.loss_fn)) as meter:
                 target_tokens = self.run_microbatches(rows, tokens)
@@ -73,6 +74,18 @@ class FakeStep:
                 self.optimization.update(target_tokens)
                 meter.end_phase()
         return recorder.recording(resident | meter.peaks)
+
+    @property
+    def host_bytes(self) -> int:
+        """What is offloaded to the host between two steps, gradients included."""
+        gradients = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        tensors = [*resident_tensors(self.model, self.optimization.optimizers), *gradients]
+        plain = [each for tensor in tensors for each in plain_tensors(tensor) if each.device != self.device]
+        return sum(each.untyped_storage().nbytes() for each in plain)
+
+    def _resident(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+        """What is on the device between two steps."""
+        return [tensor for tensor in resident_tensors(self.model, optimizers) if tensor.device == self.device]
 
     def run_microbatches(self, rows: int, tokens: int) -> int:
         """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
@@ -119,6 +132,9 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         stack.enter_context(mock.patch.object(Llama3ScaledRoPE, "apply_scaling", _same_frequencies))
         if on_gpu:
             stack.enter_context(cuda_kernels())
+        if settings.fsdp_cpu_offload:
+            stack.enter_context(computing_on(UPLOAD))
+            stack.enter_context(mock.patch.object(training.precision, "verify_bf16_support", lambda: True))
         step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
         step.run_first_step()
         yield step
@@ -132,7 +148,6 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     else:
         settings = read_full_settings(cfg)
     for key, value, allowed in (
-        ("fsdp_cpu_offload", settings.fsdp_cpu_offload, False),
         ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
         ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
     ):
@@ -168,10 +183,12 @@ def _build(
     cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
 ) -> FakeStep:
     """In the recipes' order."""
-    fakes, device_stand_in = FakeTensorMode(allow_non_fake_inputs=True), DeviceStandIn(host_is_device=not on_gpu)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
+    device = UPLOAD if settings.fsdp_cpu_offload else HOST
     with fakes, device_stand_in:
         checkpoint = _made_up_checkpoint(cfg, settings)
-        model = _build_model(cfg, settings, lora, mesh, checkpoint)
+        model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
     tokenizer = SimpleNamespace(pad_id=0)
@@ -186,16 +203,22 @@ def _build(
         ),
         fakes=fakes,
         device_stand_in=device_stand_in,
+        device=device,
         on_gpu=on_gpu,
     )
 
 
 def _build_model(
-    cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, checkpoint: dict[str, Any]
+    cfg: DictConfig,
+    settings: Settings,
+    lora: LoraSettings | None,
+    device: torch.device,
+    mesh: DeviceMesh,
+    checkpoint: dict[str, Any],
 ) -> nn.Module:
     if lora is None:
-        return build_full_model(cfg, settings, HOST, mesh, checkpoint)
-    return build_lora_model(cfg, settings, lora, HOST, mesh, checkpoint)
+        return build_full_model(cfg, settings, device, mesh, checkpoint)
+    return build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
 
 
 def _made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
