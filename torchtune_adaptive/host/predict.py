@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._mode_utils import no_dispatch
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
@@ -130,6 +131,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
         stack.enter_context(_without_garbage_collection())
         stack.enter_context(mock.patch.object(Llama3ScaledRoPE, "apply_scaling", _same_frequencies))
+        stack.enter_context(mock.patch.object(training._distributed, "distribute_tensor", _own_shard))
         if on_gpu:
             stack.enter_context(cuda_kernels())
         if settings.fsdp_cpu_offload:
@@ -249,6 +251,12 @@ def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
 def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
     """Scaling branches on each frequency, and none of them has a value here."""
     return frequencies.clone()
+
+
+def _own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """What rank 0 keeps of a tensor, which has the shards of all others made and sent otherwise."""
+    shard = whole.new_empty((-(-len(whole) // mesh.size()), *whole.shape[1:]))
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 @contextmanager

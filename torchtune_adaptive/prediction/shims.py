@@ -26,6 +26,7 @@ from torchtune_adaptive.memory import wraps_tensors
 
 aten = torch.ops.aten
 
+META = torch.device("meta")
 HOST = torch.device("cpu")
 UPLOAD = torch.device("cpu", 0)
 """Stands for the GPU where a program copies from the host: to torch another device than `cpu`, which is the host."""
@@ -58,20 +59,26 @@ class DeviceStandIn(TorchDispatchMode):
         if func is aten.add.Tensor and not torch.is_grad_enabled() and self._adds_in_place(*args):
             return args[0]
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if kwargs.get("device") == UPLOAD:
-                device = UPLOAD if self._offloads else HOST
-                return torch.empty(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype, device=device)
+        device = kwargs.get("device")
+        if _stays_on_meta(tensors, device):
+            with no_dispatch():
+                return func(*args, **kwargs)
+        if tensors and not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
+            if device == UPLOAD:
+                return self._uploaded(tensors[0], kwargs.get("dtype"))
             with self._on_host():
                 return func(*args, **kwargs)
         if func is aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
-        if self._offloads and tensors and _makes_host_memory(tensors, kwargs):
+        if self._offloads and _makes_host_memory(tensors, device):
             if func is aten.is_pinned.default:
                 return True  # fakes cannot be pinned, and it does not matter
             with _disable_current_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _uploaded(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=UPLOAD if self._offloads else HOST)
 
     def _adds_in_place(self, total: Any, addend: Any) -> bool:
         """Whether this is autograd adding to a gradient of which it is the only owner."""
@@ -96,10 +103,18 @@ class DeviceStandIn(TorchDispatchMode):
         assert self._unshared is not None, "autograd adds gradients in a way that is not known"
 
 
-def _makes_host_memory(tensors: list[Tensor], kwargs: dict[str, Any]) -> bool:
-    if kwargs.get("device") is not None:
-        return bool(kwargs["device"] == HOST)
-    return all(tensor.device == HOST for tensor in tensors)
+def _stays_on_meta(tensors: list[Tensor], device: torch.device | None) -> bool:
+    """What is on meta has no data as it is; and to cut it into a thousand shards takes seconds with fakes."""
+    if device is not None:
+        return device == META
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+
+
+def _makes_host_memory(tensors: list[Tensor], device: torch.device | None) -> bool:
+    """Of tensors that there are: what is made from nothing is small, or made before anything counts."""
+    if device is not None and tensors:
+        return device == HOST
+    return bool(tensors) and all(tensor.device == HOST for tensor in tensors)
 
 
 @contextmanager
