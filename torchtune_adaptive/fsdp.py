@@ -172,5 +172,5 @@ def _reset_parameters(group: Any) -> None:
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """While open, what is sharded computes on this device, whatever its mesh says."""
-    with mock.patch.object(_fully_shard, "_get_device_from_mesh", lambda mesh: device):
+    with mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
         yield

@@ -6,29 +6,22 @@ The process group is a fake one of any size, of which this process is rank 0.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
 from torch.utils._mode_utils import no_dispatch
-from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
-from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.fsdp import computing_on
 from torchtune_adaptive.host import components, process_group
 from torchtune_adaptive.host.batch_search import phase_boundaries
 from torchtune_adaptive.host.data import Collate, build_collate
@@ -38,12 +31,14 @@ from torchtune_adaptive.host.memory_limit import resident_tensors
 from torchtune_adaptive.host.microbatch import Sample, build_forward_backward, stand_in
 from torchtune_adaptive.host.model import build_full_model, build_lora_model
 from torchtune_adaptive.host.optimization import Optimization, build_optimization
+from torchtune_adaptive.host.plan_shims import apart_from_host, quantizing_at_once, rank_0_of, working_on_fakes
 from torchtune_adaptive.host.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
 from torchtune_adaptive.memory import plain_tensors
 from torchtune_adaptive.phases import measuring_phases
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
-from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
 from torchtune_adaptive.stepping import Totals
+
 
 @dataclass(frozen=True)
 class FakeStep:
@@ -120,23 +115,15 @@ class _Clock:
 def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
     """The step of the recipe that this config is for."""
     settings, lora = read_settings(cfg)
-    with torch.device("meta"):
+    with META, quantizing_at_once():
         _check_model(components.build("model", cfg))
     on_gpu = not settings.device.startswith("cpu")
-    with ExitStack() as stack:
-        # of the traced step alone: torch says once that norms of bf16 weights are not fused, as on a GPU
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        stack.enter_context(_fake_process_group(world_size))
-        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
-        stack.enter_context(_without_garbage_collection())
-        stack.enter_context(mock.patch.object(Llama3ScaledRoPE, "apply_scaling", _same_frequencies))
-        stack.enter_context(mock.patch.object(training._distributed, "distribute_tensor", _own_shard))
+    with rank_0_of(world_size), working_on_fakes(), ExitStack() as stack:
         if on_gpu:
             stack.enter_context(cuda_kernels())
         if settings.fsdp_cpu_offload:
-            stack.enter_context(computing_on(UPLOAD))
-            stack.enter_context(mock.patch.object(training.precision, "verify_bf16_support", lambda: True))
+            stack.enter_context(apart_from_host(UPLOAD))
+        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
         step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
         step.run_first_step()
         yield step
@@ -169,11 +156,6 @@ def is_packed(cfg: DictConfig) -> bool:
 
 def _check_model(model: nn.Module) -> None:
     """Refuses models that cannot be traced; on the meta device, before anything takes time."""
-    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
-        raise ConfigError(
-            "model has NF4 weights (QLoRA), which cannot be made without data, so a prediction does not cover them: "
-            "predict the LoRA model without quantize_base for an upper bound, or measure on the device"
-        )
     if any(hasattr(model, part) for part in ("encoder", "encoders")):
         raise ConfigError(
             "model has an encoder for images: what they need differs from sample to sample, which a prediction does "
@@ -225,9 +207,9 @@ def _build_model(
 
 def _made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     """Weights of the right shapes: the model's own, made without sharding."""
-    with training.set_default_dtype(dtype_of(settings, HOST)):
+    with training.set_default_dtype(dtype_of(settings, HOST)), META:
         whole = components.build("model", cfg)
-    weights = whole.state_dict()
+    weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
     adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
     return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}
 
@@ -246,39 +228,3 @@ def _on_host(collate: Collate) -> Collate:
 def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
     return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
-
-
-def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
-    """Scaling branches on each frequency, and none of them has a value here."""
-    return frequencies.clone()
-
-
-def _own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """What rank 0 keeps of a tensor, which has the shards of all others made and sent otherwise."""
-    shard = whole.new_empty((-(-len(whole) // mesh.size()), *whole.shape[1:]))
-    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
-
-
-@contextmanager
-def _fake_process_group(world_size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        process_group.leave()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collections come at any time, and would free the same blocks at other points of each recording."""
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()  # what there is by now need not be looked through before each recording
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()

@@ -19,9 +19,15 @@ class Reserved:
     """Times that the cache had to be flushed to go on."""
 
 
-def replay(program: Recording, sizes: Sequence[int], capacity_bytes: int | None = None) -> Reserved | None:
+def replay(
+    program: Recording,
+    sizes: Sequence[int],
+    capacity_bytes: int | None = None,
+    *,
+    expandable_segments: bool = False,
+) -> Reserved | None:
     """What the first steps of a run reserve; None where they run out of memory."""
-    allocator = CachingAllocator(capacity_bytes)
+    allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
     live: dict[int, Block] = {}
     weights, state, update = program.phases["weights"], program.phases["optimizer state"], program.update_start
     spans = [(0, weights), (state, update), (weights, state), (update, len(sizes))]

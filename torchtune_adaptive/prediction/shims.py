@@ -39,8 +39,8 @@ class DeviceStandIn(TorchDispatchMode):
     Copies to `UPLOAD` become fakes. Where the engine of autograd adds gradients in place, this does too: under any
     dispatch mode torch itself does not.
 
-    With `offloads`, what is large lives on the host too and has no data there either: fakes on `UPLOAD` are the device's
-    then, fakes on `HOST` the host's, and what makes those is hidden from the modes around this one.
+    With `offloads`, large tensors live on the host too, where they have no data either: fakes on `UPLOAD` are the
+    device's then, fakes on `HOST` the host's, and what makes those is hidden from the modes around this one.
     """
 
     def __init__(self, *, host_is_device: bool, offloads: bool = False) -> None:
@@ -60,25 +60,27 @@ class DeviceStandIn(TorchDispatchMode):
             return args[0]
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         device = kwargs.get("device")
-        if _stays_on_meta(tensors, device):
-            with no_dispatch():
-                return func(*args, **kwargs)
-        if tensors and not any(isinstance(tensor, FakeTensor) or tensor.is_meta for tensor in tensors):
-            if device == UPLOAD:
-                return self._uploaded(tensors[0], kwargs.get("dtype"))
-            with self._on_host():
-                return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if _stays_on_meta(tensors, device):
+                with no_dispatch():
+                    return func(*args, **kwargs)
+            if tensors and not tensors[0].is_meta:
+                return self._from_real(func, tensors, args, kwargs)
+        elif func is aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
-        if self._offloads and _makes_host_memory(tensors, device):
+        elif self._offloads and _makes_host_memory(tensors, device):
             if func is aten.is_pinned.default:
                 return True  # fakes cannot be pinned, and it does not matter
             with _disable_current_modes():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _uploaded(self, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-        return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device=UPLOAD if self._offloads else HOST)
+    def _from_real(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("device") == UPLOAD:
+            dtype = kwargs.get("dtype") or tensors[0].dtype
+            return torch.empty(tensors[0].shape, dtype=dtype, device=UPLOAD if self._offloads else HOST)
+        with self._on_host():
+            return func(*args, **kwargs)
 
     def _adds_in_place(self, total: Any, addend: Any) -> bool:
         """Whether this is autograd adding to a gradient of which it is the only owner."""
@@ -111,10 +113,10 @@ def _stays_on_meta(tensors: list[Tensor], device: torch.device | None) -> bool:
 
 
 def _makes_host_memory(tensors: list[Tensor], device: torch.device | None) -> bool:
-    """Of tensors that there are: what is made from nothing is small, or made before anything counts."""
-    if device is not None and tensors:
+    """Where the result of an operation on fakes is."""
+    if device is not None:
         return device == HOST
-    return bool(tensors) and all(tensor.device == HOST for tensor in tensors)
+    return all(tensor.fake_device == HOST for tensor in tensors if isinstance(tensor, FakeTensor))
 
 
 @contextmanager
