@@ -38,7 +38,7 @@ def as_table(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
         if each.chosen_rows:
             parts += [f"measure it with: {command(cfg, settings, config_name(), each.chosen_rows)}"]
     parts += [f"checked against a step traced directly: {100 * plan.largest_error:+.2f} %"]
-    parts += [f"not modelled: {note}" for note in plan.notes]
+    parts += [f"note: {note}" for note in plan.notes]
     return "\n".join(parts)
 
 

@@ -1,7 +1,7 @@
 """Predicts the batch size of every mirrored config for a few cards: docs/coverage.json, and the table in README.md.
 
-    python tools/coverage.py [NAME ...]      # predicts these, by default all: about a minute of CPU time each
-    python tools/coverage.py --table         # only writes the table anew
+python tools/coverage.py [NAME ...]      # predicts these, by default all: about a minute of CPU time each
+python tools/coverage.py --table         # only writes the table anew
 """
 
 from __future__ import annotations

@@ -4,10 +4,14 @@ This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -19,6 +23,7 @@ __all__ = [
     "AllGather",
     "FSDPModule",
     "ReduceScatter",
+    "computing_on",
     "initialize",
     "is_idle",
     "replace_collectives",
@@ -162,3 +167,10 @@ def _reset_parameters(group: Any) -> None:
         if hasattr(parameter, "_extensions_data"):
             parameter._extensions_data.clear()
     group._sharded_state = ShardedState.SHARDED
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """While open, what is sharded computes on this device, whatever its mesh says."""
+    with mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
+        yield

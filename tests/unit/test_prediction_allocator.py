@@ -97,9 +97,63 @@ def test_what_is_in_use_in_part_cannot_be_flushed() -> None:
     assert allocator.reserved_bytes == 20 * MIB
 
 
+def expanding(capacity_bytes: int | None = None) -> CachingAllocator:
+    return CachingAllocator(capacity_bytes, expandable_segments=True)
+
+
+def test_an_expandable_segment_grows_by_what_is_missing() -> None:
+    allocator = expanding()
+    allocator.free(allocated(allocator, 30 * MIB))
+    assert allocator.reserved_bytes == 40 * MIB
+    assert allocated(allocator, 50 * MIB).address == 0
+    assert allocator.reserved_bytes == 60 * MIB
+
+
+def test_an_expandable_segment_is_split_for_any_rest() -> None:
+    allocator = expanding()
+    assert allocated(allocator, 19 * MIB + 512).size == 19 * MIB + 512
+    allocated(allocator, 1 * MIB + 512)
+    assert allocator.reserved_bytes == 40 * MIB, "the second reaches over the end of what was mapped"
+
+
+def test_the_end_of_an_expandable_segment_is_kept_for_what_fits_nowhere_else() -> None:
+    allocator = expanding()
+    hole, _, end = (allocated(allocator, size * MIB) for size in (15, 2, 12))
+    allocator.free(hole)
+    allocator.free(end)
+    assert allocated(allocator, 12 * MIB).address == hole.address
+
+
+def test_pages_that_are_free_are_flushed_from_an_expandable_segment() -> None:
+    allocator = expanding(capacity_bytes=100 * MIB)
+    first, kept = allocated(allocator, 70 * MIB), allocated(allocator, 10 * MIB)
+    allocator.free(first)
+    assert allocator.reserved_bytes == 80 * MIB
+    assert allocated(allocator, 75 * MIB).address > kept.address
+    assert allocator.retries == 1
+    assert allocator.reserved_bytes == 100 * MIB, "60 MiB in front of the kept block went back"
+
+
+def test_small_blocks_have_an_expandable_segment_of_their_own() -> None:
+    allocator = expanding()
+    small, large = allocated(allocator, MIB), allocated(allocator, MIB + 1)
+    assert allocator.reserved_bytes == 22 * MIB
+    assert small.pool != large.pool
+
+
+def test_where_memory_ends_an_expandable_segment_does_too() -> None:
+    allocator = expanding(capacity_bytes=50 * MIB)
+    allocated(allocator, 30 * MIB)
+    assert allocator.allocate(30 * MIB, 0) is None
+    assert allocated(allocator, 10 * MIB).size == 10 * MIB
+
+
+@pytest.mark.parametrize("expandable", [False, True])
 @given(st.lists(st.tuples(st.integers(1, 60 * MIB), st.integers(0, 2), st.booleans()), max_size=60))
-def test_live_blocks_never_overlap_and_all_memory_comes_back(requests: list[tuple[int, int, bool]]) -> None:
-    allocator = CachingAllocator()
+def test_live_blocks_never_overlap_and_all_memory_comes_back(
+    expandable: bool, requests: list[tuple[int, int, bool]]
+) -> None:
+    allocator = CachingAllocator(expandable_segments=expandable)
     live = []
     for wanted, stream, free_first in requests:
         live.append(allocated(allocator, wanted, stream))

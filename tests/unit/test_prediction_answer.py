@@ -80,7 +80,7 @@ def test_figures_are_the_same_in_csv_and_json() -> None:
     figures = report.figures(answer(340))
     from_csv = list(csv.DictReader(io.StringIO(report.as_csv(figures))))
     from_json = json.loads(report.as_json(figures, ["a note"]))
-    assert from_json == {"predictions": figures, "not_modelled": ["a note"]}
+    assert from_json == {"predictions": figures, "notes": ["a note"]}
     assert from_csv == [{key: str(value) for key, value in row.items()} for row in figures]
     assert [row["rows"] for row in figures if row["chosen"]] == [64]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,9 +10,9 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.config import read_adaptive
 from torchtune_adaptive.errors import ConfigError, PredictionError
-from torchtune_adaptive.host.plan_settings import PlanSettings, budget, lengths
+from torchtune_adaptive.host.plan_settings import ASSUMED_TOKENS, PlanSettings, allocator_settings, budget, lengths
 from torchtune_adaptive.host.predict import FakeStep, fake_step, is_lora, is_packed
-from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.answer import Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, peak_of, sizes_of
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.strategies import rungs_up_to
@@ -35,22 +36,24 @@ class Plan:
     largest_error: float
     """Of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
-    """What is not modelled."""
+    """What the answer assumes, and what is not modelled."""
 
 
 def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
     """What fits at each length; `traced` is called after each of `traces(...)` traces."""
     adaptive = read_adaptive(cfg.get("adaptive"))
-    wanted = lengths(cfg, plan)
+    given = lengths(cfg, plan)
     with fake_step(cfg, plan.world_size) as step:
         have = budget(cfg, plan, on_gpu=step.on_gpu)
-        longest = _longest(step, wanted)
+        longest = _longest(step, given)
+        wanted = given or (min(ASSUMED_TOKENS, longest),)
         law = _fit(step, traced)
         rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
         traced()
-        return Plan(answers, longest, error, _notes(cfg, step, have.overhead_bytes))
+        notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
+        return Plan(answers, longest, error, [*notes, *_notes(cfg, step, have)])
 
 
 def traces() -> int:
@@ -108,12 +111,13 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
     )
 
 
-def _longest(step: FakeStep, wanted: Sequence[int]) -> int:
-    """What the model takes, which has to be as long as what is wanted."""
-    allowed = int(getattr(step.model, "max_seq_len", max(wanted)))
-    if max(wanted) > allowed:
+def _longest(step: FakeStep, given: Sequence[int] | None) -> int:
+    """What the model takes, which has to be as long as what is given."""
+    wanted = max(given) if given else ASSUMED_TOKENS
+    allowed = int(getattr(step.model, "max_seq_len", wanted))
+    if given and wanted > allowed:
         raise ConfigError(
-            f"sequence_length is {max(wanted)}, but the model takes at most {allowed} (its max_seq_len): lower it"
+            f"sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it"
         )
     return allowed
 
@@ -133,17 +137,28 @@ def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
     return error
 
 
-def _notes(cfg: DictConfig, step: FakeStep, overhead_bytes: int) -> list[str]:
-    """What the answer does not cover, said with it."""
+def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
+    """What the answer assumes and what it does not cover, said with it."""
     notes = []
     if step.on_gpu:
-        notes.append(f"context, NCCL, cuBLAS: {format_bytes(overhead_bytes)} are assumed for them (memory_overhead)")
+        assumed = format_bytes(have.overhead_bytes)
+        notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")
+        notes += _notes_on_allocator(have)
+    if step.settings.fsdp_cpu_offload:
+        host = format_bytes(step.host_bytes)
+        notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
     if cfg.get("compile"):
-        notes.append("compile: predicted as if False, an upper bound (compiled steps need 5-20 % less)")
+        notes.append("compile is predicted as if False, an upper bound (compiled steps need 5-20 % less)")
     if cfg.get("enable_activation_offloading"):
-        notes.append("enable_activation_offloading: predicted as if False, an upper bound")
+        notes.append("enable_activation_offloading is predicted as if False, an upper bound")
     if is_packed(cfg):
-        notes.append("packed rows: their block masks are not counted (some MiB)")
+        notes.append("the block masks of packed rows are not counted (some MiB)")
     if step.on_gpu and step.settings.dtype == "fp32":
         notes.append("dtype fp32: norms are counted unfused, an upper bound")
     return notes
+
+
+def _notes_on_allocator(have: Budget) -> list[str]:
+    ignored = [f"{key}:{value}" for key, value in allocator_settings(os.environ) if key != "expandable_segments"]
+    notes = [f"PYTORCH_CUDA_ALLOC_CONF: {','.join(ignored)} is not modelled"] if ignored else []
+    return [*notes, f"the caching allocator is replayed with expandable_segments:{have.expandable_segments}"]

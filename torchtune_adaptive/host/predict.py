@@ -6,24 +6,19 @@ The process group is a fake one of any size, of which this process is rank 0.
 from __future__ import annotations
 
 import gc
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._mode_utils import no_dispatch
-from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
-from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.errors import ConfigError
@@ -36,13 +31,13 @@ from torchtune_adaptive.host.memory_limit import resident_tensors
 from torchtune_adaptive.host.microbatch import Sample, build_forward_backward, stand_in
 from torchtune_adaptive.host.model import build_full_model, build_lora_model
 from torchtune_adaptive.host.optimization import Optimization, build_optimization
+from torchtune_adaptive.host.plan_shims import apart_from_host, quantizing_at_once, rank_0_of, working_on_fakes
 from torchtune_adaptive.host.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
+from torchtune_adaptive.memory import plain_tensors
 from torchtune_adaptive.phases import measuring_phases
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
-from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
 from torchtune_adaptive.stepping import Totals
-
-HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,8 @@ class FakeStep:
     forward_backward: Callable[[Sequence[Sample]], Totals]
     fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
+    device: torch.device
+    """Where fakes count: what is offloaded is on another."""
     on_gpu: bool
 
     def record(self, rows: int, tokens: int) -> Recording:
@@ -63,9 +60,9 @@ class FakeStep:
         recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {})
         gc.collect()
         with self.fakes, recorder, self.device_stand_in:
-            recorder.count(resident_tensors(self.model, ()))
+            recorder.count(self._resident(()))
             weights = recorder.events
-            recorder.count(resident_tensors(self.model, self.optimization.optimizers))
+            recorder.count(self._resident(self.optimization.optimizers))
             resident = {"weights": weights, "optimizer state": recorder.events}
             with measuring_phases(_Clock(recorder), self.model, phase_boundaries(self.model, self.loss_fn)) as meter:
                 target_tokens = self.run_microbatches(rows, tokens)
@@ -73,6 +70,18 @@ class FakeStep:
                 self.optimization.update(target_tokens)
                 meter.end_phase()
         return recorder.recording(resident | meter.peaks)
+
+    @property
+    def host_bytes(self) -> int:
+        """What is offloaded to the host between two steps, gradients included."""
+        gradients = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        tensors = [*resident_tensors(self.model, self.optimization.optimizers), *gradients]
+        plain = [each for tensor in tensors for each in plain_tensors(tensor) if each.device != self.device]
+        return sum(each.untyped_storage().nbytes() for each in plain)
+
+    def _resident(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+        """What is on the device between two steps."""
+        return [tensor for tensor in resident_tensors(self.model, optimizers) if tensor.device == self.device]
 
     def run_microbatches(self, rows: int, tokens: int) -> int:
         """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
@@ -106,19 +115,15 @@ class _Clock:
 def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
     """The step of the recipe that this config is for."""
     settings, lora = read_settings(cfg)
-    with torch.device("meta"):
+    with META, quantizing_at_once():
         _check_model(components.build("model", cfg))
     on_gpu = not settings.device.startswith("cpu")
-    with ExitStack() as stack:
-        # of the traced step alone: torch says once that norms of bf16 weights are not fused, as on a GPU
-        stack.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
-        stack.enter_context(_fake_process_group(world_size))
-        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
-        stack.enter_context(_without_garbage_collection())
-        stack.enter_context(mock.patch.object(Llama3ScaledRoPE, "apply_scaling", _same_frequencies))
+    with rank_0_of(world_size), working_on_fakes(), ExitStack() as stack:
         if on_gpu:
             stack.enter_context(cuda_kernels())
+        if settings.fsdp_cpu_offload:
+            stack.enter_context(apart_from_host(UPLOAD))
+        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
         step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
         step.run_first_step()
         yield step
@@ -132,7 +137,6 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     else:
         settings = read_full_settings(cfg)
     for key, value, allowed in (
-        ("fsdp_cpu_offload", settings.fsdp_cpu_offload, False),
         ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
         ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
     ):
@@ -152,11 +156,6 @@ def is_packed(cfg: DictConfig) -> bool:
 
 def _check_model(model: nn.Module) -> None:
     """Refuses models that cannot be traced; on the meta device, before anything takes time."""
-    if any(isinstance(parameter, NF4Tensor) for parameter in model.parameters()):
-        raise ConfigError(
-            "model has NF4 weights (QLoRA), which cannot be made without data, so a prediction does not cover them: "
-            "predict the LoRA model without quantize_base for an upper bound, or measure on the device"
-        )
     if any(hasattr(model, part) for part in ("encoder", "encoders")):
         raise ConfigError(
             "model has an encoder for images: what they need differs from sample to sample, which a prediction does "
@@ -168,10 +167,12 @@ def _build(
     cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
 ) -> FakeStep:
     """In the recipes' order."""
-    fakes, device_stand_in = FakeTensorMode(allow_non_fake_inputs=True), DeviceStandIn(host_is_device=not on_gpu)
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
+    device = UPLOAD if settings.fsdp_cpu_offload else HOST
     with fakes, device_stand_in:
         checkpoint = _made_up_checkpoint(cfg, settings)
-        model = _build_model(cfg, settings, lora, mesh, checkpoint)
+        model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
     tokenizer = SimpleNamespace(pad_id=0)
@@ -186,23 +187,29 @@ def _build(
         ),
         fakes=fakes,
         device_stand_in=device_stand_in,
+        device=device,
         on_gpu=on_gpu,
     )
 
 
 def _build_model(
-    cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, checkpoint: dict[str, Any]
+    cfg: DictConfig,
+    settings: Settings,
+    lora: LoraSettings | None,
+    device: torch.device,
+    mesh: DeviceMesh,
+    checkpoint: dict[str, Any],
 ) -> nn.Module:
     if lora is None:
-        return build_full_model(cfg, settings, HOST, mesh, checkpoint)
-    return build_lora_model(cfg, settings, lora, HOST, mesh, checkpoint)
+        return build_full_model(cfg, settings, device, mesh, checkpoint)
+    return build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
 
 
 def _made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
     """Weights of the right shapes: the model's own, made without sharding."""
-    with training.set_default_dtype(dtype_of(settings, HOST)):
+    with training.set_default_dtype(dtype_of(settings, HOST)), META:
         whole = components.build("model", cfg)
-    weights = whole.state_dict()
+    weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
     adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
     return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}
 
@@ -221,33 +228,3 @@ def _on_host(collate: Collate) -> Collate:
 def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
     """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
     return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
-
-
-def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
-    """Scaling branches on each frequency, and none of them has a value here."""
-    return frequencies.clone()
-
-
-@contextmanager
-def _fake_process_group(world_size: int) -> Iterator[None]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield
-    finally:
-        process_group.leave()
-
-
-@contextmanager
-def _without_garbage_collection() -> Iterator[None]:
-    """Collections come at any time, and would free the same blocks at other points of each recording."""
-    enabled = gc.isenabled()
-    gc.disable()
-    gc.freeze()  # what there is by now need not be looked through before each recording
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        if enabled:
-            gc.enable()

@@ -20,6 +20,8 @@ class Budget:
     limit_bytes: int
     overhead_bytes: int
     """Of it, what no tensor can have: the context of the device, communication, workspaces of libraries."""
+    expandable_segments: bool = False
+    """How the caching allocator is set, where there is one."""
 
     @property
     def usable_bytes(self) -> int:
@@ -117,7 +119,9 @@ class Answer:
         if not self._law.caches:
             need = self.peak(rows).peak_bytes or 0
             return Reserved(need, retries=0) if capacity_bytes is None or need <= capacity_bytes else None
-        return replay(self._law.program, self._law.sizes(rows, self.tokens).tolist(), capacity_bytes)
+        sizes = self._law.sizes(rows, self.tokens).tolist()
+        expandable = self.budget.expandable_segments
+        return replay(self._law.program, sizes, capacity_bytes, expandable_segments=expandable)
 
 
 def _most(fits: Callable[[int], bool], bound: int) -> int:

@@ -22,9 +22,11 @@ class Reserved:
 class Run:
     """A run that goes through the allocator step by step."""
 
-    def __init__(self, program: Recording, capacity_bytes: int | None = None) -> None:
+    def __init__(
+        self, program: Recording, capacity_bytes: int | None = None, *, expandable_segments: bool = False
+    ) -> None:
         self._program = program
-        self._allocator = CachingAllocator(capacity_bytes)
+        self._allocator = CachingAllocator(capacity_bytes, expandable_segments=expandable_segments)
         self._live: dict[int, Block] = {}
         self._started = False
 
@@ -67,7 +69,13 @@ class Run:
             self._allocator.free(self._live.pop(number))
 
 
-def replay(program: Recording, sizes: Sequence[int], capacity_bytes: int | None = None) -> Reserved | None:
+def replay(
+    program: Recording,
+    sizes: Sequence[int],
+    capacity_bytes: int | None = None,
+    *,
+    expandable_segments: bool = False,
+) -> Reserved | None:
     """What the first steps of a run reserve; None where they run out of memory."""
-    run = Run(program, capacity_bytes)
+    run = Run(program, capacity_bytes, expandable_segments=expandable_segments)
     return run.reserved if all(run.step(sizes) for _ in range(STEPS)) else None

@@ -58,7 +58,7 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> str:
-    return json.dumps({"predictions": list(rows), "not_modelled": list(notes)}, indent=2)
+    return json.dumps({"predictions": list(rows), "notes": list(notes)}, indent=2)
 
 
 def _line(prediction: Prediction, answer: Answer) -> str:

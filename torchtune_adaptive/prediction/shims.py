@@ -19,13 +19,15 @@ from torch.nn import functional
 from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.memory import wraps_tensors
 
 aten = torch.ops.aten
 
+META = torch.device("meta")
+HOST = torch.device("cpu")
 UPLOAD = torch.device("cpu", 0)
 """Stands for the GPU where a program copies from the host: to torch another device than `cpu`, which is the host."""
 
@@ -36,11 +38,15 @@ class DeviceStandIn(TorchDispatchMode):
     What works on real tensors alone runs for real, since a program may branch on it. What is read from the device is 1.
     Copies to `UPLOAD` become fakes. Where the engine of autograd adds gradients in place, this does too: under any
     dispatch mode torch itself does not.
+
+    With `offloads`, large tensors live on the host too, where they have no data either: fakes on `UPLOAD` are the
+    device's then, fakes on `HOST` the host's, and what makes those is hidden from the modes around this one.
     """
 
-    def __init__(self, *, host_is_device: bool) -> None:
+    def __init__(self, *, host_is_device: bool, offloads: bool = False) -> None:
         super().__init__()
         self._on_host: Callable[[], Any] = unset_fake_temporarily if host_is_device else no_dispatch
+        self._offloads = offloads
         self._unshared: tuple[int, int, int] | None = None
         self._calibrating = False
 
@@ -53,14 +59,28 @@ class DeviceStandIn(TorchDispatchMode):
         if func is aten.add.Tensor and not torch.is_grad_enabled() and self._adds_in_place(*args):
             return args[0]
         tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
-        if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
-            if kwargs.get("device") == UPLOAD:
-                return torch.empty(tensors[0].shape, dtype=kwargs.get("dtype") or tensors[0].dtype, device="cpu")
-            with self._on_host():
-                return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
+        device = kwargs.get("device")
+        if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
+            if _stays_on_meta(tensors, device):
+                with no_dispatch():
+                    return func(*args, **kwargs)
+            if tensors and not tensors[0].is_meta:
+                return self._from_real(func, tensors, args, kwargs)
+        elif func is aten._local_scalar_dense.default:
             return 1.0 if tensors[0].is_floating_point() else 1
+        elif self._offloads and _makes_host_memory(tensors, device):
+            if func is aten.is_pinned.default:
+                return True  # fakes cannot be pinned, and it does not matter
+            with _disable_current_modes():
+                return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _from_real(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if kwargs.get("device") == UPLOAD:
+            dtype = kwargs.get("dtype") or tensors[0].dtype
+            return torch.empty(tensors[0].shape, dtype=dtype, device=UPLOAD if self._offloads else HOST)
+        with self._on_host():
+            return func(*args, **kwargs)
 
     def _adds_in_place(self, total: Any, addend: Any) -> bool:
         """Whether this is autograd adding to a gradient of which it is the only owner."""
@@ -83,6 +103,20 @@ class DeviceStandIn(TorchDispatchMode):
         finally:
             self._calibrating = False
         assert self._unshared is not None, "autograd adds gradients in a way that is not known"
+
+
+def _stays_on_meta(tensors: list[Tensor], device: torch.device | None) -> bool:
+    """What is on meta has no data as it is; and to cut it into a thousand shards takes seconds with fakes."""
+    if device is not None:
+        return device == META
+    return bool(tensors) and all(tensor.is_meta for tensor in tensors)
+
+
+def _makes_host_memory(tensors: list[Tensor], device: torch.device | None) -> bool:
+    """Where the result of an operation on fakes is."""
+    if device is not None:
+        return device == HOST
+    return all(tensor.fake_device == HOST for tensor in tensors if isinstance(tensor, FakeTensor))
 
 
 @contextmanager
