@@ -1,12 +1,11 @@
 """StepRunner in one process, on a model that knows nothing of FSDP."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.distributed.injection import Injector
+from tests.fake_memory import FakeMemory
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits import RowLimit
@@ -124,22 +123,6 @@ def test_left_over_gradients_are_refused():
 def test_a_step_without_samples_is_refused():
     with pytest.raises(ValueError, match="at least 1 sample"):
         runner_of(a_model(), 8).run([], step=0)
-
-
-class FakeMemory:
-    """A device whose allocator flushes its cache in the steps that are told."""
-
-    budget_bytes = 1000
-
-    def __init__(self) -> None:
-        self.retries = 0
-        self.peak_bytes = 700
-
-    def reset_peak(self) -> None:
-        self.peak_bytes = 0
-
-    def unlimited(self):
-        return nullcontext()
 
 
 def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice():

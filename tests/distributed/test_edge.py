@@ -1,0 +1,58 @@
+"""At the edge of memory, all ranks change the limit together, by what the step's one agreement tells them."""
+
+import torch.distributed as dist
+
+from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.fake_memory import FakeMemory
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.stepping import StepRunner
+
+
+def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:
+    """The rows of each step's limit, the agreements, and the events, as this rank has seen them."""
+    model, memory, events = build(ModelConfig(dropout=0.0)), FakeMemory(), []
+    runner = StepRunner(
+        model,
+        forward_backward_of(model),
+        limit=RowLimit(4),
+        length_of=len,
+        stand_in=lambda sample: sample[:2],
+        regrow_after=3,
+        on_event=lambda event: events.append((event.kind, event.ranks)),
+    )
+    runner.watch(memory)
+    agreements, gather = [], runner._agreement.gather
+    runner._agreement.gather = lambda row: (agreements.append(row), gather(row))[1]
+    rows = []
+    for step in range(14):
+        memory.retries += dist.get_rank() == 1 and step in (2, 3)
+        rows.append(runner.limit.rows)
+        runner.run(samples_of(dist.get_rank(), 4), step=step)
+        model.zero_grad()
+    return rows, len(agreements), events
+
+
+def test_thrashing_on_one_rank_moves_all_of_them_alike_and_adds_no_collective():
+    healthy, thrashing = run_on_ranks(2, thrash_on_rank_1)
+    assert healthy == thrashing
+    rows, agreements, events = healthy
+    assert rows[:5] == [4, 4, 4, 4, 2]
+    assert agreements == len(rows)
+    assert [kind for kind, _ in events][:2] == ["thrashing", "trial"]
+    assert events[0][1] == (1,)
+
+
+def peak_of_the_fullest_rank() -> tuple[int, int]:
+    model = build(ModelConfig())
+    runner = StepRunner(
+        model, forward_backward_of(model), limit=RowLimit(4), length_of=len, stand_in=lambda sample: sample[:2]
+    )
+    runner.watch([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
+    memory = runner.run(samples_of(dist.get_rank(), 4), step=0).memory
+    assert memory is not None
+    return memory
+
+
+def test_with_different_budgets_the_fullest_rank_is_the_one_that_is_closest_to_its_own():
+    assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2
