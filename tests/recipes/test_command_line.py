@@ -58,7 +58,7 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step (as configured) · 4 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
     )
     assert "lr: 0.0001" in ended.output
     assert "my_note: kept" in ended.output  # torchtune lets users add keys of their own, and so do we
@@ -73,7 +73,7 @@ def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: 
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epoch",
     )
 
 
@@ -91,7 +91,7 @@ def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path)
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epoch",
     )
     assert (tmp_path / "out" / "epoch_0" / "adapter_model.pt").is_file()
 
@@ -108,6 +108,6 @@ def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
     assert_trained(
         ended,
         tmp_path,
-        arithmetic="2 rows × 4 microbatches × 1 rank = 8 samples a step (as configured) · 4 steps an epoch · 1 epochs",
+        arithmetic="2 rows × 4 microbatches × 1 rank = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
     )
     assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace.json*"))

@@ -87,7 +87,8 @@ def announce(
         line = step_line(Accumulation(plan.batch_size, plan.microbatches, plan.samples_per_step, growth), ranks)
     else:
         line = f"{plan.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
-    logger.info("%s · %d steps an epoch · %d epochs", line, plan.steps, len(plans))
+    epochs = f"{len(plans)} epoch{'s' * (len(plans) > 1)}"
+    logger.info("%s · %d steps an epoch · %s", line, plan.steps, epochs)
 
 
 def _step(settings: Settings, adaptive: AdaptiveConfig, rows_that_fit: int | None) -> Accumulation:
