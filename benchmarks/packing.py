@@ -140,9 +140,9 @@ class Contender:
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, *overrides))
         self.recipe.setup()
-        self.recipe._save_checkpoint = lambda epoch: None
-        self._run, self.recipe._runner.run = self.recipe._runner.run, self._count
-        self._epochs = iter(self.recipe._plans)
+        self.recipe.training.save_checkpoint = lambda epoch: None
+        self._run, self.recipe.training.runner.run = self.recipe.training.runner.run, self._count
+        self._epochs = iter(self.recipe.training.plans)
         self.target_tokens = 0
 
     def _count(self, samples: Any, **options: Any) -> Any:
@@ -156,7 +156,7 @@ class Contender:
         self.target_tokens = 0
         dist.barrier()
         began = time.perf_counter()
-        self.recipe._train_epoch(next(self._epochs))
+        self.recipe.training.train_epoch(next(self._epochs))
         dist.barrier()
         return Epoch(time.perf_counter() - began, self.target_tokens, list(Figures.steps))
 
@@ -189,12 +189,12 @@ def compare(lengths: Lengths, folder: Path, pairs: int) -> dict[str, Any]:
     contenders = set_up(lengths, folder, epochs=pairs + 1)
     recoveries = []
     for contender in contenders:
-        with contender.recipe._limited_memory():
+        with contender.recipe.training.limited_memory():
             contender.epoch()
-        recoveries.append(contender.recipe._runner.recoveries)
+        recoveries.append(contender.recipe.training.runner.recoveries)
     rounds = [Round(*(contender.epoch() for contender in contenders)) for _ in range(pairs)]
     by_rows, by_tokens, _ = (contender.recipe for contender in contenders)
-    limit, balance = by_tokens._runner.limit, balance_of(by_tokens, by_rows)
+    limit, balance = by_tokens.training.runner.limit, balance_of(by_tokens.training, by_rows.training)
     if not rounds[0].stock.steps:
         return {}
     assert all(each.stock.target_tokens == each.budget.target_tokens for each in rounds), "both train the same samples"
@@ -237,16 +237,16 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     }
 
 
-def balance_of(*recipes: Any) -> dict[str, float]:
+def balance_of(*runs: Any) -> dict[str, float]:
     """Collective: padded tokens of the fullest rank over the mean of the ranks, microbatch by microbatch."""
     names = ("budget balance", "stock balance")
-    return {name: _balance(recipe) for name, recipe in zip(names, recipes, strict=True)}
+    return {name: _balance(training) for name, training in zip(names, runs, strict=True)}
 
 
-def _balance(recipe: Any) -> float:
-    plan, runner = recipe._plans[0], recipe._runner
+def _balance(training: Any) -> float:
+    plan, runner = training.plans[0], training.runner
     fullest = mean = 0.0
-    for samples, _ in recipe._microbatches.steps(recipe._data.loader, plan):
+    for samples, _ in training.microbatches.steps(training.data.loader, plan):
         lengths = [runner.length_of(sample) for sample in samples]
         sizes = [
             len(rows) * max(lengths[index] for index in rows) for rows in runner._planner.plan(lengths, runner.limit)

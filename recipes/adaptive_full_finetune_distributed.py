@@ -26,7 +26,7 @@ from torchtune_adaptive.host.settings import read_full_settings
 from torchtune_adaptive.host.token_budget import check_token_budget
 
 
-class AdaptiveFullFinetuneDistributed(Finetuning):
+class AdaptiveFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
@@ -39,44 +39,49 @@ class AdaptiveFullFinetuneDistributed(Finetuning):
         self._mesh = process_group.data_and_tensor_mesh(self._device, self._settings.tensor_parallel_dim)
         self._checkpoints = FullCheckpoints(cfg, self._settings)
         self._ranks = self._mesh["dp"].size()
-        self.progress = start_progress(self._settings, self._ranks)
-        self.global_step = 0
+        self._progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
         cfg, settings, device, mesh = self._cfg, self._settings, self._device, self._mesh
         devices.prepare(settings)
-        self._journal = RunJournal(settings)
-        self._metrics = Metrics(cfg, settings, device, self._journal)
+        journal = RunJournal(settings)
+        metrics = Metrics(cfg, settings, device, journal)
 
         checkpoint = self._checkpoints.load()
-        self._model = build_full_model(cfg, settings, device, mesh, checkpoint)
+        model = build_full_model(cfg, settings, device, mesh, checkpoint)
         tokenizer = components.build("tokenizer", cfg)
-        self._optimization = build_optimization(cfg, settings, self._model, checkpoint, device)
+        optimization = build_optimization(cfg, settings, model, checkpoint, device)
         if settings.resume_from_checkpoint:
-            checkpoint = self._checkpoints.resume(checkpoint, self._model, self._optimization.checkpointed)
-            self.progress = self.progress.resumed(checkpoint)
-        loss_fn = build_loss(cfg, settings, self._model)
+            checkpoint = self._checkpoints.resume(checkpoint, model, optimization.checkpointed)
+            self._progress = self._progress.resumed(checkpoint)
+        loss_fn = build_loss(cfg, settings, model)
 
-        self._data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
-        self._runner = build_step_runner(
-            self._model, loss_fn, self._data.collate, settings, self._adaptive, device, self._journal.event
+        data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
+        runner = build_step_runner(model, loss_fn, data.collate, settings, self._adaptive, device, journal.event)
+        self.training = Finetuning(
+            cfg=cfg,
+            settings=settings,
+            adaptive=self._adaptive,
+            device=device,
+            ranks=self._ranks,
+            checkpoints=self._checkpoints,
+            model=model,
+            optimization=optimization,
+            data=data,
+            runner=runner,
+            metrics=metrics,
+            journal=journal,
+            profiler=build_profiler(cfg, device),
+            progress=self._progress,
         )
-        self._start_schedules(self._plan_epochs(tokenizer, loss_fn))
-        self._profiler = build_profiler(cfg, device)
+        self.training.plan(tokenizer, loss_fn)
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        self._profiler.start()
-        with self._limited_memory() as memory:
-            self._watch(memory)
-            for plan in self._plans[self.progress.epochs_run :]:
-                self._train_epoch(plan)
-        self._profiler.stop()
+        self.training.train()
 
     def cleanup(self) -> None:
-        self._runner.close()
-        self._metrics.close()
-        self._journal.draw()
+        self.training.close()
         process_group.leave()
 
 

@@ -90,15 +90,15 @@ class Storm:
     """Changes the memory of this rank, or lets an operation fail, before every step; and notes how steps were cut."""
 
     def __init__(self, recipe: Any, weather: Weather, splits: Path) -> None:
-        self._recipe, self._runner = recipe, recipe._runner
-        self._together = random.Random(f"{weather.seed}/{recipe.global_step}")  # draws alike on all ranks
-        self._alone = random.Random(f"{weather.seed}/{recipe.global_step}/{dist.get_rank()}")
+        self._recipe, self._runner = recipe, recipe.training.runner
+        self._together = random.Random(f"{weather.seed}/{recipe.training.global_step}")  # draws alike on all ranks
+        self._alone = random.Random(f"{weather.seed}/{recipe.training.global_step}/{dist.get_rank()}")
         self._injector = Injector()
         self._splits = splits
         self._run, self._runner.run = self._runner.run, self.run
         self._plan, self._runner._planner.plan = self._runner._planner.plan, self.plan
         self._pass, self._runner._attempts.forward_backward = self._runner._attempts.forward_backward, self.forward
-        self._watch, recipe._watch = recipe._watch, self.watch
+        self._watch, recipe.training.watch = recipe.training.watch, self.watch
 
     def watch(self, memory: Any) -> None:
         self._memory = memory
@@ -158,14 +158,14 @@ def train(weather: Weather, folder: Path, first: int, stop_after: int) -> None:
     recipe = load_ours(weather.kind)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B", *resume))
     recipe.setup()
     Storm(recipe, weather, splits_of(folder))
-    save = recipe._save_checkpoint
+    save = recipe.training.save_checkpoint
 
     def save_and_stop(epoch: int) -> None:
         save(epoch)
         if epoch == stop_after:
             raise Stopped
 
-    recipe._save_checkpoint = save_and_stop
+    recipe.training.save_checkpoint = save_and_stop
     try:
         recipe.train()
         recipe.cleanup()
@@ -181,9 +181,9 @@ def train_in_fair_weather(weather: Weather, folder: Path, reference: Path) -> No
 
     def run(samples: Sequence[Any], *, step: int, **_: Any) -> Any:
         by_number = {sample["number"]: sample for sample in samples}
-        return recipe._runner.attempt([[by_number[number] for number in rows] for rows in cuts[step]]).result
+        return recipe.training.runner.attempt([[by_number[number] for number in rows] for rows in cuts[step]]).result
 
-    recipe._runner.run = run
+    recipe.training.runner.run = run
     recipe.train()
     recipe.cleanup()
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import demo_config, load_ours, run_ours
+from tests.recipes.running import demo_config, run_ours
+from torchtune_adaptive.host.finetuning import Finetuning
 
 EPOCHS = 6
 GROWING = (
@@ -37,20 +38,19 @@ def grow_at_2_and_4(epoch: int, current_batch_size: int) -> int:
 
 def run_one_epoch(kind: str, folder: Path, epoch: int, *overrides: str) -> None:
     """Collective: a new run, or the next epoch of the one in `folder`; it ends as if it had been stopped there."""
-    recipe_type = load_ours(kind)
-    save = recipe_type._save_checkpoint
+    save = Finetuning.save_checkpoint
 
     def save_and_stop(self: Any, saved: int) -> None:
         save(self, saved)
         if saved + 1 < EPOCHS:
             if overrides == ASYNC:
-                self._checkpoints._client._get_dcp_checkpointer()._checkpoint_future.result()
+                self.checkpoints._client._get_dcp_checkpointer()._checkpoint_future.result()
             raise Stopped
 
     resume = ["resume_from_checkpoint=True"] if epoch else []
     if epoch and kind == "full" and not overrides:
         resume.append(f"checkpointer.checkpoint_files=[epoch_{epoch - 1}/model-00001-of-00001.bin]")
-    with mock.patch.object(recipe_type, "_save_checkpoint", save_and_stop):
+    with mock.patch.object(Finetuning, "save_checkpoint", save_and_stop):
         try:
             run_ours(kind, demo_config(kind, folder, *GROWING, *overrides, *resume))
         except Stopped:

@@ -28,14 +28,14 @@ def train(kind: str, folder: Path, resume: bool) -> None:
         how.append("checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
     recipe: Any = load_ours(kind)(demo_config(kind, folder, *LIMITED, *how))
     recipe.setup()
-    save = recipe._save_checkpoint
+    save = recipe.training.save_checkpoint
 
     def save_and_stop(epoch: int) -> None:
         save(epoch)
         if not resume:
             raise Stopped
 
-    recipe._save_checkpoint = save_and_stop
+    recipe.training.save_checkpoint = save_and_stop
     try:
         recipe.train()
         recipe.cleanup()

@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import demo_config, load_ours, run_ours, run_stock, saved_weights
+from tests.recipes.running import demo_config, run_ours, run_stock, saved_weights
 from tests.recipes.test_adaptive_runs import run_and_listen
 from torchtune_adaptive.demo.dataset import DemoDataset
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+from torchtune_adaptive.host.finetuning import Finetuning
 
 RELATIVE = 1e-5
 STEPS = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
@@ -179,8 +180,7 @@ def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
     run_ours(kind, demo_config(kind, folder / "rows", *GROWING))
     os.environ["MASTER_PORT"] = str(ports[1])
     lines = run_and_listen(kind, folder / "tokens", *GROWING, *budget)
-    recipe_type = load_ours(kind)
-    save = recipe_type._save_checkpoint
+    save = Finetuning.save_checkpoint
 
     def save_and_stop(self: Any, epoch: int) -> None:
         save(self, epoch)
@@ -188,7 +188,7 @@ def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
             raise Stopped
 
     os.environ["MASTER_PORT"] = str(ports[2])
-    with mock.patch.object(recipe_type, "_save_checkpoint", save_and_stop), pytest.raises(Stopped):
+    with mock.patch.object(Finetuning, "save_checkpoint", save_and_stop), pytest.raises(Stopped):
         run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget))
     dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(ports[3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torchtune_adaptive.host.optimization import Optimization
 from torchtune_adaptive.host.progress import Progress
 from torchtune_adaptive.host.run_plan import announce, build_increase_function, plan_epochs
 from torchtune_adaptive.host.settings import Settings
-from torchtune_adaptive.host.token_budget import microbatches_of
+from torchtune_adaptive.host.token_budget import Microbatches, microbatches_of
 from torchtune_adaptive.host.worst_case import worst_sample
 from torchtune_adaptive.memory import MemorySource
 from torchtune_adaptive.probe import TrainingStep
@@ -29,89 +30,106 @@ from torchtune_adaptive.schedules import EpochPlan, total_steps
 from torchtune_adaptive.stepping import StepRunner
 
 
+@dataclass(kw_only=True)
 class Finetuning:
-    """A recipe after its `setup`, which fills these in."""
+    """A run whose parts a recipe has built."""
 
-    _cfg: DictConfig
-    _settings: Settings
-    _adaptive: AdaptiveConfig
-    _device: torch.device
-    _ranks: int
-    _checkpoints: FullCheckpoints | AdapterCheckpoints
-    _model: nn.Module
-    _optimization: Optimization
-    _data: Data
-    _runner: StepRunner[Sample]
-    _metrics: Metrics
-    _journal: RunJournal
-    _profiler: Any
+    cfg: DictConfig
+    settings: Settings
+    adaptive: AdaptiveConfig
+    device: torch.device
+    ranks: int
+    """Of the data: each trains on samples of its own."""
+    checkpoints: FullCheckpoints | AdapterCheckpoints
+    model: nn.Module
+    optimization: Optimization
+    data: Data
+    runner: StepRunner[Sample]
+    metrics: Metrics
+    journal: RunJournal
+    profiler: Any
     progress: Progress
-    global_step: int
+    global_step: int = field(init=False, default=0)
+    plans: tuple[EpochPlan, ...] = field(init=False)
+    microbatches: Microbatches = field(init=False)
 
-    def _plan_epochs(self, tokenizer: Any, loss_fn: nn.Module) -> tuple[EpochPlan, ...]:
+    def plan(self, tokenizer: Any, loss_fn: nn.Module) -> None:
         """Collective: every epoch, with microbatches of the configured rows or of as many as fit."""
-        cfg, settings, adaptive, loader = self._cfg, self._settings, self._adaptive, self._data.loader
+        cfg, settings, adaptive, samples = self.cfg, self.settings, self.adaptive, self.data.loader.samples_per_rank
 
         def worst_step() -> TrainingStep[Sample]:
-            sample = worst_sample(cfg, self._data, tokenizer, adaptive.sequence_length)
-            return training_step(self._runner, self._optimization, loss_fn, sample)
+            sample = worst_sample(cfg, self.data, tokenizer, adaptive.sequence_length)
+            return training_step(self.runner, self.optimization, loss_fn, sample)
 
-        self._journal.start(total_steps(self.progress.past))
-        with self._limited_memory() as memory:
-            found = self._journal.event
-            rows = rows_that_fit(cfg, settings, adaptive, memory, worst_step, loader.samples_per_rank, found)
-            self._microbatches = microbatches_of(cfg, settings, adaptive, memory, worst_step, self._data, found)
+        self.journal.start(total_steps(self.progress.past))
+        with self.limited_memory() as memory:
+            found = self.journal.event
+            rows = rows_that_fit(cfg, settings, adaptive, memory, worst_step, samples, found)
+            self.microbatches = microbatches_of(cfg, settings, adaptive, memory, worst_step, self.data, found)
         increase = build_increase_function(cfg)
-        plans = plan_epochs(settings, adaptive, increase, rows, self.progress, loader.samples_per_rank)
-        announce(plans, settings, self.progress, self._ranks, self._microbatches.limit)
-        return plans
+        self.plans = plan_epochs(settings, adaptive, increase, rows, self.progress, samples)
+        announce(self.plans, settings, self.progress, self.ranks, self.microbatches.limit)
+        self._start_schedules()
 
-    def _limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        resident = resident_tensors(self._model, self._optimization.optimizers)
-        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+    def train(self) -> None:
+        """Collective: the epochs that are left, each with its checkpoint."""
+        self.profiler.start()
+        with self.limited_memory() as memory:
+            self.watch(memory)
+            for plan in self.plans[self.progress.epochs_run :]:
+                self.train_epoch(plan)
+        self.profiler.stop()
 
-    def _start_schedules(self, plans: tuple[EpochPlan, ...]) -> None:
+    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        resident = resident_tensors(self.model, self.optimization.optimizers)
+        return limited_memory(self.adaptive.memory_limit, self.device, resident)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        self.runner.watch(memory)
+        self.metrics.watch(memory)
+
+    def close(self) -> None:
+        self.runner.close()
+        self.metrics.close()
+        self.journal.draw()
+
+    def _start_schedules(self) -> None:
         """Learning rate and limit, from where the run has come to."""
-        self._plans = plans
-        self.global_step = total_steps(plans[: self.progress.epochs_run])
-        self._optimization.start_schedule(
-            total_steps=total_steps(plans),
+        self.global_step = total_steps(self.plans[: self.progress.epochs_run])
+        self.optimization.start_schedule(
+            total_steps=total_steps(self.plans),
             steps_done=self.global_step,
             lr_factor=self.progress.past[-1].lr_factor if self.progress.past else 1.0,
         )
-        self._runner.use_limit(self._microbatches.limit_of(plans[self.progress.epochs_run]))
+        self.runner.use_limit(self.microbatches.limit_of(self.plans[self.progress.epochs_run]))
         if self.progress.limit is not None:
-            self._runner.load_state_dict(self.progress.limit)
+            self.runner.load_state_dict(self.progress.limit)
 
-    def _watch(self, memory: MemorySource | None) -> None:
-        self._runner.watch(memory)
-        self._metrics.watch(memory)
-
-    def _train_epoch(self, plan: EpochPlan) -> None:
+    def train_epoch(self, plan: EpochPlan) -> None:
         """Collective: one epoch and its checkpoint."""
-        self._journal.epoch(plan, self.progress.past, self.global_step, self._ranks)
-        self._runner.use_limit(self._microbatches.limit_of(plan))
-        self._optimization.use_lr_factor(plan.lr_factor)
-        steps = self._microbatches.steps(self._data.loader, plan)
-        for samples, upcoming in self._metrics.epoch(plan, steps):
+        self.journal.epoch(plan, self.progress.past, self.global_step, self.ranks)
+        self.runner.use_limit(self.microbatches.limit_of(plan))
+        self.optimization.use_lr_factor(plan.lr_factor)
+        steps = self.microbatches.steps(self.data.loader, plan)
+        for samples, upcoming in self.metrics.epoch(plan, steps):
             self._train_step(samples, upcoming)
-        self.progress = self.progress.after_epoch(plan, self._ranks, self._runner.state_dict())
-        self._save_checkpoint(plan.epoch)
+        self.progress = self.progress.after_epoch(plan, self.ranks, self.runner.state_dict())
+        self.save_checkpoint(plan.epoch)
 
     def _train_step(self, samples: list[Sample], upcoming: list[Sample] | None) -> None:
         """Collective: gradients of all samples, and one update."""
-        result = self._runner.run(samples, step=self.global_step + 1, upcoming=upcoming)
-        with self._runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
-            grad_norm = self._optimization.update(result.target_tokens)
+        result = self.runner.run(samples, step=self.global_step + 1, upcoming=upcoming)
+        with self.runner.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
+            grad_norm = self.optimization.update(result.target_tokens)
         self.global_step += 1
-        learning_rate = self._optimization.learning_rate()
-        self._metrics.log_step(
-            self.global_step, result, self._runner.recoveries, learning_rate=learning_rate, grad_norm=grad_norm
+        learning_rate = self.optimization.learning_rate()
+        self.metrics.log_step(
+            self.global_step, result, self.runner.recoveries, learning_rate=learning_rate, grad_norm=grad_norm
         )
-        self._profiler.step()
+        self.profiler.step()
 
-    def _save_checkpoint(self, epoch: int) -> None:
+    def save_checkpoint(self, epoch: int) -> None:
         """Collective: weights of this epoch, and what is needed to go on."""
-        self._checkpoints.save(
-            epoch, self._model, self._optimization.checkpointed, self.progress, self._data.loader.state_dict()
+        self.checkpoints.save(
+            epoch, self.model, self.optimization.checkpointed, self.progress, self.data.loader.state_dict()
         )
