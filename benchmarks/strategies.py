@@ -3,8 +3,8 @@
     python -m benchmarks.strategies [--kind full]
 
 The demo's config on two ranks with 64 MiB each, 256 tokens a row, answers not rounded. Brute force measures 1, 2, 3
-rows and so on until that no longer fits, so its answer is the right one. Seconds are those of the whole search, as a run
-waits for it: for `static` with the prediction, which takes as long for eight GPUs as for eight hundred.
+rows and so on until that no longer fits, so its answer is the right one. Seconds are those of the whole search, as a
+run waits for it: for `static` with the prediction, which takes as long for eight GPUs as for eight hundred.
 """
 
 from __future__ import annotations
