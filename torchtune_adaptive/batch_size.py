@@ -26,6 +26,7 @@ def find_max_batch_size(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
+    expected_rows: int = 0,
     progress: Progress | None = None,
 ) -> SearchResult:
     """Collective: the most rows that every step can train with on every rank, the same answer on all of them.
@@ -48,6 +49,7 @@ def find_max_batch_size(
                 max_rows=max_rows,
                 samples_per_step=samples_per_step,
                 resident_bytes=resident_bytes,
+                expected_rows=expected_rows,
             )
         except OneRowDoesNotFitError:
             raise prober.one_row_error() from None
@@ -110,8 +112,8 @@ def _measure(prober: Prober, progress: Progress | None, rows: int, length: int |
 def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
     if not steps:
         raise ValueError("a search needs at least 1 training step, but was given none")
-    if strategy != "linear" and not all(step.runner.recovers for step in steps.values()):
+    if strategy in ("binary", "decrease") and not all(step.runner.recovers for step in steps.values()):
         raise ConfigError(
             f"adaptive.search: {strategy} runs out of memory on its way, but this step cannot be run again after that "
-            "(optimizer_in_bwd, tensor parallel, or recover_from_oom: False); allowed: linear"
+            "(optimizer_in_bwd, tensor parallel, or recover_from_oom: False); allowed: linear, static"
         )

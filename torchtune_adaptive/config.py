@@ -84,7 +84,7 @@ class AdaptiveConfig:
     oversize: str = option(one_of("error", "truncate", "skip"), "error")
     """What happens to a sample that alone is more than a microbatch may be."""
 
-    search: str = option(one_of("linear", "binary", "decrease"), "linear")
+    search: str = option(one_of("linear", "static", "binary", "decrease"), "linear")
     """How `use_maximum_batch_size` looks for what fits."""
     round_to: str = option(one_of("power_of_two", "divisor", "none"), "power_of_two")
     """What its answer is rounded down to; `divisor` of the configured samples per step."""

@@ -31,7 +31,8 @@ class SearchResult:
     lines: Mapping[str, Line]
     """Fitted to each phase; empty where fewer than two sizes ran to their end."""
     fits_rows: float
-    """Before rounding: where the lines cross the budget (linear), else the most rows that fit."""
+    """Before rounding: where the lines cross the budget (linear), what was predicted (static), else the most rows that
+    fit."""
     rows: int
     """The answer."""
     reason: str
@@ -65,18 +66,20 @@ def search(
     max_rows: int | None = None,
     samples_per_step: int | None = None,
     resident_bytes: int = 0,
+    expected_rows: int = 0,
 ) -> SearchResult:
     """The largest rows, rounded down, that `measure` accepts within the budget.
 
     `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
     `samples_per_step` is what `divisor` divides. `resident_bytes`, which every point of a step needs whatever its rows,
-    lets `linear` go further at once. Raises OneRowDoesNotFitError.
+    lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
+    Raises OneRowDoesNotFitError.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
-    history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes)
+    history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
     while (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows, measure(rows))
         history = history.plus(probe)
@@ -98,7 +101,7 @@ def _one_row_error(probe: Probe, budget_bytes: int) -> OneRowDoesNotFitError:
 
 def _result(history: History, strategy: str, round_to: str) -> SearchResult:
     most = history.fit_rows
-    promised = max(most, history.predicted_rows) if strategy == "linear" else most
+    promised = max(most, _promised(history, strategy))
     fits_rows = float(promised if promised < history.too_many or not history.rejected else most)
     rows = history.rung_at_most(most)
     return SearchResult(
@@ -111,6 +114,13 @@ def _result(history: History, strategy: str, round_to: str) -> SearchResult:
         rows=rows,
         reason=_reason(history, fits_rows, rows, round_to),
     )
+
+
+def _promised(history: History, strategy: str) -> float:
+    """Rows that were not measured, but are said to fit."""
+    if strategy == "static" and history.expected_rows:
+        return min(history.expected_rows, history.max_rows)
+    return history.predicted_rows if strategy in ("linear", "static") else 0.0
 
 
 def _reason(history: History, fits_rows: float, rows: int, round_to: str) -> str:

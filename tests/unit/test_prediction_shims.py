@@ -14,7 +14,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.prediction.recorder import NO_OP, Recorder
-from torchtune_adaptive.prediction.shims import UPLOAD, DeviceStandIn, cuda_kernels, flash_backward_bytes
+from torchtune_adaptive.prediction.shims import HOST, META, UPLOAD, DeviceStandIn, cuda_kernels, flash_backward_bytes
 
 
 class Ops(TorchDispatchMode):
@@ -141,6 +141,36 @@ def test_only_what_is_on_the_device_is_recorded(host_is_device: bool) -> None:
         on_device = copy.to(UPLOAD)
         assert isinstance(on_device, FakeTensor)
         assert recorder.live_bytes == (16000 if host_is_device else 8000)
+
+
+def test_what_is_offloaded_is_recorded_while_it_is_on_the_device() -> None:
+    recorder = Recorder({})
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        weight = torch.empty(1000)
+        with recorder, DeviceStandIn(host_is_device=False, offloads=True):
+            moment = torch.zeros_like(weight).add_(weight * 2)
+            assert recorder.live_bytes == 0
+            gathered = weight.to(UPLOAD)
+            assert recorder.live_bytes == 4000
+            gradient = (gathered * 2).to(HOST)
+            del gathered
+            moment.add_(gradient)
+            assert (recorder.live_bytes, recorder.peak_bytes) == (0, 8000)
+
+
+def test_what_is_offloaded_may_be_mixed_with_real_batches() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True), DeviceStandIn(host_is_device=False, offloads=True):
+        tokens = torch.tensor([[1, 2, 3]]).to(UPLOAD)
+        assert torch.empty(10, 4).to(UPLOAD)[tokens].device == UPLOAD
+
+
+def test_what_is_on_meta_needs_no_fakes_until_it_gets_memory() -> None:
+    with stand_in() as ops:
+        weight = torch.empty(4096, 2, device=META)
+        shards = weight.chunk(1024)
+        assert not any(isinstance(each, FakeTensor) for each in (weight, *shards))
+        assert ops.names == []
+        assert isinstance(torch.empty_like(shards[0], device=HOST), FakeTensor)
 
 
 def test_a_recording_has_every_block_with_its_operation() -> None:

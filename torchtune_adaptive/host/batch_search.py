@@ -20,6 +20,7 @@ from torchtune_adaptive.config import AdaptiveConfig
 from torchtune_adaptive.events import Event
 from torchtune_adaptive.host.microbatch import Sample, cut
 from torchtune_adaptive.host.optimization import Optimization
+from torchtune_adaptive.host.plan_static import predicted_rows
 from torchtune_adaptive.host.settings import Settings
 from torchtune_adaptive.memory import MemorySource
 from torchtune_adaptive.peaks import Peak
@@ -93,9 +94,15 @@ def search_batch_size(
     directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
     if adaptive.reuse_search and (known := _found_before(directory, fingerprint, SearchResult)):
         return known.rows
+    expected_rows = predicted_rows(cfg, step.length, memory.budget_bytes) if adaptive.search == "static" else 0
     with _progress_bar() as progress:
         result = find_max_batch_size(
-            step, memory=memory, samples_per_step=settings.samples_per_step, progress=progress, **options
+            step,
+            memory=memory,
+            samples_per_step=settings.samples_per_step,
+            expected_rows=expected_rows,
+            progress=progress,
+            **options,
         )
     if dist.get_rank() == 0:
         logger.info("%s", search_table(result, step.length))

@@ -47,7 +47,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
         have = budget(cfg, plan, on_gpu=step.on_gpu)
         longest = _longest(step, given)
         wanted = given or (min(ASSUMED_TOKENS, longest),)
-        law = _fit(step, traced)
+        law = law_of(step, traced)
         rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
@@ -89,7 +89,8 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) ->
     return f"tune run {launcher} {recipe} --config {config_name} batch_size={rows}"
 
 
-def _fit(step: FakeStep, traced: Traced) -> MemoryLaw:
+def law_of(step: FakeStep, traced: Traced) -> MemoryLaw:
+    """What the step allocates for any rows and tokens; `traced` is called after each of its four traces."""
     multiple = getattr(step.loss_fn, "num_output_chunks", 1)
     longest = _traced_length(step, multiple)
     recordings = {}

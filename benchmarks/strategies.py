@@ -1,0 +1,85 @@
+"""How the strategies of `use_maximum_batch_size` compare: what they measure, what it takes, what they answer.
+
+    python -m benchmarks.strategies [--kind full]
+
+The demo's config on two ranks with 64 MiB each, 256 tokens a row, answers not rounded. Brute force measures 1, 2, 3
+rows and so on until that no longer fits, so its answer is the right one. Seconds are those of the whole search, as a
+run waits for it: for `static` with the prediction, which takes as long for eight GPUs as for eight hundred.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from benchmarks.results import save, table
+from tests.ranks import run_on_ranks
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.host import batch_search
+from torchtune_adaptive.strategies import STRATEGIES, History
+
+RANKS = 2
+BRUTE_FORCE = "brute force"
+SEARCHES = (BRUTE_FORCE, "linear", "static", "binary", "decrease")
+SEARCHING = (
+    *("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.sequence_length=256"),
+    *("adaptive.round_to=none", "adaptive.reuse_search=False", "dataset.samples=128"),
+)
+
+
+def one_more(history: History) -> int | None:
+    return None if history.rejected else len(history.probes) + 1
+
+
+def search(kind: str, folder: Path, name: str) -> float:
+    """Collective: what a run does before it would train; the seconds that the search took."""
+    seconds = 0.0
+    wanted = batch_search.search_batch_size
+
+    def timed(*args: Any) -> int:
+        nonlocal seconds
+        started = time.perf_counter()
+        rows = wanted(*args)
+        seconds = time.perf_counter() - started
+        return rows
+
+    stand_in, strategy = ({"binary": one_more}, "binary") if name == BRUTE_FORCE else ({}, name)
+    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(batch_search, "search_batch_size", timed):
+        recipe = load_ours(kind)(demo_config(kind, folder, *SEARCHING, f"adaptive.search={strategy}"))
+        recipe.setup()
+    recipe.cleanup()
+    return seconds
+
+
+def measure(kind: str, name: str) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        seconds = max(run_on_ranks(RANKS, search, kind, run, name, timeout_s=600, in_group=False))
+        result = json.loads((run / "out" / "batch_search.json").read_text())["result"]
+    return {
+        "recipe": kind,
+        "strategy": name,
+        "measured": " ".join(str(probe["rows"]) for probe in result["probes"]),
+        "trials": len(result["probes"]),
+        "out of memory": sum(not probe["peak"]["fits"] for probe in result["probes"]),
+        "seconds": round(seconds, 1),
+        "answer": result["rows"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=("full", "lora"), default="full")
+    kind = parser.parse_args().kind
+    rows = [measure(kind, name) for name in SEARCHES]
+    print(table(rows))
+    print(f"written to {save('strategies', rows)}")
+
+
+if __name__ == "__main__":
+    main()
