@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,9 @@ from tests.searching import Shape, Trained
 
 RANKS = 2
 FAILING_RANK = 1
-SHAPE = Shape(vocabulary=512, dim=192, hidden=768, layers=6, length=64)
-ROWS, MICROBATCHES = 8, 4
-WARM_UP_STEPS, UNDISTURBED_STEPS = 2, 3
+SHAPE = Shape(vocabulary=512, dim=128, hidden=512, layers=4, length=128)
+ROWS, MICROBATCHES = 8, 3
+WARM_UP_STEPS, UNDISTURBED_STEPS = 1, 2
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,16 @@ POINTS = [
     Point("last microbatch, forward, head", MICROBATCHES, lambda model: model.head),
     Point("last microbatch, backward, first layer", MICROBATCHES, lambda model: model.layers[0], True),
 ]
+
+
+class Cost(NamedTuple):
+    """What running out of memory took once, in seconds."""
+
+    step_s: float
+    """Undisturbed."""
+    lost_s: float
+    step_after_s: float
+    """Undisturbed again, with the microbatches that fit."""
 
 
 @dataclass
@@ -91,7 +101,8 @@ def run(pairs: int) -> Result:
     note = (
         f"{RANKS} ranks, {MICROBATCHES} microbatches a step. lost: what the disturbed step takes above an undisturbed "
         "one, or what a restart takes until the next step begins; in seconds, and in undisturbed steps of that model. "
-        "Steps to repeat since the last checkpoint would come on top of a restart"
+        "Steps to repeat since the last checkpoint would come on top of a restart. step after: one with the smaller "
+        "microbatches that recovery leaves, over one before"
     )
     return Result(rows, note)
 
@@ -101,33 +112,35 @@ def measure(point: Point, pairs: int) -> dict[str, Any]:
     return {"out of memory in": point.name, **lost(times)}
 
 
-def lost(times: Sequence[tuple[float, float]]) -> dict[str, Any]:
-    """Of pairs of an undisturbed step and what running out of memory took, that one included."""
-    steps = [(disturbed - undisturbed) / undisturbed for undisturbed, disturbed in times]
+def lost(costs: Sequence[Cost]) -> dict[str, Any]:
+    steps = [cost.lost_s / cost.step_s for cost in costs]
     return {
-        "step s": median(undisturbed for undisturbed, _ in times),
-        "lost s": median(disturbed - undisturbed for undisturbed, disturbed in times),
+        "step s": median(cost.step_s for cost in costs),
+        "lost s": median(cost.lost_s for cost in costs),
         "lost steps": median(steps),
         "lowest": min(steps),
         "highest": max(steps),
-        "pairs": len(times),
+        "step after": median(cost.step_after_s / cost.step_s for cost in costs),
+        "pairs": len(costs),
     }
 
 
-def time_recoveries(point: int, pairs: int) -> list[tuple[float, float]]:
-    """Collective: seconds of an undisturbed step and of a disturbed one, in pairs."""
+def time_recoveries(point: int, pairs: int) -> list[Cost]:
+    """Collective: an undisturbed step and a disturbed one, in pairs."""
     return [_one_recovery(POINTS[point]) for _ in range(pairs)]
 
 
-def _one_recovery(point: Point) -> tuple[float, float]:
+def _one_recovery(point: Point) -> Cost:
     """Collective: with a model and a limit of its own, since recovery leaves a smaller limit behind."""
     trained, fault = Trained(SHAPE, limit=ROWS), Fault(point)
     fault.watch(trained.model)
     undisturbed = [_timed_step(trained, recoveries=0) for _ in range(WARM_UP_STEPS + UNDISTURBED_STEPS)]
     fault.armed = dist.get_rank() == FAILING_RANK
-    disturbed = _timed_step(trained, recoveries=1)
+    disturbed_s = _timed_step(trained, recoveries=1)
+    after_s = _timed_step(trained, recoveries=0)
     trained.runner.close()
-    return median(undisturbed[WARM_UP_STEPS:]), disturbed
+    step_s = median(undisturbed[WARM_UP_STEPS:])
+    return Cost(step_s, disturbed_s - step_s, after_s)
 
 
 def _timed_step(trained: Trained, recoveries: int) -> float:
@@ -164,25 +177,24 @@ def measure_restart(pairs: int) -> dict[str, Any]:
     return {"out of memory in": "no recovery: restart from a checkpoint", **lost(times)}
 
 
-def _one_restart(folder: Path, name: str) -> tuple[float, float]:
-    """Seconds of a step, and of a restart with one step more."""
+def _one_restart(folder: Path, name: str) -> Cost:
     began = time.perf_counter()
     ended = steps_of(folder, name, *RESUMED, count=STEPS_AN_EPOCH)
-    step = median(after - before for before, after in pairwise(ended))
-    return step, ended[0] - began
+    step_s = median(after - before for before, after in pairwise(ended))
+    return Cost(step_s, ended[0] - began - step_s, step_s)
 
 
 def steps_of(folder: Path, name: str, *overrides: str, count: int, timeout_s: float = 120) -> list[float]:
     """Starts the recipe and kills it after so many steps; when each of them had ended."""
     log = folder / f"{name}.txt"
-    with running(
-        [*RECIPE, f"metric_logger.log_dir={folder}", f"metric_logger.filename={log.name}", *overrides], folder
-    ):
-        return [time.perf_counter() for _ in _lines(log, count, time.monotonic() + timeout_s)]
+    logging = (f"metric_logger.log_dir={folder}", f"metric_logger.filename={log.name}")
+    with running([*RECIPE, *logging, *overrides], folder) as process:
+        deadline = time.monotonic() + timeout_s
+        return [time.perf_counter() for _ in _lines(log, count, lambda: process.poll() or time.monotonic() > deadline)]
 
 
 @contextmanager
-def running(command: Sequence[str], folder: Path) -> Iterator[None]:
+def running(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The command in a session of its own, which ends with the block."""
     executable = Path(sys.executable).parent / command[0]
     with open(folder / "output.txt", "wb") as output:
@@ -195,7 +207,7 @@ def running(command: Sequence[str], folder: Path) -> Iterator[None]:
             start_new_session=True,
         )
         try:
-            yield
+            yield process
         except TimeoutError as error:
             written = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
             raise TimeoutError(f"{error}: {' '.join(command)}\n{written[-4000:]}") from None
@@ -204,12 +216,12 @@ def running(command: Sequence[str], folder: Path) -> Iterator[None]:
             process.wait()
 
 
-def _lines(path: Path, count: int, deadline: float) -> Iterator[None]:
+def _lines(path: Path, count: int, over: Callable[[], object]) -> Iterator[None]:
     """Comes back at each of the first lines of a file, as soon as it is written."""
     seen = 0
     while seen < count:
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{seen} of {count} steps were taken when the time was over")
+        if over():
+            raise TimeoutError(f"{seen} of {count} steps were taken when the run, or the time for it, was over")
         with suppress(FileNotFoundError):
             for _ in range(seen, min(count, path.read_text(encoding="utf-8").count("\n"))):
                 seen += 1

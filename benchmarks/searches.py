@@ -8,9 +8,11 @@ by each contender; a pair is `linear` and another one of the same round.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -88,8 +90,8 @@ def measure(case: Case, rounds: int) -> list[dict[str, Any]]:
     fitting = brute_force(case)
     found: dict[str, Found] = {}
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
-    for _ in range(rounds):
-        for name, search in CONTENDERS.items():
+    with only_new_garbage():
+        for name, search in [*CONTENDERS.items()] * rounds:
             found[name], taken = timed(case, search)
             seconds[name].append(taken)
     return [
@@ -114,6 +116,17 @@ def timed(case: Case, search: Search) -> tuple[Found, float]:
         began = time.perf_counter()
         found = search(trained, device)
         return found, time.perf_counter() - began
+
+
+@contextmanager
+def only_new_garbage() -> Iterator[None]:
+    """All contenders collect garbage after each trial; looking through whatever is imported would be most of it."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 def brute_force(case: Case) -> int:
