@@ -7,7 +7,7 @@ PEERS := $(VENV)/ready-to-bench
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test lint faults soak bench clean
+.PHONY: demo test test-gpu lint faults soak bench clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -15,6 +15,10 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest
+
+# one GPU, under 8 minutes
+test-gpu: $(READY)
+	$(BIN)/python -m pytest tests/gpu
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -1,0 +1,135 @@
+"""What only a GPU can tell, in three tables.
+
+    python -m benchmarks.gpu [--steps 150]
+
+Plan: what adaptive_plan predicts beside what is allocated and reserved. Throughput: the found size beside the powers of
+two around it. Fragmentation: steps of mixed lengths at the size that a search finds for a margin; what the allocator
+reserves beyond the peak, how often it flushes its cache, and what that costs. The last one is what FRAGMENTATION in
+memory.py rests on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
+from unittest import mock
+
+import torch
+
+from benchmarks.results import save, table
+from tests.gpu import test_plan, test_search
+from tests.gpu.real_steps import GIB, build, demo, fresh_processes, limit, live_bytes, metered, samples_of, use
+from tests.ranks import run_on_ranks
+from torchtune_adaptive import memory as memory_module
+from torchtune_adaptive.batch_size import find_max_batch_size
+from torchtune_adaptive.memory import release
+
+Row = dict[str, Any]
+
+MARGINS = (0.0, 0.05, 0.1, 0.15)
+ROOM_GIB = 10
+"""Above what is resident: what a search fills, and what the limit leaves."""
+TOKENS = 1024
+"""Of the longest sample; short enough for a margin to be worth some rows."""
+
+
+def plan_rows(device: str) -> list[Row]:
+    with test_plan.comparisons(device) as found:
+        return [_plan_row(case, comparison.result()) for case, comparison in found.items()]
+
+
+def _plan_row(case: test_plan.Case, found: test_plan.Compared) -> Row:
+    return {
+        "case": str(case),
+        "planned GiB": found.planned_bytes / GIB,
+        "allocated GiB": found.allocated_bytes / GIB,
+        "error": found.allocated_error,
+        "planned reserved GiB": found.planned_reserved_bytes / GIB,
+        "reserved GiB": found.reserved_bytes / GIB,
+        "error of reserved": found.reserved_error,
+    }
+
+
+def throughput_rows(device: str) -> list[Row]:
+    judged = run_on_ranks(1, test_search.search_and_judge, device, timeout_s=240)[0]
+    best = max(judged.tokens_per_second.values())
+    return [
+        {
+            "rows": rows,
+            "tokens/s": round(speed),
+            "of the best": speed / best,
+            "retries": judged.retries[rows],
+            "found": judged.linear.rows,
+            "brute force": judged.best,
+            "probes": len(judged.linear.probes),
+        }
+        for rows, speed in judged.tokens_per_second.items()
+    ]
+
+
+def fragmentation_rows(device: str, steps: int) -> list[Row]:
+    """Without a limit first, at the size that is found without a margin: what is reserved if nothing hinders."""
+    runs = [(0.0, False), *((margin, True) for margin in MARGINS)]
+    return [run_on_ranks(1, train_mixed, device, *run, steps, timeout_s=300)[0] for run in runs]
+
+
+def train_mixed(name: str, margin: float, limited: bool, steps: int) -> Row:
+    """Collective: steps of two microbatches' worth of samples, whose lengths are those of instruction data."""
+    step = build(demo("full", name, f"dtype={test_plan.DTYPE[name]}", **test_plan.SIZES[name]), use(name))
+    with metered(step) as memory, mock.patch.object(memory_module, "FRAGMENTATION", margin):
+        step.train(1, TOKENS)
+        release()
+        limit(memory, live_bytes(memory) + ROOM_GIB * GIB)
+        to_search = step.to_search(TOKENS)
+        rows = find_max_batch_size(to_search, memory=memory, round_to="none", max_rows=64).rows
+        to_search.runner.close()
+        if not limited:
+            limit(memory, math.inf)
+        release()
+        memory.reset_peak()
+        retries, runner = memory.retries, step.runner(rows)
+        tokens, began = 0, perf_counter()
+        for number in range(steps):
+            result = runner.run(samples_of(number, 2 * rows, TOKENS, mixed=True), step=number)
+            step.optimization.update(result.target_tokens)
+            tokens += result.target_tokens
+        step.synchronize()
+        seconds = perf_counter() - began
+        peak_bytes = memory.peak_bytes
+    reserved_bytes = torch.cuda.max_memory_reserved() if name == "cuda" else peak_bytes
+    return {
+        "limit GiB": f"{ROOM_GIB} above resident" if limited else "none",
+        "margin": margin,
+        "rows": rows,
+        "peak GiB": peak_bytes / GIB,
+        "reserved GiB": reserved_bytes / GIB,
+        "reserved/peak": reserved_bytes / peak_bytes,
+        "retries": memory.retries - retries,
+        "out of memory": runner.recoveries,
+        "tokens/s": round(tokens / seconds),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150, help="of each run of the fragmentation table")
+    steps = parser.parse_args(argv).steps
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu measures a GPU, and there is none")
+    tables: dict[str, Callable[[], list[Row]]] = {
+        "gpu_plan": lambda: plan_rows("cuda"),
+        "gpu_throughput": lambda: throughput_rows("cuda"),
+        "gpu_fragmentation": lambda: fragmentation_rows("cuda", steps),
+    }
+    with fresh_processes():
+        for name, rows_of in tables.items():
+            rows = rows_of()
+            written = save(name, rows, torch.cuda.get_device_name())
+            print(f"\n{name} (written to {written})\n{table(rows)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""A recipe's own step on real tensors, in a fresh process: what the tests of this folder, and a benchmark, train."""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeAlias, TypeVar
+from unittest import mock
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from tests import ranks
+from tests.recipes.running import demo_config
+from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.host import devices, process_group
+from torchtune_adaptive.host.batch_search import training_step
+from torchtune_adaptive.host.data import Collate, build_collate
+from torchtune_adaptive.host.loss import build_loss
+from torchtune_adaptive.host.memory_limit import resident_tensors
+from torchtune_adaptive.host.microbatch import Sample, build_forward_backward, length_of, stand_in
+from torchtune_adaptive.host.model import build_full_model, build_lora_model
+from torchtune_adaptive.host.optimization import Optimization, build_optimization
+from torchtune_adaptive.host.predict import _made_up_checkpoint, is_lora
+from torchtune_adaptive.host.settings import Settings, read_full_settings, read_lora_settings
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.memory import CudaMemory, plain_tensors
+from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.sizes import MemorySize
+from torchtune_adaptive.stepping import StepRunner
+
+Memory: TypeAlias = CudaMemory | MemoryMeter
+
+Case = TypeVar("Case")
+Result = TypeVar("Result")
+
+GIB = 2**30
+
+AT_ONCE = {"cpu": 1, "cuda": 5}
+"""Cases that run side by side: most of their time goes into starting processes, and they fit on one card."""
+
+
+@contextmanager
+def side_by_side(
+    device: str, run: Callable[[Case], Result], cases: Iterable[Case]
+) -> Iterator[dict[Case, Future[Result]]]:
+    """What comes of every case."""
+    with ThreadPoolExecutor(AT_ONCE[device]) as pool:
+        yield {case: pool.submit(run, case) for case in cases}
+
+
+@contextmanager
+def fresh_processes() -> Iterator[None]:
+    """Where there is a GPU, ranks are not forked: importing torchtune initialises CUDA, which no fork can use then."""
+    how = "spawn" if torch.cuda.is_available() else "forkserver"
+    alone = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # or compiling starts processes that nobody would end
+    with mock.patch.object(ranks, "_CONTEXT", multiprocessing.get_context(how)), mock.patch.dict(os.environ, alone):
+        yield
+
+
+def use(name: str) -> torch.device:
+    """The device of this rank; all ranks share one card."""
+    logging.disable(logging.WARNING)  # the runner reports every recovery
+    os.environ["LOCAL_RANK"] = "0"  # or DeviceMesh and torchtune would look for a card of this rank's own
+    if name == "cpu":
+        return torch.device(name)
+    device = torch.device(name, 0)
+    torch.cuda.set_device(device)
+    return device
+
+
+@dataclass(frozen=True)
+class RealStep:
+    """Model, optimizer and step of the recipe that a config is for."""
+
+    settings: Settings
+    model: nn.Module
+    loss_fn: nn.Module
+    collate: Collate
+    optimization: Optimization
+    device: torch.device
+
+    @cached_property
+    def forward_backward(self):
+        return build_forward_backward(self.model, self.loss_fn, self.collate, self.settings, self.device)
+
+    def runner(self, rows: int) -> StepRunner[Sample]:
+        """Collective: what the recipe runs its steps with."""
+        return StepRunner(
+            self.model,
+            self.forward_backward,
+            limit=RowLimit(rows),
+            length_of=length_of,
+            stand_in=stand_in,
+            regrow_after=0,
+        )
+
+    def to_search(self, tokens: int) -> TrainingStep[Sample]:
+        """Collective: what `find_max_batch_size` takes."""
+        return training_step(self.runner(1), self.optimization, self.loss_fn, worst(tokens))
+
+    def train(self, rows: int, tokens: int) -> None:
+        """Collective: a step without anything of ours around it, as a probe and a prediction have it."""
+        microbatches = [[stand_in(worst(tokens))], [worst(tokens)] * rows]
+        target_tokens = sum(self.forward_backward(samples).target_tokens for samples in microbatches)
+        self.optimization.update(target_tokens)
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def build(cfg: DictConfig, device: torch.device) -> RealStep:
+    """Collective: in the recipe's order, with weights made up, in the process group that there is."""
+    mesh = process_group.data_and_tensor_mesh(device, tensor_parallel_dim=1)
+    torch.manual_seed(0)
+    settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
+    checkpoint = _made_up_checkpoint(cfg, settings)
+    if lora is None:
+        model = build_full_model(cfg, settings, device, mesh, checkpoint)
+    else:
+        model = build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
+    _fill(model)
+    optimization = build_optimization(cfg, settings, model, {}, device)
+    loss_fn = build_loss(cfg, settings, model)
+    collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False)
+    del checkpoint
+    devices.start_clean(device)
+    return RealStep(settings, model, loss_fn, collate, optimization, device)
+
+
+@torch.no_grad()
+def _fill(model: nn.Module) -> None:
+    """Made-up weights hold nothing, and made-up peers send nothing."""
+    for parameter in model.parameters():
+        for plain in plain_tensors(parameter):
+            plain.normal_(1.0 if parameter.dim() == 1 else 0.0, 0.02)
+
+
+def worst(tokens: int) -> Sample:
+    return {"tokens": [1] * tokens, "labels": [1] * tokens}
+
+
+def samples_of(seed: int, count: int, tokens: int, *, mixed: bool = False) -> list[Sample]:
+    """Random tokens: so many in each sample, or log-normally many up to that, as in instruction data."""
+    draw = random.Random(seed)
+    lengths = [tokens] * count
+    if mixed:
+        lengths = [max(4, min(tokens, int(draw.lognormvariate(math.log(tokens / 6), 0.9)))) for _ in range(count)]
+    rows = [[draw.randrange(1, 256) for _ in range(length)] for length in lengths]
+    return [{"tokens": row, "labels": row} for row in rows]
+
+
+@contextmanager
+def metered(step: RealStep) -> Iterator[Memory]:
+    """What tells how much memory the step needs, and what can limit it."""
+    if step.device.type == "cuda":
+        yield CudaMemory()
+        return
+    with MemoryMeter() as meter:
+        meter.count(resident_tensors(step.model, step.optimization.optimizers))
+        yield meter
+
+
+def limit(memory: Memory, limit_bytes: float) -> None:
+    """From now on; infinity is all that there is."""
+    if isinstance(memory, MemoryMeter):
+        memory.cap_bytes = None if math.isinf(limit_bytes) else int(limit_bytes)
+    else:
+        CudaMemory(MemorySize(min(limit_bytes, 2**60), is_fraction=False))
+
+
+def live_bytes(memory: Memory) -> int:
+    return memory.live_bytes if isinstance(memory, MemoryMeter) else torch.cuda.memory_allocated()
+
+
+def demo(kind: str, device: str, *changes: str, **sizes: int) -> DictConfig:
+    """The demo's config for a device, with a model of these sizes."""
+    model = [f"model.{name}={size}" for name, size in sizes.items()]
+    return demo_config(kind, Path("unused"), f"device={device}", *model, *changes)

@@ -1,0 +1,202 @@
+"""The search on a model of a billion parameters: its answer beside brute force, its trace, what the answer is worth."""
+
+from __future__ import annotations
+
+import statistics
+from time import perf_counter
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from tests.gpu.real_steps import GIB, Memory, RealStep, build, demo, limit, live_bytes, metered, samples_of, use
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.batch_size import find_max_batch_size
+from torchtune_adaptive.host.configs import locate
+from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.memory import forget_frames, is_oom, plain_tensors, release
+from torchtune_adaptive.search import SearchResult
+
+TOKENS = {"cpu": 128, "cuda": 1024}
+ROOM_BYTES = {"cpu": 12 * 2**20, "cuda": 16 * GIB}
+"""Above what is resident, so that a large card stands in for a small one."""
+SIZES = {"cpu": {}, "cuda": {"embed_dim": 256, "intermediate_dim": 1024, "vocab_size": 8192}}
+ROOM_TOGETHER_BYTES = {"cpu": 24 * 2**20, "cuda": 8 * GIB}
+REPEATS = 3
+WORTH = 0.98
+
+
+class Measured(NamedTuple):
+    """A step of so many rows, run by itself."""
+
+    peak_bytes: int | None
+    """None where it ran out of memory."""
+    retries: int
+
+    def accepted(self, budget_bytes: int) -> bool:
+        return self.peak_bytes is not None and self.peak_bytes <= budget_bytes and self.retries == 0
+
+
+class Judged(NamedTuple):
+    linear: SearchResult
+    binary: SearchResult
+    left_no_trace: bool
+    around: dict[int, Measured]
+    """By rows, from the answer on, up to the first that was not accepted."""
+    tokens_per_second: dict[int, float]
+    """By rows; those of powers of two that trained without running out of memory."""
+    retries: dict[int, int]
+    """Of the allocator, while that was measured."""
+
+    @property
+    def best(self) -> int:
+        """The answer of brute force."""
+        return max(rows for rows, each in self.around.items() if each.accepted(self.linear.budget_bytes))
+
+
+def config(device: str) -> DictConfig:
+    if device == "cpu":
+        return demo("full", device, "enable_activation_checkpointing=True")
+    cfg = OmegaConf.load(locate("adaptive/llama3_2/1B_full"))
+    return OmegaConf.merge(cfg, {"enable_activation_checkpointing": True, "clip_grad_norm": 1.0})
+
+
+def search_and_judge(name: str) -> Judged:
+    """Collective: everything about one model, which takes a while to make."""
+    device, tokens = use(name), TOKENS[name]
+    step = build(config(name), device)
+    with metered(step) as memory:
+        step.train(1, tokens)  # what stays for good, optimizer state among it
+        release()
+        before = state_of(step)
+        limit(memory, live_bytes(memory) + ROOM_BYTES[name])
+        search_step = step.to_search(tokens)
+        linear = find_max_batch_size(search_step, memory=memory, round_to="none")
+        binary = find_max_batch_size(search_step, memory=memory, round_to="none", strategy="binary")
+        left_no_trace = same_state(before, state_of(step))
+        around = brute_force(step, memory, linear, tokens)
+        speeds, retries = speeds_around(step, memory, linear.rows, tokens)
+    search_step.runner.close()
+    return Judged(linear, binary, left_no_trace, around, speeds, retries)
+
+
+def brute_force(step: RealStep, memory: Memory, found: SearchResult, tokens: int) -> dict[int, Measured]:
+    """Collective: plain steps of more and more rows, beginning a little below the answer."""
+    measured: dict[int, Measured] = {}
+    rows = max(1, found.rows - 1)
+    while rows <= found.rows or measured[rows - 1].accepted(found.budget_bytes):
+        measured[rows] = measure(step, memory, rows, tokens)
+        rows += 1
+    return measured
+
+
+def measure(step: RealStep, memory: Memory, rows: int, tokens: int) -> Measured:
+    """Collective: what this step needs, after whatever came before."""
+    release()
+    memory.reset_peak()
+    retries = memory.retries
+    fits = trains(step, rows, tokens)
+    if not fits:
+        step.model.zero_grad()
+        release()
+    return Measured(memory.peak_bytes if fits else None, memory.retries - retries)
+
+
+def trains(step: RealStep, rows: int, tokens: int) -> bool:
+    try:
+        step.train(rows, tokens)
+        return True
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        forget_frames(error)
+    return False
+
+
+def speeds_around(step: RealStep, memory: Memory, rows: int, tokens: int) -> tuple[dict[int, float], dict[int, int]]:
+    """Collective: one step's samples in microbatches of each power of two, up to more than fits."""
+    chosen = 1 << (rows.bit_length() - 1)
+    samples = samples_of(0, 4 * chosen, tokens)
+    speeds, retries = {}, {}
+    for size in sorted({max(1, chosen // 4), max(1, chosen // 2), chosen, 2 * chosen}):
+        release()
+        runner, times, retries_before = step.runner(size), [], memory.retries
+        for number in range(REPEATS + 1):  # the first warms up
+            step.synchronize()
+            began = perf_counter()
+            step.optimization.update(runner.run(samples, step=number).target_tokens)
+            step.synchronize()
+            times.append(perf_counter() - began)
+        if runner.limit == RowLimit(size):
+            speeds[size] = len(samples) * tokens / statistics.median(times[1:])
+            retries[size] = memory.retries - retries_before
+        runner.close()
+    return speeds, retries
+
+
+def state_of(step: RealStep) -> list[torch.Tensor]:
+    """All that training depends on, on the host."""
+    states = [value for each in step.optimization.optimizers[0].state.values() for value in each.values()]
+    tensors = [*step.model.parameters(), *step.model.buffers(), *states]
+    random = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if step.device.type == "cuda" else [])]
+    plain = [each.detach().to("cpu", copy=True) for tensor in tensors for each in plain_tensors(tensor)]
+    return [*plain, *random]
+
+
+def same_state(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return len(left) == len(right) and all(map(torch.equal, left, right))
+
+
+def search_together(name: str) -> SearchResult:
+    """Collective: a search under FSDP2, with less memory on the last rank."""
+    step = build(demo("full", name, **SIZES[name]), use(name))
+    with metered(step) as memory:
+        step.train(1, TOKENS[name])
+        release()
+        last = dist.get_rank() == dist.get_world_size() - 1
+        limit(memory, live_bytes(memory) + (0.5 if last else 1) * ROOM_TOGETHER_BYTES[name])
+        return find_max_batch_size(step.to_search(TOKENS[name]), memory=memory, strategy="binary", round_to="none")
+
+
+def test_ranks_on_one_card_search_together_and_none_hangs(device: str) -> None:
+    first, second = run_on_ranks(2, search_together, device, timeout_s=120)
+    assert first == second
+    assert first.rows > 1
+    assert first.out_of_memory_count > 0
+
+
+@pytest.fixture(scope="module")
+def judged(device: str) -> Judged:
+    return run_on_ranks(1, search_and_judge, device, timeout_s=240)[0]
+
+
+def test_linear_is_never_above_brute_force_and_at_least_95_percent_of_it(judged: Judged) -> None:
+    assert 0.95 * judged.best <= judged.linear.rows <= judged.best
+    assert judged.linear.out_of_memory_count == 0
+    assert len(judged.linear.probes) <= 5  # 4, but where one row costs more than the second
+
+
+def test_binary_runs_out_of_memory_on_its_way_and_finds_what_brute_force_finds(judged: Judged) -> None:
+    assert judged.binary.out_of_memory_count > 0
+    assert judged.binary.rows == judged.best
+
+
+def test_an_answer_was_measured_and_needed_no_flush_of_the_cache(judged: Judged) -> None:
+    for result in (judged.linear, judged.binary):
+        (answer,) = (probe for probe in result.probes if probe.rows == result.rows)
+        assert answer.peak.retries == 0
+        assert answer.peak.peak_bytes <= result.budget_bytes
+
+
+def test_a_search_leaves_no_trace(judged: Judged) -> None:
+    assert judged.left_no_trace
+
+
+def test_the_found_size_is_as_fast_as_any_power_of_two_around_it(device: str, judged: Judged) -> None:
+    if device == "cpu":
+        pytest.skip("more rows are no faster on a CPU")
+    chosen = 1 << (judged.linear.rows.bit_length() - 1)
+    assert judged.tokens_per_second[chosen] >= WORTH * max(judged.tokens_per_second.values())
+    assert judged.retries[chosen] == 0
