@@ -1,6 +1,6 @@
 """How the strategies of `use_maximum_batch_size` compare: what they measure, what it takes, what they answer.
 
-    python -m benchmarks.strategies [--kind full]
+    python -m benchmarks --only strategies
 
 The demo's config on two ranks with 64 MiB each, 256 tokens a row, answers not rounded. Brute force measures 1, 2, 3
 rows and so on until that no longer fits, so its answer is the right one. Seconds are those of the whole search, as a
@@ -9,7 +9,6 @@ run waits for it: for `static` with the prediction, which takes as long for eigh
 
 from __future__ import annotations
 
-import argparse
 import json
 import tempfile
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.results import save, table
+from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.host import batch_search
@@ -72,14 +71,7 @@ def measure(kind: str, name: str) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kind", choices=("full", "lora"), default="full")
-    kind = parser.parse_args().kind
-    rows = [measure(kind, name) for name in SEARCHES]
-    print(table(rows))
-    print(f"written to {save('strategies', rows)}")
-
-
-if __name__ == "__main__":
-    main()
+def run(pairs: int) -> Result:
+    """Answers do not vary: one search of each is enough."""
+    rows = [measure("full", name) for name in SEARCHES]
+    return Result(rows, "the demo's model on 2 ranks, 64 MiB each, 256 tokens a row, answers not rounded")
