@@ -69,8 +69,8 @@ def _draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
         axes.plot([each.tokens for each in fitting], counts, f"-{marker}", color=colour, markersize=4.5, label=label)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter("{x:.0f}")
+    axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}k")
+    axes.yaxis.set_major_formatter("{x:.0f}")
     _label(axes, "what fits", "tokens in a row", "rows in a microbatch")
     axes.legend(loc="upper right", frameon=False, fontsize=9)
 

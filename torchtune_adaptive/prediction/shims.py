@@ -20,7 +20,6 @@ from torch.optim import optimizer
 from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.memory import wraps_tensors
 
@@ -58,7 +57,7 @@ class DeviceStandIn(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.add.Tensor and not torch.is_grad_enabled() and self._adds_in_place(*args):
             return args[0]
-        tensors = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
+        tensors = _tensors_of(args, kwargs)
         device = kwargs.get("device")
         if not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             if _stays_on_meta(tensors, device):
@@ -103,6 +102,17 @@ class DeviceStandIn(TorchDispatchMode):
         finally:
             self._calibrating = False
         assert self._unshared is not None, "autograd adds gradients in a way that is not known"
+
+
+def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Of an operation, whose arguments are never nested deeper; searching all of them takes a tenth of the time."""
+    tensors = []
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, list | tuple):
+            tensors += [each for each in argument if isinstance(each, Tensor)]
+    return tensors
 
 
 def _stays_on_meta(tensors: list[Tensor], device: torch.device | None) -> bool:
