@@ -3,8 +3,8 @@
 Goal 1.00, bound 1.01 in the median. Both recipes train the same model on the same samples; an epoch of one, an epoch
 of the other, in turns. A pair is the ratio of the median step times of two neighbouring epochs.
 
-In one process our recipes leave FSDP out, which has nothing to shard there, and stock's do not. So one process is
-measured in both ways: as our recipes are, and sharded like stock's, which compares the loops alone.
+With one rank stock's LoRA recipe shards the model, over that one rank; its full recipe does not, and neither do ours.
+So LoRA is measured twice there: as our recipe is, and sharded like stock's, which compares the loops alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.clock import Clock
 from benchmarks.results import Result, compared
@@ -43,15 +45,26 @@ MODEL = (
 class Case:
     recipe: str
     ranks: int
-    sharded: bool
-    """Ours: what one process does without."""
+    stock: str
+    """Whether stock's recipe shards the model."""
+    ours: str
 
 
-CASES = [Case(recipe, *ranks) for recipe in ("full", "lora") for ranks in ((1, False), (1, True), (2, True))]
+WHOLE, SHARDED = "whole", "sharded"
+CASES = [
+    Case("full", 1, WHOLE, WHOLE),
+    Case("full", 2, SHARDED, SHARDED),
+    Case("lora", 1, SHARDED, WHOLE),
+    Case("lora", 1, SHARDED, SHARDED),
+    Case("lora", 2, SHARDED, SHARDED),
+]
 
 
 def run(pairs: int) -> Result:
-    note = "step times; ratio: ours over stock's. sharded: whether our recipe uses FSDP too, which stock's always does"
+    note = (
+        "ratio: step time of ours over stock's. stock, ours: whether the recipe shards the model by FSDP; with one "
+        "rank, which has nothing to shard, stock's does for LoRA only. Where both do alike, the loops are compared"
+    )
     return Result([measure(case, pairs) for case in CASES], note)
 
 
@@ -62,7 +75,8 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
     return {
         "recipe": case.recipe,
         "ranks": case.ranks,
-        "sharded": case.sharded,
+        "stock": case.stock,
+        "ours": case.ours,
         "stock ms": statistics.median(stock for stock, _ in times) * 1e3,
         "ours ms": statistics.median(ours for _, ours in times) * 1e3,
         **compared(times),
@@ -72,13 +86,15 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
 def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]:
     """Collective: median step times of stock and ours, a pair for every two neighbouring epochs."""
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *MODEL))
-    with sharding_always() if case.sharded else nullcontext():
+    with sharded_always() if case.ours == SHARDED else nullcontext():
         ours.setup()
     ours.training.save_checkpoint = lambda epoch: None
+    assert isinstance(ours.training.model, FSDPModule) == (case.ours == SHARDED)
     with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"):
         config = demo_config(case.recipe, folder / "stock", *MODEL)
         stock = load_stock(case.recipe)(config)
         stock.setup(config)
+        assert isinstance(stock._model, FSDPModule) == (case.stock == SHARDED)
         stock.save_checkpoint = lambda epoch: None
         if case.recipe == "full":
             stock._checkpoint_client.save_checkpoint = lambda **_: None
@@ -88,8 +104,8 @@ def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]
 
 
 @contextmanager
-def sharding_always() -> Iterator[None]:
-    """Our recipe as stock's, which shards over one rank too."""
+def sharded_always() -> Iterator[None]:
+    """Our recipe as stock's for LoRA, over one rank too."""
     with mock.patch("torchtune_adaptive.host.model._is_sharded", return_value=True):
         yield
 

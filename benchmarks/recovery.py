@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from benchmarks.overhead import SIZES
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
-from tests.recipes.running import environment, kill_session
+from tests.recipes.running import COMMAND_MARK, end_marked, environment
 from tests.searching import Shape, Trained
 
 RANKS = 2
@@ -195,13 +196,13 @@ def steps_of(folder: Path, name: str, *overrides: str, count: int, timeout_s: fl
 
 @contextmanager
 def running(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The command in a session of its own, which ends with the block."""
-    executable = Path(sys.executable).parent / command[0]
+    """The command, which ends with the block, as all that it has started does."""
+    executable, mark = Path(sys.executable).parent / command[0], uuid.uuid4().hex
     with open(folder / "output.txt", "wb") as output:
         process = subprocess.Popen(
             [str(executable), *command[1:]],
             cwd=folder,
-            env=environment(),
+            env={**environment(), COMMAND_MARK: mark},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -212,7 +213,7 @@ def running(command: Sequence[str], folder: Path) -> Iterator[subprocess.Popen[b
             written = (folder / "output.txt").read_text(encoding="utf-8", errors="replace")
             raise TimeoutError(f"{error}: {' '.join(command)}\n{written[-4000:]}") from None
         finally:
-            kill_session(process)
+            end_marked(COMMAND_MARK, mark)
             process.wait()
 
 

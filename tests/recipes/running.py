@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ OURS = {
     "full": ("adaptive_full_finetune_distributed", "AdaptiveFullFinetuneDistributed"),
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoraFinetuneDistributed"),
 }
+COMMAND_MARK = "TORCHTUNE_ADAPTIVE_TEST_COMMAND"
 STOCK_CLASSES = {"full": "FullFinetuneRecipeDistributed", "lora": "LoRAFinetuneRecipeDistributed"}
 
 
@@ -141,12 +143,16 @@ def tune_run(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout
 
 
 def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
-    """The command in a session of its own, so that none of its processes outlives it, nor the timeout."""
+    """The command with a mark in its environment, so that none of its processes outlives it, nor the timeout.
+
+    torchrun's ranks have sessions of their own, so a session would not be enough.
+    """
     began = time.monotonic()
+    mark = uuid.uuid4().hex
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment(),
+        env={**environment(), COMMAND_MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -155,17 +161,23 @@ def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finis
     try:
         output, _ = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        kill_session(process)
+        end_marked(COMMAND_MARK, mark)
         output, _ = process.communicate()
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}") from None
     finally:
-        kill_session(process)
+        end_marked(COMMAND_MARK, mark)
     return Finished(process.returncode, output, time.monotonic() - began)
 
 
-def kill_session(process: subprocess.Popen[str]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end_marked(name: str, mark: str) -> list[int]:
+    """Ends all processes that were started with this mark in their environment; returns which those were."""
+    entry, found = f"{name}={mark}".encode(), []
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # ended in the meantime, or another user's
+            if entry in variables.read_bytes().split(b"\0"):
+                found.append(int(variables.parent.name))
+                os.kill(found[-1], signal.SIGKILL)
+    return found
 
 
 def environment() -> dict[str, str]:

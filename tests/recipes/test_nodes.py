@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import signal
+import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 from tests.ranks import free_ports
-from tests.recipes.running import Finished, run_command, tune_run
+from tests.recipes.running import Finished, end_marked, run_command, tune_run
 
 RECIPE = "adaptive_full_finetune_distributed"
 SHRUNK = (
@@ -81,22 +81,8 @@ def nothing_left_running() -> Iterator[None]:
         try:
             yield
         finally:
-            left = processes_with(mark)
-            for process in left:
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
+            left = end_marked(MARK, mark)
     assert left == []
-
-
-def processes_with(mark: str) -> list[int]:
-    """Those that were started with it in their environment."""
-    entry = f"{MARK}={mark}".encode()
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # ended in the meantime, or another user's
-            if entry in environment.read_bytes().split(b"\0"):
-                found.append(int(environment.parent.name))
-    return found
 
 
 def metric_log(cwd: Path) -> list[dict[str, float]]:
@@ -128,4 +114,9 @@ def test_out_of_memory_on_the_second_node_costs_repeated_steps_on_both(one_node:
 
 def test_a_process_that_is_left_running_is_found_and_ended() -> None:
     with pytest.raises(AssertionError, match=r"== \[\]"), nothing_left_running():
+        subprocess.run([sys.executable, "-c", LEAVES_A_PROCESS], timeout=30, check=True)
+
+
+def test_a_command_that_ends_takes_along_what_it_has_started_in_other_sessions() -> None:
+    with nothing_left_running():
         run_command([sys.executable, "-c", LEAVES_A_PROCESS], cwd=Path.cwd(), timeout_s=30)

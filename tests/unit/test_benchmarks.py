@@ -91,9 +91,10 @@ def test_what_is_lost_is_counted_in_undisturbed_steps() -> None:
     assert figures["step after"] == 1.1
 
 
-def test_one_process_is_compared_with_stock_in_the_same_way_too() -> None:
-    alone = {(case.recipe, case.sharded) for case in CASES if case.ranks == 1}
-    assert alone == {(recipe, sharded) for recipe in ("full", "lora") for sharded in (True, False)}
+@pytest.mark.parametrize("recipe", ["full", "lora"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ours_is_compared_with_stock_where_both_shard_alike(recipe: str, ranks: int) -> None:
+    assert any(case.stock == case.ours for case in CASES if (case.recipe, case.ranks) == (recipe, ranks))
 
 
 def test_every_search_answers_within_what_brute_force_allows(monkeypatch: pytest.MonkeyPatch) -> None:

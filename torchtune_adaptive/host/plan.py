@@ -85,7 +85,8 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) ->
     recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_finetune_distributed"
     ranks = plan.world_size
     on_one_machine = ranks <= 8 or ranks % 8
-    launcher = f"--nproc_per_node {ranks}" if on_one_machine else f"--nnodes {ranks // 8} --nproc_per_node 8"
+    nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
+    launcher = f"--nproc_per_node {ranks}" if on_one_machine else nodes
     return f"tune run {launcher} {recipe} --config {config_name} batch_size={rows}"
 
 
