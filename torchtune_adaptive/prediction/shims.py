@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torchtune_adaptive.memory import wraps_tensors
 
 aten = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default
 
 META = torch.device("meta")
 HOST = torch.device("cpu")
@@ -54,6 +55,8 @@ class DeviceStandIn(TorchDispatchMode):
     ) -> Any:
         if any(wraps_tensors(kind) for kind in types):
             return NotImplemented
+        if func is DEVICE_OF and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # asked for more often than anything is computed
         kwargs = kwargs or {}
         if func is aten.add.Tensor and not torch.is_grad_enabled() and self._adds_in_place(*args):
             return args[0]
