@@ -3,7 +3,8 @@
 A MemoryMeter stands in for the device. All contenders train the same model on rows of the same length, with two
 microbatches a step, and start from the same weights; who answers right is judged by brute force, which trains with 1,
 2, 3, ... rows and looks at the peak. Nothing is rounded, and no search goes beyond `MOST_ROWS`. A round is one search
-by each contender; a pair is `linear` and another one of the same round.
+by each contender; a pair is `linear` and another one of the same round. A plain loop has no prediction, so `static` is
+not here.
 """
 
 from __future__ import annotations
@@ -77,9 +78,9 @@ CONTENDERS: Mapping[str, Search] = {
 
 def run(pairs: int) -> Result:
     note = (
-        "One process: the peers do not agree over ranks on what fits. fits: by brute force, as rows are. seconds over "
-        "linear's: ratio. The peers have their defaults: accelerate takes a tenth off until training runs, here for as "
-        "many steps as Lightning tries (3); Lightning takes 5 % off what its binsearch finds."
+        "One process: the peers do not agree over ranks on what fits. fits: the most rows by brute force; ratio: "
+        "seconds over linear's. The peers have their defaults: accelerate takes a tenth off until training runs, here "
+        "for as many steps as Lightning tries (3); Lightning takes 5 % off what its binsearch finds"
     )
     return Result([row for case in CASES for row in measure(case, pairs)], note)
 

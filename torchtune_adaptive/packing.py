@@ -6,7 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
@@ -76,11 +76,13 @@ def _starts(order: Sequence[int], lengths: Sequence[int], limit: Fits) -> list[i
 def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -> Plan:
     """The same samples in so many microbatches, of which `plan` has no more, as equal in padded tokens as can be.
 
+    `plan` is that of `plan_step` under a limit by length, which puts the longest first.
+
     Ranks go through their microbatches side by side, so what one has more than its peers in each of them is time that
     they wait. Equal ones, the largest first, wait least; they also waste less on padding, and need less memory.
     """
-    order = _longest_first(lengths)
-    cap = max((_padded_tokens(rows, lengths) for rows in plan), default=0)
+    order = tuple(chain.from_iterable(plan))
+    cap = max((_tokens_of_sorted(rows, lengths) for rows in plan), default=0)
     too_low, lowest = 0, None
     for _ in range(_HALVINGS):
         smaller = _Capped(limit, (too_low + cap) // 2)
@@ -107,7 +109,7 @@ class _Capped:
 
 def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Plan:
     """Halves the largest microbatch until there are enough; where all are down to one row, the rest are empty."""
-    heap = [(-_padded_tokens(rows, lengths), rows) for rows in plan]
+    heap = [(-_tokens_of_sorted(rows, lengths), rows) for rows in plan]
     heapq.heapify(heap)
     single: list[tuple[int, tuple[int, ...]]] = []
     while heap and len(heap) + len(single) < microbatches:
@@ -117,7 +119,7 @@ def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Pla
             single.append(largest)
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            heapq.heappush(heap, (-_padded_tokens(half, lengths), half))
+            heapq.heappush(heap, (-_tokens_of_sorted(half, lengths), half))
     parts = sorted(single + heap)
     empty = [()] * (microbatches - len(parts))
     return (*(rows for _, rows in parts), *empty)
@@ -126,6 +128,11 @@ def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Pla
 def load_of(plan: Plan, lengths: Sequence[int]) -> Load:
     sizes = [_padded_tokens(rows, lengths) for rows in plan if rows]
     return Load(sum(lengths), sum(sizes), max(map(len, plan)), max(sizes))
+
+
+def _tokens_of_sorted(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    """Padded tokens of a microbatch that has its longest sample first."""
+    return len(rows) * lengths[rows[0]]
 
 
 def _padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
