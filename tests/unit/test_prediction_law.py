@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from torchtune_adaptive.errors import PredictionError
-from torchtune_adaptive.prediction.law import fit_law, peak_of, sizes_of
+from torchtune_adaptive.prediction.law import fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.prediction.recorder import Block, Recording
 
 SIZES = ((2, 64), (3, 64), (2, 128), (3, 128))
@@ -27,6 +27,26 @@ def law(tokens_multiple: int = 1, *, caches: bool = False):
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 64), (2, 64), (17, 333), (4096, 131072)])
 def test_four_recordings_give_the_sizes_of_any_other(rows: int, tokens: int) -> None:
     assert law().sizes(rows, tokens).tolist() == list(step(rows, tokens).bytes_change)
+
+
+def attention(rows: int, tokens: int) -> Recording:
+    """Without a kernel: scores of every token with every other, and a mask that all rows share."""
+    recording = step(rows, tokens)
+    scores, mask = 4 * rows * tokens**2, tokens**2
+    changes = array("q", [1000, 500, 7 * rows * tokens, scores + mask, -scores - mask, 11, -11])
+    return Recording(recording.blocks, recording.of_block, changes, PHASES)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 64), (5, 333), (64, 131072)])
+def test_where_scores_of_attention_are_kept_a_third_length_gives_their_law(rows: int, tokens: int) -> None:
+    recordings = {size: attention(*size) for size in (*SIZES, (2, 96), (3, 96))}
+    curved = fit_law(recordings, tokens_multiple=1, caches=False)
+    assert curved.sizes(rows, tokens).tolist() == list(attention(rows, tokens).bytes_change)
+
+
+def test_two_lengths_tell_whether_a_third_is_needed() -> None:
+    assert grows_faster_than_tokens({size: attention(*(64 * part for part in size)) for size in SIZES})
+    assert not grows_faster_than_tokens({size: step(*(64 * part for part in size)) for size in SIZES})
 
 
 def test_the_peak_is_found_in_every_phase() -> None:

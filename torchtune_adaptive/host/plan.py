@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import ConfigError, PredictionError
 from torchtune_adaptive.host.plan_settings import ASSUMED_TOKENS, PlanSettings, allocator_settings, budget, lengths
 from torchtune_adaptive.host.predict import FakeStep, fake_step, is_lora, is_packed
 from torchtune_adaptive.prediction.answer import Answer, Budget
-from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, peak_of, sizes_of
+from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.strategies import rungs_up_to
 
@@ -91,25 +91,31 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) ->
 
 
 def law_of(step: FakeStep, traced: Traced) -> MemoryLaw:
-    """What the step allocates for any rows and tokens; `traced` is called after each of its four traces."""
+    """What the step allocates for any rows and tokens; `traced` is called after each of its four traces, or six."""
     multiple = getattr(step.loss_fn, "num_output_chunks", 1)
     longest = _traced_length(step, multiple)
     recordings = {}
-    for tokens in (longest // 2, longest):
+
+    def record(tokens: int) -> None:
         for rows in TRACED_ROWS:
             recordings[rows, tokens] = step.record(rows, tokens)
             traced()
+
+    record(longest // 2)
+    record(longest)
+    if grows_faster_than_tokens(recordings):
+        record(3 * longest // 4)
     return fit_law(recordings, tokens_multiple=multiple, caches=step.on_gpu)
 
 
 def _traced_length(step: FakeStep, multiple: int) -> int:
     allowed = getattr(step.model, "max_seq_len", LONGEST_TRACED)
-    for rounding in (2 * TRACED_MULTIPLE, 2 * multiple):
+    for rounding in (4 * TRACED_MULTIPLE, 4 * multiple):
         if length := min(LONGEST_TRACED, allowed) // rounding * rounding:
             return int(length)
     raise PredictionError(
         f"model takes at most {allowed} tokens (its max_seq_len), too few to see how memory grows: "
-        f"needed are {2 * multiple}"
+        f"needed are {4 * multiple}"
     )
 
 

@@ -28,7 +28,7 @@ class MemoryLaw:
     program: Recording
     """One of the recordings: the order of events, which is the same in all of them."""
     coefficients: Tensor
-    """Bytes of each event per unit of 1, rows, tokens and rows × tokens."""
+    """Bytes of each event per unit of 1 and rows, each alone and times tokens (and tokens², where that was fitted)."""
     tokens_multiple: int
     """Tokens are rounded up to this: what cuts sequences into chunks makes them of one length only then."""
     caches: bool
@@ -36,7 +36,8 @@ class MemoryLaw:
 
     def sizes(self, rows: int, tokens: int) -> Tensor:
         """Bytes that each event allocates, or minus what it frees, before the allocator rounds them."""
-        units = _units(rows, -(-tokens // self.tokens_multiple) * self.tokens_multiple)
+        degree = len(self.coefficients) // 2 - 1
+        units = _units(rows, -(-tokens // self.tokens_multiple) * self.tokens_multiple, degree)
         return (units @ self.coefficients).round().to(torch.int64)
 
     def peak(self, rows: int, tokens: int) -> Peak:
@@ -45,11 +46,12 @@ class MemoryLaw:
 
 
 def fit_law(recordings: Mapping[tuple[int, int], Recording], *, tokens_multiple: int, caches: bool) -> MemoryLaw:
-    """The law through recordings of two numbers of rows at two lengths, by (rows, tokens)."""
+    """The law through recordings of two numbers of rows at two lengths, or at three, by (rows, tokens)."""
     first, *others = recordings.values()
     for (rows, tokens), other in zip(list(recordings)[1:], others, strict=True):
         _check_alike(first, other, f"{rows} rows of {tokens} tokens")
-    units = torch.stack([_units(rows, tokens) for rows, tokens in recordings])
+    degree = len(recordings) // 2 - 1
+    units = torch.stack([_units(rows, tokens, degree) for rows, tokens in recordings])
     sizes = torch.stack([sizes_of(recording).double() for recording in recordings.values()])
     return MemoryLaw(first, torch.linalg.solve(units, sizes), tokens_multiple, caches)
 
@@ -67,8 +69,19 @@ def peak_of(phases: Mapping[str, int], sizes: Tensor, *, caches: bool) -> Peak:
     return Peak({phase: int(alive[start:end].max()) for phase, (start, end) in spans if end > start}, fits=True)
 
 
-def _units(rows: int, tokens: int) -> Tensor:
-    return torch.tensor([1, rows, tokens, rows * tokens], dtype=torch.float64)
+def grows_faster_than_tokens(recordings: Mapping[tuple[int, int], Recording]) -> bool:
+    """Whether a row of twice the length makes any block more than twice as large, as attention without a kernel does.
+
+    Takes two numbers of rows at a length and at twice that, in ascending order: of what a further row adds, a part that
+    does not depend on the length would only make it less than twice.
+    """
+    short, short_and_row, long, long_and_row = (sizes_of(recording) for recording in recordings.values())
+    of_short, of_long = (short_and_row - short).abs(), (long_and_row - long).abs()
+    return bool((of_long > 2.02 * of_short + GRAIN_BYTES).any())
+
+
+def _units(rows: int, tokens: int, degree: int) -> Tensor:
+    return torch.tensor([x * tokens**power for power in range(degree + 1) for x in (1, rows)], dtype=torch.float64)
 
 
 def _check_alike(first: Recording, other: Recording, what: str) -> None:
