@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
-from torchtune_adaptive.host.plan_shims import _own_shard, quantizing_at_once, rank_0_of
+from torchtune_adaptive.host.plan_shims import own_shard, quantizing_at_once, rank_0_of
 from torchtune_adaptive.memory import plain_tensors
 
 
@@ -30,6 +30,6 @@ def test_the_shard_of_rank_0_is_what_it_would_keep_of_all_shards(ranks: int, sha
     whole = torch.randn(shape)
     with rank_0_of(ranks):
         mesh = init_device_mesh("cpu", (ranks,))
-        own, distributed = _own_shard(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(0)])
+        own, distributed = own_shard(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(0)])
         assert own.to_local().shape == distributed.to_local().shape
         assert (own.shape, own.stride(), own.placements) == (whole.shape, whole.stride(), distributed.placements)

@@ -48,7 +48,7 @@ def working_on_fakes() -> Iterator[None]:
             warnings.filterwarnings("ignore", message=message)
         for where, name, replacement in (
             (Llama3ScaledRoPE, "apply_scaling", _same_frequencies),
-            (training._distributed, "distribute_tensor", _own_shard),
+            (training._distributed, "distribute_tensor", own_shard),
             (torch.utils, "swap_tensors", _swap_fakes),
         ):
             patches.enter_context(mock.patch.object(where, name, replacement))
@@ -80,7 +80,7 @@ def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
     return frequencies.clone()
 
 
-def _own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """What rank 0 keeps of a tensor. To distribute it would make the shards of all other ranks too."""
     shard = whole.new_empty((-(-len(whole) // mesh.size()), *whole.shape[1:]))
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
