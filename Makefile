@@ -31,7 +31,7 @@ faults: $(READY)
 
 # hundreds of steps while memory comes and goes: both recipes, by rows and by tokens
 soak: $(READY)
-	TQDM_DISABLE=1 $(BIN)/python -W ignore -m tests.recipes.soak
+	$(BIN)/python -W ignore -m tests.recipes.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 
 # beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
 bench: $(PEERS)
