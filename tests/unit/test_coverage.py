@@ -1,0 +1,39 @@
+"""The table of what is predicted to fit has every config that comes with the package, and says what was predicted."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def coverage() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "tools" / "coverage.py"))
+
+
+def test_every_config_for_training_is_in_the_record(coverage: dict[str, Any]) -> None:
+    rows = coverage["read_record"]()["rows"]
+    assert set(rows) == set(coverage["mirrored"]())
+    assert len(rows) > 25
+    assert all(set(cards) == set(coverage["CARDS"]) for cards in rows.values())
+
+
+def test_more_memory_never_fits_less(coverage: dict[str, Any]) -> None:
+    for name, cards in coverage["read_record"]()["rows"].items():
+        in_order = [cards[card] for card in coverage["CARDS"]]
+        assert in_order == sorted(in_order), name
+
+
+def test_the_readme_shows_the_record(coverage: dict[str, Any]) -> None:
+    table = coverage["table"](coverage["read_record"]()["rows"])
+    assert coverage["BEGIN"] + table + coverage["END"] in (ROOT / "README.md").read_text()
+
+
+def test_a_prediction_of_today_is_that_of_the_record(coverage: dict[str, Any]) -> None:
+    name = "qwen2_5/0.5B_lora"
+    assert coverage["rows_by_card"](name) == coverage["read_record"]()["rows"][name]
