@@ -40,7 +40,7 @@ class Settings:
     enable_activation_checkpointing: bool = option(BOOL, False)
     enable_activation_offloading: bool = option(BOOL, False)
     ac_mode: str | None = option(one_of("full", "selective") | NULL, None)
-    ac_option: int | str | None = option(COUNT | one_of("op") | NULL, None)
+    ac_option: int | None = option(COUNT | NULL, None)
     optimizer_in_bwd: bool = option(BOOL, False)
 
     custom_sharded_layers: tuple[str, ...] | None = option(NAMES | NULL, None)
