@@ -94,6 +94,7 @@ class Storm:
         self._together = random.Random(f"{weather.seed}/{recipe.training.global_step}")  # draws alike on all ranks
         self._alone = random.Random(f"{weather.seed}/{recipe.training.global_step}/{dist.get_rank()}")
         self._injector = Injector()
+        self._storm, self._left_of_spell = False, 0
         self._splits = splits
         self._run, self._runner.run = self._runner.run, self.run
         self._plan, self._runner._planner.plan = self._runner._planner.plan, self.plan
@@ -116,7 +117,7 @@ class Storm:
         """Collective: the step, in whatever comes."""
         self._memory.cap_bytes = CALM_BYTES
         self._injector.arm()
-        event = self._together.choices(["calm", "squeeze", "strike"], weights=[4, 3, 3])[0]
+        event = self._together.choice(["squeeze", "strike"]) if self._stormy() else "calm"
         if event == "squeeze":
             self._memory.cap_bytes = self._alone.randrange(LEAST_BYTES, CALM_BYTES // 3)
         struck = self._together.choice([{0}, {1}, {0, 1}])
@@ -128,6 +129,14 @@ class Storm:
         with self._splits.open("a") as file:
             file.write(json.dumps({"step": step, "microbatches": cut}) + "\n")
         return result
+
+    def _stormy(self) -> bool:
+        """Storms pass, and come again: in between, what has shrunk grows back."""
+        if self._left_of_spell == 0:
+            self._storm = not self._storm
+            self._left_of_spell = self._together.randrange(*(4, 9) if self._storm else (10, 31))
+        self._left_of_spell -= 1
+        return self._storm
 
     def _room(self) -> bool:
         return bool(self._runner.limit.rows_at(LONGEST) >= 2)
