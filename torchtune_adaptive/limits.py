@@ -166,7 +166,7 @@ class SurfaceLimit:
 
     @property
     def next_size(self) -> int:
-        return int(self.budget_bytes / _STEP_DOWN)
+        return max(self.budget_bytes + 1, int(self.budget_bytes / _STEP_DOWN))
 
     def resized(self, size: int) -> SurfaceLimit:
         return replace(self, budget_bytes=size)
