@@ -7,7 +7,7 @@ PEERS := $(VENV)/ready-to-bench
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-gpu lint faults soak bench clean
+.PHONY: demo test test-gpu lint faults soak bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -36,6 +36,10 @@ soak: $(READY)
 # beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
 bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
+
+# the same for one GPU, in less than 8 minutes
+bench-gpu: $(READY)
+	$(BIN)/python -W ignore -m benchmarks.gpu
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info runs
