@@ -171,12 +171,22 @@ def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finis
 
 def end_marked(name: str, mark: str) -> list[int]:
     """Ends all processes that were started with this mark in their environment; returns which those were."""
+    found = marked(name, mark)
+    for process in found:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while marked(name, mark) and time.monotonic() < deadline:  # what is killed takes a moment to end
+        time.sleep(0.05)
+    return found
+
+
+def marked(name: str, mark: str) -> list[int]:
     entry, found = f"{name}={mark}".encode(), []
     for variables in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # ended in the meantime, or another user's
             if entry in variables.read_bytes().split(b"\0"):
                 found.append(int(variables.parent.name))
-                os.kill(found[-1], signal.SIGKILL)
     return found
 
 
