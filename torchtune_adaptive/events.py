@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 EVENTS_FILE = "adaptive_events.jsonl"
 STEPS_FILE = "adaptive_steps.jsonl"
@@ -51,16 +51,21 @@ class Journal:
     """Appends to the two files of a run. Whole lines, at once: what was written before a crash stays readable."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        directory.mkdir(parents=True, exist_ok=True)
+        # Kept open, since a line is written at every step; line by line, so that nothing waits in a buffer.
+        self._events = (directory / EVENTS_FILE).open("a", buffering=1, encoding="utf-8")
+        self._steps = (directory / STEPS_FILE).open("a", buffering=1, encoding="utf-8")
 
     def event(self, event: Event) -> None:
-        known = {name: value for name, value in asdict(event).items() if value is not None}
-        self._append(EVENTS_FILE, known)
+        _append(self._events, {name: value for name, value in asdict(event).items() if value is not None})
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
-        self._append(STEPS_FILE, {"step": step, **figures})
+        _append(self._steps, {"step": step, **figures})
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
-        self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / name).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")
+    def close(self) -> None:
+        self._events.close()
+        self._steps.close()
+
+
+def _append(file: TextIO, record: Mapping[str, Any]) -> None:
+    file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")

@@ -56,7 +56,7 @@ class Report(NamedTuple):
     failed: float = 0
     """1 where it ran out of memory."""
     rows: float = 0
-    """Of the microbatch that did, or else of the largest."""
+    """Of the microbatch that did; where the allocator retried, of the largest."""
     length: float = 0
     position: float = 0
     target_tokens: float = 0
@@ -140,11 +140,15 @@ def exchange(agreement: Agreement, report: Report) -> Reports:
     return Reports(Report(*row) for row in agreement.gather(report))
 
 
-def size_of(rows: Sequence[int], lengths: Sequence[int]) -> Microbatch:
+def troubling(plan: Plan, lengths: Sequence[int], failed: int | None, retries: int) -> Microbatch:
+    """The microbatch that ran out of memory; where the allocator retried, the largest; else nothing."""
+    if failed is not None:
+        return _size_of(plan[failed], lengths)
+    if retries:
+        return max((_size_of(rows, lengths) for rows in plan), key=lambda size: size.rows * size.length)
+    return Microbatch(0, 0)
+
+
+def _size_of(rows: Sequence[int], lengths: Sequence[int]) -> Microbatch:
     """Of the samples with these indices; what stands in for none counts as one row."""
     return Microbatch(max(1, len(rows)), max((lengths[index] for index in rows), default=1))
-
-
-def largest(plan: Plan, lengths: Sequence[int]) -> Microbatch:
-    """The microbatch with the most padded tokens."""
-    return max((size_of(rows, lengths) for rows in plan), key=lambda size: size.rows * size.length)

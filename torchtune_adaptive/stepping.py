@@ -25,7 +25,7 @@ from torchtune_adaptive.limits import Limit
 from torchtune_adaptive.memory import MemorySource, RngState, is_oom
 from torchtune_adaptive.packing import Plan, load_of
 from torchtune_adaptive.planning import Planner
-from torchtune_adaptive.reports import Report, Reports, StepResult, exchange, largest, size_of
+from torchtune_adaptive.reports import Report, Reports, StepResult, exchange, troubling
 from torchtune_adaptive.reports import Totals as Totals
 
 logger = logging.getLogger(__name__)
@@ -184,9 +184,10 @@ class StepRunner(Generic[Sample]):
         loss_sum, target_tokens = (None, 0) if totals is None else totals
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
         loss_on_host = loss_sum.item() if loss_sum is not None and loss_sum.device.type == "cpu" else 0.0
-        size = largest(plan, lengths) if failed is None else size_of(plan[failed], lengths)
+        reading = self._gauge.read()
+        size = troubling(plan, lengths, failed, reading.retries)
         mine = (failed is not None, *size, self._attempts.ledger.position, target_tokens, loss_on_host, upcoming)
-        reports = exchange(self._agreement, Report(*mine, *load_of(plan, lengths), *self._gauge.read()))
+        reports = exchange(self._agreement, Report(*mine, *load_of(plan, lengths), *reading))
         reports.check_positions()
         return reports
 

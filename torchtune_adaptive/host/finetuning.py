@@ -91,7 +91,7 @@ class Finetuning:
     def close(self) -> None:
         self.runner.close()
         self.metrics.close()
-        self.journal.draw()
+        self.journal.close()
 
     def _start_schedules(self) -> None:
         """Learning rate and limit, from where the run has come to."""

@@ -42,7 +42,8 @@ class RunJournal:
         reason = f"epoch {plan.epoch}: batch size {past[-1].batch_size} -> {plan.batch_size}, samples a step {after}"
         self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
 
-    def draw(self) -> None:
-        """The picture, once training has ended."""
+    def close(self) -> None:
+        """Once training has ended: the picture."""
         if self._journal is not None:
+            self._journal.close()
             draw_run(self._directory)
