@@ -1,32 +1,41 @@
 """Draws what a search or a profile measured: `batch_search.png`."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtune_adaptive.figures import (
+    ALARM,
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    PINK,
+    SKY,
+    YELLOW,
+    legend_beside,
+    new_figure,
+    save,
+    tidy,
+    unit_of,
+)
 from torchtune_adaptive.peaks import Probe
 from torchtune_adaptive.profiles import Profile
 from torchtune_adaptive.search import SearchResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 PLOT_FILE = "batch_search.png"
 
-_log = logging.getLogger(__name__)
-# Okabe and Ito's colours: told apart with any colour vision, and in print.
-_PHASE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442")
-_ALARM = "#D55E00"
-_INK = "#333333"
+_PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)
 
 
 def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> Path | None:
     """Draws `batch_search.png`; without matplotlib, logs one line on how to get it, and returns None."""
-    if (figure := _figure()) is None:
+    if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:
         return None
     axes = figure.add_subplot()
-    unit, unit_bytes = _unit(result.budget_bytes)
+    unit, unit_bytes = unit_of(result.budget_bytes)
     # A search from far above would squeeze all that fits into a corner.
     shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]
     _draw_phases(axes, result, shown, unit_bytes)
@@ -36,28 +45,28 @@ def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> 
     beyond = f" ({hidden} larger not shown)" if hidden else ""
     title = f"{result.strategy} search, {sequence_length} tokens a row"
     _label(axes, title, f"rows in a microbatch{beyond}", unit)
-    return _save(figure, directory)
+    return save(figure, directory / PLOT_FILE)
 
 
 def draw_profile(directory: Path, result: Profile) -> Path | None:
     """Draws `batch_search.png`: what was measured at each length, and the surfaces there; None without matplotlib."""
-    if (figure := _figure()) is None:
+    if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:
         return None
     axes = figure.add_subplot()
-    unit, unit_bytes = _unit(result.budget_bytes)
+    unit, unit_bytes = unit_of(result.budget_bytes)
     right = 1.15 * max(result.constant_tokens, *(point.rows * point.length for point in result.points))
     for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
         _draw_length(axes, result, length, right, unit_bytes, _PHASE_COLOURS[index % len(_PHASE_COLOURS)])
     budget = result.budget_bytes / unit_bytes
-    axes.axhline(budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}")
+    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}")
     tokens = f"fits at any length, {result.constant_tokens} tokens"
-    axes.axvline(result.constant_tokens, color=_INK, linewidth=1.0, linestyle=":", label=tokens)
-    axes.plot([], [], "o", color=_INK, markerfacecolor="white", markersize=5, label="held out of the first fit")
+    axes.axvline(result.constant_tokens, color=INK, linewidth=1.0, linestyle=":", label=tokens)
+    axes.plot([], [], "o", color=INK, markerfacecolor="white", markersize=5, label="held out of the first fit")
     axes.set_xlim(0, right)
     axes.set_ylim(0, 1.18 * budget)
     off = f"off by {100 * result.held_out_error:.1f} % where not fitted to"
     _label(axes, f"peak over rows and length, {off}", "padded tokens in a microbatch", unit)
-    return _save(figure, directory)
+    return save(figure, directory / PLOT_FILE)
 
 
 def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> None:
@@ -73,26 +82,6 @@ def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_
             face = "white" if point.held_out else colour
             at = point.rows * point.length, point.peak.peak_bytes / unit_bytes
             axes.plot(*at, "o", color=colour, markerfacecolor=face, markersize=5, zorder=3)
-
-
-def _figure() -> "Figure | None":
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        _log.info("%s is not drawn: pip install 'torchtune-adaptive[plot]'", PLOT_FILE)
-        return None
-    # A Figure of its own, without pyplot: no global state, no window, no backend to choose.
-    return Figure(figsize=(7.2, 3.8), layout="constrained")
-
-
-def _save(figure: "Figure", directory: Path) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    figure.savefig(directory / PLOT_FILE, dpi=200)
-    return directory / PLOT_FILE
-
-
-def _unit(budget_bytes: int) -> tuple[str, int]:
-    return ("GiB", 2**30) if budget_bytes >= 2**30 else ("MiB", 2**20)
 
 
 def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> None:
@@ -113,7 +102,7 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
 def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> None:
     """The budget, and a cross for each size that did not fit: at its peak, or on the budget if unknown."""
     budget = result.budget_bytes / unit_bytes
-    axes.axhline(budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}", zorder=2)
+    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}", zorder=2)
     refused = [probe for probe in shown if not probe.accepted(result.budget_bytes)]
     heights = [(probe.peak.peak_bytes or result.budget_bytes) / unit_bytes for probe in refused]
     if refused:
@@ -122,7 +111,7 @@ def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
             rows,
             heights,
             "x",
-            color=_ALARM,
+            color=ALARM,
             markersize=7,
             mew=1.8,
             zorder=4,
@@ -137,7 +126,7 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
     chosen = next(probe for probe in shown if probe.rows == result.rows)
     peak = (chosen.peak.peak_bytes or 0) / unit_bytes
     budget = result.budget_bytes / unit_bytes
-    axes.plot(result.rows, peak, "o", color="none", markeredgecolor=_INK, markersize=11, mew=1.6, zorder=5)
+    axes.plot(result.rows, peak, "o", color="none", markeredgecolor=INK, markersize=11, mew=1.6, zorder=5)
     # Above the budget nothing is drawn left of the choice, so that is where its label has room.
     at_left = result.rows > 0.45 * _right_edge(result, shown)
     axes.annotate(
@@ -146,11 +135,11 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
         xytext=(result.rows, 1.05 * budget),
         horizontalalignment="right" if at_left else "left",
         verticalalignment="bottom",
-        color=_INK,
+        color=INK,
         bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.5},
         arrowprops={
             "arrowstyle": "-",
-            "color": _INK,
+            "color": INK,
             "linewidth": 0.8,
             "shrinkA": 0,
             "shrinkB": 6,
@@ -164,10 +153,8 @@ def _label(axes: "Axes", title: str, below: str, unit: str) -> None:
     axes.set_xlabel(below)
     axes.set_ylabel(f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, borderaxespad=0)
+    tidy(axes)
+    legend_beside(axes)
 
 
 def _right_edge(result: SearchResult, shown: list[Probe]) -> float:

@@ -8,12 +8,25 @@ From the record in the run's `output_dir`, so a run that is still going, or has 
 from __future__ import annotations
 
 import argparse
-import logging
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.events import GROWTH, RECOVERY, SCHEDULE, THRASHING, TRIAL
+from torchtune_adaptive.figures import (
+    ALARM,
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PINK,
+    SKY,
+    legend_beside,
+    new_figure,
+    save,
+    tidy,
+    unit_of,
+)
 from torchtune_adaptive.timeline import Timeline, read_timeline
 
 if TYPE_CHECKING:
@@ -22,16 +35,13 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "adaptive_report.png"
 
-_log = logging.getLogger(__name__)
-# Okabe and Ito's colours: told apart with any colour vision, and in print.
 _EVENTS = {
-    RECOVERY: ("out of memory, step repeated", "#D55E00", "v"),
-    THRASHING: ("thrashing", "#CC79A7", "s"),
-    TRIAL: ("trial decided", "#56B4E9", "D"),
-    GROWTH: ("grown back, on probation", "#009E73", "^"),
-    SCHEDULE: ("batch schedule", "#E69F00", "o"),
+    RECOVERY: ("out of memory, step repeated", ALARM, "v"),
+    THRASHING: ("thrashing", PINK, "s"),
+    TRIAL: ("trial decided", SKY, "D"),
+    GROWTH: ("grown back, on probation", GREEN, "^"),
+    SCHEDULE: ("batch schedule", ORANGE, "o"),
 }
-_LINE, _SECOND, _INK = "#0072B2", "#999999", "#333333"
 
 
 def draw_run(directory: Path) -> Path | None:
@@ -39,31 +49,29 @@ def draw_run(directory: Path) -> Path | None:
     timeline = read_timeline(directory)
     if not timeline.steps:
         return None
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        _log.info("%s is not drawn: pip install 'torchtune-adaptive[plot]'", REPORT_FILE)
-        return None
     panels = [_draw_sizes, *([_draw_memory] if timeline.series("peak_bytes")[0] else []), _draw_speed]
-    figure = Figure(figsize=(8.4, 1.2 + 2.0 * len(panels)), layout="constrained")
+    figure = new_figure(directory / REPORT_FILE, 8.4, 1.2 + 2.0 * len(panels))
+    if figure is None:
+        return None
     for axes, draw in zip(figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0], panels, strict=True):
         draw(axes, timeline)
         _mark_events(axes, timeline)
-        _tidy(axes)
+        tidy(axes)
+        axes.locator_params(axis="x", integer=True)
+        legend_beside(axes)
         bottom = axes
     bottom.set_xlabel("step")
     _name_events(figure, timeline)
-    figure.savefig(directory / REPORT_FILE, dpi=160)
-    return directory / REPORT_FILE
+    return save(figure, directory / REPORT_FILE)
 
 
 def _draw_sizes(axes: Axes, timeline: Timeline) -> None:
     """Logarithmic: sizes are halved and doubled."""
     axes.step(
-        *timeline.series("samples"), where="post", color=_SECOND, linewidth=1.2, label="samples of a step, all ranks"
+        *timeline.series("samples"), where="post", color=GREY, linewidth=1.2, label="samples of a step, all ranks"
     )
     rows = timeline.series("microbatch_rows")
-    axes.step(*rows, where="post", color=_LINE, linewidth=1.4, label="rows of the largest microbatch")
+    axes.step(*rows, where="post", color=BLUE, linewidth=1.4, label="rows of the largest microbatch")
     axes.set_yscale("log", base=2)
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -73,19 +81,19 @@ def _draw_sizes(axes: Axes, timeline: Timeline) -> None:
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     steps, peaks = timeline.series("peak_bytes")
     budgets = timeline.series("budget_bytes")[1]
-    unit, unit_bytes = ("GiB", 2**30) if max(budgets) >= 2**30 else ("MiB", 2**20)
+    unit, unit_bytes = unit_of(max(budgets))
     used, allowed = ([count / unit_bytes for count in counts] for counts in (peaks, budgets))
-    axes.plot(steps, used, color=_LINE, linewidth=1.2, label="peak of the fullest rank")
-    axes.plot(steps, allowed, color="#D55E00", linewidth=1.2, linestyle="--", label="its budget")
+    axes.plot(steps, used, color=BLUE, linewidth=1.2, label="peak of the fullest rank")
+    axes.plot(steps, allowed, color=ALARM, linewidth=1.2, linestyle="--", label="its budget")
     axes.set_ylim(0, 1.15 * max(*used, *allowed))
     axes.set_ylabel(f"memory ({unit})")
 
 
 def _draw_speed(axes: Axes, timeline: Timeline) -> None:
     steps, rates = timeline.series("target_tokens_per_second")
-    axes.plot(steps, rates, color=_LINE, linewidth=0.6, alpha=0.45)
+    axes.plot(steps, rates, color=BLUE, linewidth=0.6, alpha=0.45)
     smooth = [statistics.median(rates[max(0, at - 5) : at + 6]) for at in range(len(rates))]
-    axes.plot(steps, smooth, color=_LINE, linewidth=1.4, label="all ranks, median of 11 steps")
+    axes.plot(steps, smooth, color=BLUE, linewidth=1.4, label="all ranks, median of 11 steps")
     axes.set_ylim(0, 1.15 * max(rates))
     axes.set_ylabel("target tokens / s")
 
@@ -109,14 +117,6 @@ def _name_events(figure: Figure, timeline: Timeline) -> None:
             names.append(f"{name} ({len(steps)})")
     if marks:
         figure.legend(marks, names, loc="outside upper center", ncols=3, frameon=False, fontsize=8)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=8, borderaxespad=0)
 
 
 def main() -> None:

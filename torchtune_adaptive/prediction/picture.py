@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtune_adaptive.figures import (
+    ALARM,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    SKY,
+    legend_beside,
+    new_figure,
+    save,
+    tidy,
+    unit_of,
+)
 from torchtune_adaptive.prediction.answer import Answer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_log = logging.getLogger(__name__)
-# Okabe and Ito's colours: told apart with any colour vision, and in print.
-_PHASE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#999999")
-_ALARM = "#D55E00"
-_INK = "#333333"
+_PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 _RESIDENT = ("weights", "optimizer state")
 
 
 def draw(path: Path, answer: Answer, frontier: Sequence[Answer], title: str) -> Path | None:
     """Draws `answer` and the answers for other lengths; without matplotlib, logs one line and returns None."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        _log.info("%s is not drawn: pip install 'torchtune-adaptive[plot]'", path)
+    if (figure := new_figure(path, 11, 4.2)) is None:
         return None
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(left, answer)
     _draw_frontier(right, frontier)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
-    return path
+    return save(figure, path)
 
 
 def _draw_memory(axes: Axes, answer: Answer) -> None:
-    unit, unit_bytes = ("GiB", 2**30) if answer.budget.usable_bytes >= 2**30 else ("MiB", 2**20)
+    unit, unit_bytes = unit_of(answer.budget.usable_bytes)
     last = max(2, round(1.15 * answer.most_rows_with_retries))
     rows = sorted({*range(1, last + 1, max(1, last // 60)), last})
     peaks = [answer.peak(count).phase_bytes for count in rows]
@@ -47,24 +51,24 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
         axes.plot(rows, [peak[phase] / unit_bytes for peak in peaks], color=colour, linewidth=1.4, label=phase)
     predictions = answer.predictions()
     reserved = [each.reserved_bytes / unit_bytes for each in predictions]
-    axes.plot([each.rows for each in predictions], reserved, "o", color=_INK, markersize=4, label="reserved")
+    axes.plot([each.rows for each in predictions], reserved, "o", color=INK, markersize=4, label="reserved")
     budget = answer.budget.usable_bytes / unit_bytes
-    axes.axhline(budget, color=_ALARM, linewidth=1.2, linestyle="--", label=f"usable, {budget:.1f} {unit}")
+    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"usable, {budget:.1f} {unit}")
     if answer.most_rows:
-        axes.axvline(answer.most_rows, color=_INK, linewidth=0.8, linestyle=":")
-        axes.annotate(f"{answer.most_rows} rows", (answer.most_rows, 0), (3, 4), textcoords="offset points", color=_INK)
+        axes.axvline(answer.most_rows, color=INK, linewidth=0.8, linestyle=":")
+        axes.annotate(f"{answer.most_rows} rows", (answer.most_rows, 0), (3, 4), textcoords="offset points", color=INK)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
     _label(axes, f"{answer.tokens} tokens a row", "rows in a microbatch", f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, borderaxespad=0)
+    legend_beside(axes)
 
 
 def _draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
     fitting = [each for each in frontier if each.most_rows]
     for label, marker, colour, counts in (
         ("without allocator retries", "o", _PHASE_COLOURS[0], [each.most_rows for each in fitting]),
-        ("at all", "x", _ALARM, [each.most_rows_with_retries for each in fitting]),
+        ("at all", "x", ALARM, [each.most_rows_with_retries for each in fitting]),
     ):
         axes.plot([each.tokens for each in fitting], counts, f"-{marker}", color=colour, markersize=4.5, label=label)
     axes.set_xscale("log", base=2)
@@ -79,6 +83,4 @@ def _label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
+    tidy(axes)

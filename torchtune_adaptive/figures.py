@@ -1,0 +1,50 @@
+"""What all pictures share: a figure if matplotlib is there, colours, units, the look of axes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_log = logging.getLogger(__name__)
+# Okabe and Ito's: told apart with any colour vision, and in print.
+BLUE, ORANGE, GREEN, PINK, SKY, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
+ALARM = "#D55E00"
+GREY = "#999999"
+INK = "#333333"
+
+
+def new_figure(path: Path, width: float, height: float) -> Figure | None:
+    """Without matplotlib, logs one line on how to get it, and returns None."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        _log.info("%s is not drawn: pip install 'torchtune-adaptive[plot]'", path.name)
+        return None
+    # A Figure of its own, without pyplot: no global state, no window, no backend to choose.
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Figure, path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=200)
+    return path
+
+
+def unit_of(count: float) -> tuple[str, int]:
+    """Name and bytes of the unit that an amount of memory is shown in."""
+    return ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
+
+
+def tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def legend_beside(axes: Axes) -> None:
+    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, borderaxespad=0)
