@@ -1,8 +1,8 @@
 """A small model whose training step is searched, and brute force, which is the judge."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Shape:
 
 HEAD_DOMINATED = Shape(vocabulary=4096, dim=32, hidden=512, layers=4, length=8, foreach=False)
 """At one and two rows the most is needed while layers or weights are updated; above, by logits and loss."""
+
+HEAD_DOMINATED_FINELY_SHARDED = replace(HEAD_DOMINATED, layers=64, hidden=32, checkpointing=True)
+"""So many layers that it is little what gloo's threads may hold on to for a moment: one that was gathered."""
 
 
 class Block(nn.Module):
@@ -155,11 +158,11 @@ class Trained:
         return sum(losses)
 
 
-def measured_peaks(trained: Trained, meter: MemoryMeter, most_rows: int) -> list[list[int]]:
-    """Collective: what a training step with accumulation needs, on each rank, with 1, 2, ... rows."""
+def measured_peaks(trained: Trained, meter: MemoryMeter, sizes: Iterable[int]) -> list[list[int]]:
+    """Collective: what a training step with accumulation needs, on each rank, with each number of rows."""
     trained.train([1])
     peaks = []
-    for rows in range(1, most_rows + 1):
+    for rows in sizes:
         meter.reset_peak()
         trained.train([rows, rows])
         peaks.append(meter.peak_bytes)
@@ -198,7 +201,7 @@ def drawn_budgets(peaks: Sequence[Sequence[int]], seed: int, slack: int = 0) -> 
 def naive_rows(peaks: Sequence[int], budget: int) -> float:
     """What the peak of the whole step promises, extrapolated from one and two rows."""
     slope = peaks[1] - peaks[0]
-    return (budget - (peaks[0] - slope)) / slope if slope else float("inf")
+    return (budget - (peaks[0] - slope)) / slope if slope > 0 else float("inf")
 
 
 def state_of(trained: Trained) -> Any:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.searching import (
-    HEAD_DOMINATED,
+    HEAD_DOMINATED_FINELY_SHARDED,
     Shape,
     Trained,
     brute_force,
@@ -24,7 +24,7 @@ from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.search import SearchResult
 
-MOST_ROWS = 14
+SIZES = range(1, 15)
 
 Found = dict[str, Any]
 
@@ -52,7 +52,7 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
     found = []
     with MemoryMeter() as meter:
         trained = Trained(shape)
-        peaks = measured_peaks(trained, meter, MOST_ROWS)
+        peaks = measured_peaks(trained, meter, SIZES)
         for draw in range(draws):
             budgets = drawn_budgets(peaks, draw, slack_of(trained))
             answers = {
@@ -60,7 +60,7 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
                 "binary": search_within(trained, meter, budgets, strategy="binary"),
                 "rounded": search_within(trained, meter, budgets, round_to="power_of_two"),
                 "decrease": search_within(
-                    trained, meter, budgets, strategy="decrease", round_to="power_of_two", max_rows=MOST_ROWS
+                    trained, meter, budgets, strategy="decrease", round_to="power_of_two", max_rows=SIZES[-1]
                 ),
             }
             found.append({"best": brute_force(peaks, budgets), **answers})
@@ -83,9 +83,9 @@ def test_all_ranks_find_what_brute_force_finds_under_budgets_that_differ(ranks: 
 
 def search_dominated_by_the_head() -> tuple[float, SearchResult]:
     with MemoryMeter() as meter:
-        trained = Trained(HEAD_DOMINATED)
-        peaks = measured_peaks(trained, meter, MOST_ROWS)[dist.get_rank()]
-        budget = (peaks[11] + peaks[12]) // 2
+        trained = Trained(HEAD_DOMINATED_FINELY_SHARDED)
+        peaks = measured_peaks(trained, meter, (1, 2, 12, 13))[dist.get_rank()]
+        budget = (peaks[2] + peaks[3]) // 2
         # The other rank has more.
         budgets = [budget, budget * 2] if dist.get_rank() == 0 else [0, budget * 2]
         return naive_rows(peaks, budget), search_within(trained, meter, budgets)
@@ -120,7 +120,7 @@ def test_training_after_a_search_is_bitwise_training_without_one(resumed: bool, 
 def search_where_one_row_does_not_fit(strategy: str, missing: str) -> tuple[str, float]:
     with MemoryMeter() as meter:
         trained = Trained(Shape())
-        need = measured_peaks(trained, meter, 1)[dist.get_rank()][0]
+        need = measured_peaks(trained, meter, [1])[dist.get_rank()][0]
         resident = meter.live_bytes
         cap = {"some bytes": need - 4000, "nearly everything": resident + 1000, "more than there is": 1000}[missing]
         budgets = [10 * need] * dist.get_world_size()

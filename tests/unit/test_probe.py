@@ -29,7 +29,7 @@ from torchtune_adaptive.probe import RankReport, Room, TrainingStep, agreed_peak
 from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.stepping import StepRunner, Totals
 
-MOST_ROWS = 24
+SIZES = range(1, 25)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,7 +61,7 @@ def between(peaks: Sequence[int], rows: int) -> int:
 def test_the_answer_is_that_of_brute_force(seed: int):
     with MemoryMeter() as meter:
         trained = Trained(Shape.drawn(seed))
-        peaks = measured_peaks(trained, meter, MOST_ROWS)
+        peaks = measured_peaks(trained, meter, SIZES)
         for draw in range(3):
             budgets = drawn_budgets(peaks, 100 * seed + draw)
             best = brute_force(peaks, budgets)
@@ -75,7 +75,7 @@ def test_the_answer_is_that_of_brute_force(seed: int):
 def test_a_phase_that_takes_over_later_does_not_mislead():
     with MemoryMeter() as meter:
         trained = Trained(HEAD_DOMINATED)
-        peaks = measured_peaks(trained, meter, MOST_ROWS)
+        peaks = measured_peaks(trained, meter, SIZES)
         budget = between(peaks[0], 20)
         linear = search_within(trained.step(), meter, budget)
     assert naive_rows(peaks[0], budget) > 2 * 20
@@ -86,16 +86,16 @@ def test_a_phase_that_takes_over_later_does_not_mislead():
 def test_without_boundaries_the_answer_is_the_same():
     with MemoryMeter() as meter:
         trained = Trained(HEAD_DOMINATED, cut=False)
-        peaks = measured_peaks(trained, meter, MOST_ROWS)
+        peaks = measured_peaks(trained, meter, SIZES)
         assert search_within(trained.step(), meter, between(peaks[0], 20)).rows == 20
 
 
 def test_a_policy_and_a_critic_get_what_both_can_do_beside_each_other():
     with MemoryMeter() as meter:
         policy, critic = Trained(Shape(length=24)), Trained(Shape(vocabulary=200, layers=1))
-        measured_peaks(policy, meter, 1)
-        peaks = measured_peaks(critic, meter, MOST_ROWS)
-        beside_critic = measured_peaks(policy, meter, MOST_ROWS)
+        measured_peaks(policy, meter, [1])
+        peaks = measured_peaks(critic, meter, SIZES)
+        beside_critic = measured_peaks(policy, meter, SIZES)
         both = [max(pair) for pair in zip(peaks[0], beside_critic[0], strict=True)]
         steps = {"policy": policy.step(), "critic": critic.step()}
         result = search_within(steps, meter, between(both, 12))
@@ -262,7 +262,7 @@ def test_running_out_of_memory_in_the_update_says_so_and_leaves_no_trace():
 def test_one_row_that_does_not_fit_is_an_error_with_all_numbers(strategy: str, short_of: str):
     with MemoryMeter() as meter:
         trained = Trained(Shape(length=64 if short_of == "one row" else 4))
-        need = measured_peaks(trained, meter, 1)[0][0]
+        need = measured_peaks(trained, meter, [1])[0][0]
         cap = {"one row": need - 1, "the update": need - 1, "the weights": meter.live_bytes - 1}[short_of]
         with pytest.raises(OneRowDoesNotFitError) as raised:
             search_within(trained.step(), meter, cap, strategy=strategy, max_rows=8)
