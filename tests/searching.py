@@ -13,12 +13,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from torchtune_adaptive.batch_size import find_max_batch_size
 from torchtune_adaptive.collectives import world_size
 from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.limits import RowLimit
 from torchtune_adaptive.packing import Load
 from torchtune_adaptive.probe import TrainingStep
 from torchtune_adaptive.reports import StepResult, Totals
+from torchtune_adaptive.search import SearchResult
 from torchtune_adaptive.stepping import StepRunner
 
 
@@ -171,6 +173,19 @@ def measured_peaks(trained: Trained, meter: MemoryMeter, sizes: Iterable[int]) -
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, peaks)
     return gathered
+
+
+def search_within(step: Any, meter: MemoryMeter, cap_bytes: int, **options: Any) -> SearchResult:
+    meter.cap_bytes = cap_bytes
+    try:
+        return find_max_batch_size(step, memory=meter, **{"round_to": "none", **options})
+    finally:
+        meter.cap_bytes = None
+
+
+def between(peaks: Sequence[int], rows: int) -> int:
+    """A budget that has room for so many rows, and not for one more."""
+    return (peaks[rows - 1] + peaks[rows]) // 2
 
 
 def brute_force(peaks: Sequence[Sequence[int]], budgets: Sequence[int]) -> int:

@@ -178,3 +178,27 @@ def test_without_recovery_a_thrashing_step_changes_nothing():
         runner.run(SAMPLES, step=step)
         model.zero_grad()
     assert runner.limit == RowLimit(8)
+
+
+def test_an_attempt_runs_exactly_the_microbatches_that_it_is_given():
+    model, rows = a_model(), []
+    runner = runner_of(model, 1)
+    forward_backward = runner._attempts.forward_backward
+    runner._attempts.forward_backward = lambda samples: rows.append(len(samples)) or forward_backward(samples)
+    attempt = runner.attempt([SAMPLES[:1], SAMPLES[1:4]])
+    assert rows == [1, 3]
+    assert attempt.failed_ranks == ()
+    assert attempt.result.target_tokens == 4
+    assert all(gradient is not None for gradient in gradients(model))
+
+
+def test_an_attempt_that_runs_out_of_memory_shrinks_nothing_and_leaves_no_gradient():
+    model = a_model()
+    runner = runner_of(model, 128)
+    with MemoryMeter() as meter:
+        meter.count(model.parameters())
+        meter.cap_bytes = meter.live_bytes + 10_000
+        attempt = runner.attempt([SAMPLES[:1], 16 * SAMPLES])
+    assert attempt == (None, (0,))
+    assert runner.limit == RowLimit(128)
+    assert gradients(model) == [None] * 4

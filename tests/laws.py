@@ -1,0 +1,76 @@
+"""Devices whose memory is a law: bytes of each phase as a function of rows. Brute force over it is the judge."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from torchtune_adaptive.peaks import Peak
+from torchtune_adaptive.search import SearchResult, search
+from torchtune_adaptive.strategies import MAX_ROWS
+
+GIB = 2**30
+MIB = 2**20
+Law = Callable[[int], dict[str, int]]
+
+
+@dataclass
+class Device:
+    """Runs out of memory above the budget, or, if it is soft, only measures that."""
+
+    law: Law
+    budget_bytes: int
+    soft: bool = False
+    retries_above: float = float("inf")
+    measured: list[int] = field(default_factory=list)
+
+    def fits(self, rows: int) -> bool:
+        return max(self.law(rows).values()) <= self.budget_bytes and rows <= self.retries_above
+
+    def brute_force(self, rungs: Any = range(1, MAX_ROWS + 1)) -> int:
+        best = 0
+        for rows in rungs:
+            if not self.fits(rows):
+                break
+            best = rows
+        return best
+
+    def measure(self, rows: int) -> Peak:
+        self.measured.append(rows)
+        phases = self.law(rows)
+        if max(phases.values()) > self.budget_bytes and not self.soft:
+            return Peak({}, fits=False)
+        return Peak(phases, fits=True, retries=int(rows > self.retries_above))
+
+    def search(self, **options: Any) -> SearchResult:
+        return search(self.measure, self.budget_bytes, **options)
+
+
+def affine(*phases: tuple[int, int]) -> Law:
+    """(fixed, slope) of each phase, in MiB."""
+    return lambda rows: {f"phase {i}": (a + b * rows) * MIB for i, (a, b) in enumerate(phases)}
+
+
+def one_row_cheaper(laws: list[tuple[int, int]], share: float) -> Law:
+    """Chunking and other kernels save part of one row's activations."""
+    plain = affine(*laws)
+
+    def law(rows: int) -> dict[str, int]:
+        return {
+            name: need - int(share * slope * MIB) * (rows == 1)
+            for (name, need), (_, slope) in zip(plain(rows).items(), laws, strict=True)
+        }
+
+    return law
+
+
+def budget_for(law: Law, headroom: float, rows: int = 2) -> int:
+    """At least what so many rows need."""
+    return int(max(max(law(n).values()) for n in range(1, rows + 1)) * headroom)
+
+
+phase = st.tuples(st.integers(0, 40_000), st.one_of(st.just(0), st.integers(20, 4000)))
+phases = st.lists(phase, min_size=1, max_size=5).filter(lambda all_: any(slope for _, slope in all_))
+headrooms = st.floats(1, 8)
+roundings = st.sampled_from(["none", "power_of_two", "divisor"])
