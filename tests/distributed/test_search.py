@@ -17,6 +17,7 @@ from tests.searching import (
     drawn_budgets,
     measured_peaks,
     naive_rows,
+    search_within,
     state_of,
 )
 from torchtune_adaptive.batch_size import find_max_batch_size
@@ -29,13 +30,9 @@ SIZES = range(1, 15)
 Found = dict[str, Any]
 
 
-def search_within(trained: Trained, meter: MemoryMeter, budgets: list[int], **options: Any) -> SearchResult:
+def search_on_rank(trained: Trained, meter: MemoryMeter, budgets: list[int], **options: Any) -> SearchResult:
     gc.freeze()  # a probe collects garbage; what the imports left is none
-    meter.cap_bytes = budgets[dist.get_rank()]
-    try:
-        return find_max_batch_size(trained.step(), memory=meter, **{"round_to": "none", **options})
-    finally:
-        meter.cap_bytes = None
+    return search_within(trained.step(), meter, budgets[dist.get_rank()], **options)
 
 
 def steep(seed: int) -> Shape:
@@ -56,10 +53,10 @@ def search_all(shape: Shape, draws: int) -> list[Found]:
         for draw in range(draws):
             budgets = drawn_budgets(peaks, draw, slack_of(trained))
             answers = {
-                "linear": search_within(trained, meter, budgets),
-                "binary": search_within(trained, meter, budgets, strategy="binary"),
-                "rounded": search_within(trained, meter, budgets, round_to="power_of_two"),
-                "decrease": search_within(
+                "linear": search_on_rank(trained, meter, budgets),
+                "binary": search_on_rank(trained, meter, budgets, strategy="binary"),
+                "rounded": search_on_rank(trained, meter, budgets, round_to="power_of_two"),
+                "decrease": search_on_rank(
                     trained, meter, budgets, strategy="decrease", round_to="power_of_two", max_rows=SIZES[-1]
                 ),
             }
@@ -88,7 +85,7 @@ def search_dominated_by_the_head() -> tuple[float, SearchResult]:
         budget = (peaks[2] + peaks[3]) // 2
         # The other rank has more.
         budgets = [budget, budget * 2] if dist.get_rank() == 0 else [0, budget * 2]
-        return naive_rows(peaks, budget), search_within(trained, meter, budgets)
+        return naive_rows(peaks, budget), search_on_rank(trained, meter, budgets)
 
 
 def test_a_head_that_takes_over_later_does_not_mislead():
@@ -105,7 +102,7 @@ def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], An
         if resumed:
             trained.train([2])
         if searches:
-            result = search_within(trained, meter, [600_000, 550_000, 650_000], strategy="binary")
+            result = search_on_rank(trained, meter, [600_000, 550_000, 650_000], strategy="binary")
             assert result.out_of_memory_count > 0
         return [trained.train([2, 2]) for _ in range(3)], state_of(trained)
 
@@ -127,7 +124,7 @@ def search_where_one_row_does_not_fit(strategy: str, missing: str) -> tuple[str,
         budgets[-1] = cap
         started = time.monotonic()
         try:
-            search_within(trained, meter, budgets, strategy=strategy, max_rows=64)
+            search_on_rank(trained, meter, budgets, strategy=strategy, max_rows=64)
         except OneRowDoesNotFitError as error:
             return str(error), time.monotonic() - started
     raise AssertionError("one row fits")

@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ from torch.utils.data import Dataset
 from tests.distributed.injection import Injector
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours, saved_weights
+from tests.recipes.stopping import stopped_before, to_resume
 from torchtune_adaptive.events import EVENTS_FILE, GROWTH, RECOVERY
-from torchtune_adaptive.host import process_group
 
 LONGEST, MEDIAN = 256, 48
 MIB = 2**20
@@ -54,6 +55,11 @@ class Weather(NamedTuple):
     @property
     def steps(self) -> int:
         return self.epochs * self.steps_per_epoch
+
+    @property
+    def middle(self) -> int:
+        """The epoch before which the run is stopped."""
+        return self.epochs // 2
 
     @property
     def kind(self) -> str:
@@ -155,31 +161,15 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
     )
 
 
-class Stopped(Exception):
-    """What ends a run between two epochs."""
-
-
-def train(weather: Weather, folder: Path, first: int, stop_after: int) -> None:
-    """Collective: from one epoch on, until after another."""
-    resume = [] if first == 0 else ["resume_from_checkpoint=True"]
-    if first and weather.kind == "full":
-        resume.append(f"checkpointer.checkpoint_files=[epoch_{first - 1}/model-00001-of-00001.bin]")
+def train(weather: Weather, folder: Path, first: int) -> None:
+    """Collective: until the middle, or from there to the end."""
+    resume = to_resume(weather.kind, first) if first else []
     recipe = load_ours(weather.kind)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B", *resume))
     recipe.setup()
     Storm(recipe, weather, splits_of(folder))
-    save = recipe.training.save_checkpoint
-
-    def save_and_stop(epoch: int) -> None:
-        save(epoch)
-        if epoch == stop_after:
-            raise Stopped
-
-    recipe.training.save_checkpoint = save_and_stop
-    try:
+    with nullcontext() if first else stopped_before(weather.middle):
         recipe.train()
         recipe.cleanup()
-    except Stopped:
-        process_group.leave()
 
 
 def train_in_fair_weather(weather: Weather, folder: Path, reference: Path) -> None:
@@ -219,11 +209,10 @@ def check_samples(weather: Weather, folder: Path) -> None:
 def soak(weather: Weather, folder: Path) -> str:
     """The whole of it; raises where anything is not as it should be."""
     began = time.monotonic()
-    middle = weather.epochs // 2
     stormy, fair = folder / "stormy", folder / "fair"
     timeout_s = 60 + 60 * weather.epochs
-    run_on_ranks(2, train, weather, stormy, 0, middle - 1, timeout_s=timeout_s, in_group=False)
-    run_on_ranks(2, train, weather, stormy, middle, weather.epochs, timeout_s=timeout_s, in_group=False)
+    run_on_ranks(2, train, weather, stormy, 0, timeout_s=timeout_s, in_group=False)
+    run_on_ranks(2, train, weather, stormy, weather.middle, timeout_s=timeout_s, in_group=False)
     check_samples(weather, stormy)
     run_on_ranks(2, train_in_fair_weather, weather, stormy, fair, timeout_s=timeout_s, in_group=False)
     ours, theirs = (saved_weights(path, weather.epochs - 1) for path in (stormy, fair))

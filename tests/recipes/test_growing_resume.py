@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
-from torchtune_adaptive.host.finetuning import Finetuning
+from tests.recipes.stopping import stopped_before, to_resume
 
 EPOCHS = 6
 GROWING = (
@@ -28,33 +26,15 @@ BATCH_SIZES = [1, 1, 2, 2, 4, 4]
 ASYNC = ("enable_async_checkpointing=True",)
 
 
-class Stopped(Exception):
-    """What ends a run between two epochs."""
-
-
 def grow_at_2_and_4(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch in (2, 4) else 0
 
 
 def run_one_epoch(kind: str, folder: Path, epoch: int, *overrides: str) -> None:
     """Collective: a new run, or the next epoch of the one in `folder`; it ends as if it had been stopped there."""
-    save = Finetuning.save_checkpoint
-
-    def save_and_stop(self: Any, saved: int) -> None:
-        save(self, saved)
-        if saved + 1 < EPOCHS:
-            if overrides == ASYNC:
-                self.checkpoints._client._get_dcp_checkpointer()._checkpoint_future.result()
-            raise Stopped
-
-    resume = ["resume_from_checkpoint=True"] if epoch else []
-    if epoch and kind == "full" and not overrides:
-        resume.append(f"checkpointer.checkpoint_files=[epoch_{epoch - 1}/model-00001-of-00001.bin]")
-    with mock.patch.object(Finetuning, "save_checkpoint", save_and_stop):
-        try:
-            run_ours(kind, demo_config(kind, folder, *GROWING, *overrides, *resume))
-        except Stopped:
-            dist.destroy_process_group()
+    resume = to_resume(kind, epoch, asynchronous=overrides == ASYNC) if epoch else []
+    with stopped_before(epoch + 1) if epoch + 1 < EPOCHS else nullcontext():
+        run_ours(kind, demo_config(kind, folder, *GROWING, *overrides, *resume))
 
 
 def run_all(kind: str, folder: Path, ports: list[int]) -> None:

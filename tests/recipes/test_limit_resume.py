@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.host import process_group
+from tests.recipes.running import demo_config, run_ours
+from tests.recipes.stopping import stopped_before, to_resume
 from torchtune_adaptive.timeline import read_timeline
 
 LIMITED = ("batch_size=8", "gradient_accumulation_steps=1", "epochs=2", "adaptive.memory_limit=40MiB")
 STEPS = 4  # of an epoch
 
 
-class Stopped(Exception):
-    """What ends a run between two epochs."""
-
-
 def train(kind: str, folder: Path, resume: bool) -> None:
     """Collective: the first epoch, or the second of the run that is there."""
-    how = ["resume_from_checkpoint=True"] if resume else []
-    if resume and kind == "full":
-        how.append("checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
-    recipe: Any = load_ours(kind)(demo_config(kind, folder, *LIMITED, *how))
-    recipe.setup()
-    save = recipe.training.save_checkpoint
-
-    def save_and_stop(epoch: int) -> None:
-        save(epoch)
-        if not resume:
-            raise Stopped
-
-    recipe.training.save_checkpoint = save_and_stop
-    try:
-        recipe.train()
-        recipe.cleanup()
-    except Stopped:
-        process_group.leave()
+    how = to_resume(kind, 1) if resume else []
+    with nullcontext() if resume else stopped_before(1):
+        run_ours(kind, demo_config(kind, folder, *LIMITED, *how))
 
 
 @pytest.mark.parametrize("kind", ["full", "lora"])

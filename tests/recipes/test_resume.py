@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training import FullModelTorchTuneCheckpointer
-from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours, run_stock, saved_weights
+from tests.recipes.stopping import stopped_before
 
 RELATIVE = 1e-5
 EPOCHS, STEPS_PER_EPOCH = 3, 3
@@ -72,17 +68,13 @@ NEVER_STOPPED: dict[str, dict[str, tuple[str, ...]]] = {
 ALL = [(kind, case) for kind, cases in CASES.items() for case in cases]
 
 
-class Stopped(Exception):
-    """Ends a run after its first epoch was saved."""
-
-
 def run_all(kind: str, folder: Path, ports: list[int]) -> None:
     """Collective: everything that the tests of one recipe compare."""
     free = iter(ports)
     for name, overrides in NEVER_STOPPED[kind].items():
         run(kind, "ours", folder / name, overrides, next(free))
     for name, case in CASES[kind].items():
-        with stop_before_the_second_epoch():
+        with stopped_before(1):
             run(kind, case.first, folder / name, case.overrides, next(free))
         resume = (*case.overrides, *case.to_resume, "resume_from_checkpoint=True")
         run(kind, case.then, folder / name, resume, next(free))
@@ -91,34 +83,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> None:
 def run(kind: str, who: str, folder: Path, overrides: tuple[str, ...], port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     start = run_ours if who == "ours" else run_stock
-    try:
-        start(kind, demo_config(kind, folder, *WHOLE_RUN, *overrides))
-    except Stopped:
-        dist.destroy_process_group()
-
-
-@contextmanager
-def stop_before_the_second_epoch() -> Iterator[None]:
-    """Ends either recipe where an epoch begins, once its checkpoint is on disk."""
-    being_saved = []
-
-    def save(*args: Any, **kwargs: Any) -> Any:
-        being_saved.append(async_save(*args, **kwargs))
-        return being_saved[-1]
-
-    def begin(sampler: StatefulDistributedSampler, epoch: int) -> None:
-        if epoch == 1:
-            for future in being_saved:
-                future.result(timeout=60)
-            raise Stopped
-        set_epoch(sampler, epoch)
-
-    async_save, set_epoch = _checkpointer.async_save, StatefulDistributedSampler.set_epoch
-    with (
-        mock.patch.object(_checkpointer, "async_save", save),
-        mock.patch.object(StatefulDistributedSampler, "set_epoch", begin),
-    ):
-        yield
+    start(kind, demo_config(kind, folder, *WHOLE_RUN, *overrides))
 
 
 @pytest.fixture(scope="module")

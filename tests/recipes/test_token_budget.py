@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
-from unittest import mock
+from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours, run_stock, saved_weights
+from tests.recipes.stopping import stopped_before, to_resume
 from tests.recipes.test_adaptive_runs import run_and_listen
 from torchtune_adaptive.demo.dataset import DemoDataset
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.host.finetuning import Finetuning
 
 RELATIVE = 1e-5
 STEPS = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
@@ -169,10 +167,6 @@ def double_in_the_third_epoch(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 2 else 0
 
 
-class Stopped(Exception):
-    """What ends a run between two epochs."""
-
-
 def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
     """Collective: by rows; by tokens; and by tokens, stopped after the second epoch and resumed."""
     budget = ("adaptive.token_budget=700", *BUDGET)
@@ -180,22 +174,11 @@ def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
     run_ours(kind, demo_config(kind, folder / "rows", *GROWING))
     os.environ["MASTER_PORT"] = str(ports[1])
     lines = run_and_listen(kind, folder / "tokens", *GROWING, *budget)
-    save = Finetuning.save_checkpoint
-
-    def save_and_stop(self: Any, epoch: int) -> None:
-        save(self, epoch)
-        if epoch == 1:
-            raise Stopped
-
     os.environ["MASTER_PORT"] = str(ports[2])
-    with mock.patch.object(Finetuning, "save_checkpoint", save_and_stop), pytest.raises(Stopped):
+    with stopped_before(2):
         run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget))
-    dist.destroy_process_group()
     os.environ["MASTER_PORT"] = str(ports[3])
-    resume = ["resume_from_checkpoint=True"]
-    if kind == "full":
-        resume.append("checkpointer.checkpoint_files=[epoch_1/model-00001-of-00001.bin]")
-    run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget, *resume))
+    run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget, *to_resume(kind, 2)))
     return lines
 
 

@@ -1,0 +1,54 @@
+"""Ends a run between two epochs, as a user's job queue would, and tells how it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torchtune.training.checkpointing import _checkpointer
+
+from torchtune_adaptive.host import process_group
+
+
+class _Stopped(Exception):
+    pass
+
+
+@contextmanager
+def stopped_before(epoch: int) -> Iterator[None]:
+    """Collective: ends either recipe, ours or the stock one, where this epoch begins and its checkpoint is on disk."""
+    being_saved = []
+
+    def save(*args: Any, **kwargs: Any) -> Any:
+        being_saved.append(async_save(*args, **kwargs))
+        return being_saved[-1]
+
+    def begin(sampler: StatefulDistributedSampler, begun: int) -> None:
+        if begun == epoch:
+            for future in being_saved:
+                future.result(timeout=60)
+            raise _Stopped
+        set_epoch(sampler, begun)
+
+    async_save, set_epoch = _checkpointer.async_save, StatefulDistributedSampler.set_epoch
+    with (
+        mock.patch.object(_checkpointer, "async_save", save),
+        mock.patch.object(StatefulDistributedSampler, "set_epoch", begin),
+    ):
+        try:
+            yield
+        except _Stopped:
+            process_group.leave()
+        else:
+            raise AssertionError(f"the run ended before epoch {epoch}")
+
+
+def to_resume(kind: str, epoch: int, *, asynchronous: bool = False) -> list[str]:
+    """What a user adds to the command to go on with this epoch; asynchronous checkpoints are found without names."""
+    resume = ["resume_from_checkpoint=True"]
+    if kind == "full" and not asynchronous:
+        resume.append(f"checkpointer.checkpoint_files=[epoch_{epoch - 1}/model-00001-of-00001.bin]")
+    return resume
