@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
@@ -68,6 +69,11 @@ def profile_event(result: Profile) -> Event:
     reason = f"token budget: any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
     limit_bytes, budget_bytes = result.limit_bytes, result.budget_bytes
     return Event(kind=SEARCH, step=0, reason=reason, unit="bytes", after=limit_bytes, budget_bytes=budget_bytes)
+
+
+def from_earlier_run(event: Event) -> Event:
+    """A search whose answer was taken from its record."""
+    return replace(event, reason=f"{event.reason}, as found before")
 
 
 def step_line(step: Accumulation, ranks: int) -> str:

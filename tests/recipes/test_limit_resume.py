@@ -13,7 +13,11 @@ from tests.recipes.running import demo_config, run_ours
 from tests.recipes.stopping import stopped_before, to_resume
 from torchtune_adaptive.timeline import read_timeline
 
-LIMITED = ("batch_size=8", "gradient_accumulation_steps=1", "epochs=2", "adaptive.memory_limit=40MiB")
+LIMITED = (
+    *("batch_size=8", "gradient_accumulation_steps=1", "epochs=2", "adaptive.memory_limit=40MiB"),
+    *("use_maximum_batch_size=True", "adaptive.max_batch_size=8", "adaptive.reuse_search=True"),
+    "adaptive.sequence_length=64",  # of a worst case that is none
+)
 STEPS = 4  # of an epoch
 
 
@@ -37,3 +41,6 @@ def test_a_resumed_run_begins_under_the_limit_that_the_first_had_come_to(kind: s
     timeline = read_timeline(tmp_path / "run" / "out")
     assert [record["step"] for record in timeline.steps] == [step["step"] for step in log]
     assert [event["step"] for event in timeline.events if event["kind"] == "start"] == [0, STEPS]
+    searched, again = (event for event in timeline.events if event["kind"] == "search")
+    assert (searched["step"], again["step"]) == (0, STEPS)
+    assert again["reason"] == f"{searched['reason']}, as found before"

@@ -29,6 +29,7 @@ from torchtune_adaptive.probe import TrainingStep
 from torchtune_adaptive.profiles import Profile
 from torchtune_adaptive.report import (
     SEARCH_FILE,
+    from_earlier_run,
     profile_event,
     profile_table,
     read_search,
@@ -93,6 +94,7 @@ def search_batch_size(
     options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
     directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
     if adaptive.reuse_search and (known := _found_before(directory, fingerprint, SearchResult)):
+        found(from_earlier_run(search_event(known, step.length)))
         return known.rows
     expected_rows = predicted_rows(cfg, step.length, memory.budget_bytes) if adaptive.search == "static" else 0
     with _progress_bar() as progress:
@@ -125,6 +127,7 @@ def profile_lengths(
     options: dict[str, Any] = {"most_rows": most_rows, "shorten": adaptive.oversize != "error"}
     directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
     if adaptive.reuse_search and (known := _found_before(directory, fingerprint, Profile)):
+        found(from_earlier_run(profile_event(known)))
         return known
     with _progress_bar() as progress:
         result = profile_memory(step, memory=memory, progress=progress, **options)

@@ -63,7 +63,7 @@ class Finetuning:
 
         self.journal.start(total_steps(self.progress.past))
         with self.limited_memory() as memory:
-            found = self.journal.event
+            found = self.journal.found
             rows = rows_that_fit(cfg, settings, adaptive, memory, worst_step, samples, found)
             self.microbatches = microbatches_of(cfg, settings, adaptive, memory, worst_step, self.data, found)
         increase = build_increase_function(cfg)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ class RunJournal:
     def __init__(self, settings: Settings) -> None:
         self._directory = Path(settings.output_dir)
         self._journal = Journal(self._directory) if dist.get_rank() == 0 else None
+        self._steps_before = 0
 
     def event(self, event: Event) -> None:
         if self._journal is not None:
@@ -33,6 +35,11 @@ class RunJournal:
         """What the files hold of later steps, from a run that ended early, does not count any more."""
         how = f"training starts after step {steps_done}" if steps_done else "training starts"
         self.event(Event(kind=START, step=steps_done, reason=how))
+        self._steps_before = steps_done
+
+    def found(self, event: Event) -> None:
+        """A search, which knows nothing of the steps that the run has taken before."""
+        self.event(replace(event, step=self._steps_before))
 
     def epoch(self, plan: EpochPlan, past: Sequence[EpochPlan], step: int, ranks: int) -> None:
         """Where the samples of a step are not those of the epoch before."""
