@@ -8,6 +8,7 @@ Takes every config of full_finetune_distributed and lora_finetune_distributed, t
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -58,4 +59,4 @@ def config_name() -> str:
 
 
 if __name__ == "__main__":
-    launch.answer(answer)
+    launch.answer(answer, keys=[field.name for field in fields(PlanSettings)])

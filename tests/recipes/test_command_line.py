@@ -62,8 +62,16 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     )
     assert "lr: 0.0001" in ended.output
     assert "my_note: kept" in ended.output  # torchtune lets users add keys of their own, and so do we
+    assert ended.output.count("of no effect here, since nothing reads them: my_note") == 1
     (log,) = (tmp_path / "out" / "logs").glob("*.txt")
     assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4
+
+
+def test_a_slip_in_a_key_ends_the_run_before_it_begins(tmp_path: Path) -> None:
+    ended = tune_run(FULL, "--config", "adaptive/demo/full", "batch_szie=8", ranks=2, cwd=tmp_path, timeout_s=60)
+    assert ended.status != 0
+    assert ended.output.count("error: batch_szie is not a known key: did you mean batch_size?") == 1, ended.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torchtune.modules.peft import get_adapter_state_dict
 
 from tests.recipes.shrunk_models import file_names, shrunk_models
 from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, on_cpu, steps_of, stock_configs, train_all
+from torchtune_adaptive.host.keys import check_keys
 
 ALL = stock_configs()
 FULL = [stock for stock in ALL if not stock.is_lora]
@@ -48,6 +49,11 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_torchtune_ships_configs_for_both_recipes() -> None:
     assert {stock.recipe for stock in ALL} == set(RECIPES)
+
+
+def test_no_key_of_theirs_is_taken_for_a_slip() -> None:
+    for stock in ALL:
+        check_keys(stock.load(), aloud=False)
 
 
 @pytest.mark.parametrize("stock", ALL, ids=str)

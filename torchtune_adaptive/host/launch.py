@@ -10,7 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from omegaconf import DictConfig
@@ -18,6 +18,7 @@ from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, UnrecoverableError
 from torchtune_adaptive.host.configs import read_command_line
+from torchtune_adaptive.host.keys import check_keys
 
 FIRST_WORD_S = 10.0
 """How long an error is held back that another rank may explain better: it ends first, and the launcher then ends the
@@ -36,6 +37,7 @@ def main(recipe_type: type[Recipe]) -> None:
     show_decisions()
     try:
         cfg = read_command_line(sys.argv)
+        check_keys(cfg, aloud=_rank() == 0)
         if _rank() == 0:
             config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
         recipe = recipe_type(cfg)
@@ -51,11 +53,13 @@ def main(recipe_type: type[Recipe]) -> None:
         raise
 
 
-def answer(question: Callable[[DictConfig], None]) -> None:
-    """Runs what trains nothing, in one process, as the command line says."""
+def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+    """Runs what trains nothing, in one process, as the command line says; `keys` are those beside a recipe's."""
     show_decisions()
     try:
-        question(read_command_line(sys.argv))
+        cfg = read_command_line(sys.argv)
+        check_keys(cfg, keys, aloud=True)
+        question(cfg)
     except AdaptiveError as error:
         _end_with(error)
 

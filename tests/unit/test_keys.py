@@ -1,0 +1,47 @@
+"""Keys that nothing reads."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.host.keys import check_keys
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("batch_szie", "batch_size"),
+        ("use_max_batch_size", "use_maximum_batch_size"),
+        ("grad_accumulation_steps", "gradient_accumulation_steps"),
+        ("epoch", "epochs"),
+        ("adaptve", "adaptive"),
+        ("lr_schedular", "lr_scheduler"),
+    ],
+)
+def test_a_slip_is_an_error_that_names_what_was_meant(slip: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}?"):
+        check_keys(OmegaConf.create({slip: 1}), aloud=True)
+
+
+def test_a_slip_in_a_key_of_the_plan_is_one_too() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean world_size\?"):
+        check_keys(OmegaConf.create({"world_szie": 8}), ["world_size"], aloud=True)
+
+
+@pytest.mark.parametrize("key", ["my_note", "batch_size_val", "ppo_batch_size", "low_cpu_ram"])
+def test_a_name_of_its_own_is_told_of_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=True)
+        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=False)
+    assert caplog.messages == [f"of no effect here, since nothing reads them: {key}"]
+
+
+def test_a_key_that_others_are_made_from_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = OmegaConf.create({"output": "runs", "output_dir": "${output}/mine"})
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        check_keys(cfg, aloud=True)
+    assert caplog.messages == []
