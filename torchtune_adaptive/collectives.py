@@ -1,5 +1,6 @@
 """What the ranks of a step tell each other. Without a process group, one rank is the world."""
 
+import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +10,9 @@ import torch.distributed as dist
 
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.memory import is_oom
+
+LET_GO_S = 0.2
+"""They need microseconds; on a machine with more to do than cores, milliseconds."""
 
 
 def rank() -> int:
@@ -64,6 +68,16 @@ class Agreement:
             with explaining_failures("the agreement at the end of a step"):
                 dist.all_reduce(self._tensor, group=self._group)  # rows do not overlap: the sum is the table
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
+
+
+def let_go() -> None:
+    """Gives gloo's threads time to drop what they carried, for which they need the interpreter's lock.
+
+    A thread that still waits for the lock when the interpreter ends aborts the process, after all is done: FSDP keeps
+    the group, and with it these threads, beyond destroy_process_group (pytorch #179291).
+    """
+    if dist.is_initialized() and backend_for("cpu") == "gloo":
+        time.sleep(LET_GO_S)
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 
 from torchtune_adaptive.attempts import Attempts
-from torchtune_adaptive.collectives import Agreement, rank, sum_over_ranks
+from torchtune_adaptive.collectives import Agreement, let_go, rank, sum_over_ranks
 from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
 from torchtune_adaptive.events import RECOVERY, Event
 from torchtune_adaptive.fsdp import why_recovery_is_off
@@ -112,8 +112,9 @@ class StepRunner(Generic[Sample]):
         self._governor.restore(state)
 
     def close(self) -> None:
-        """Puts FSDP's own collectives back."""
+        """Puts FSDP's own collectives back. What is left for the process is to end."""
         self._attempts.ledger.close()
+        let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: forward and backward over all samples, under smaller limits while some rank fails.

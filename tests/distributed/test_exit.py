@@ -1,0 +1,55 @@
+"""How a process ends that has trained on CPUs: by itself, with status 0."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+LETS_GO_SLOWLY = '''
+import time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torchtune_adaptive import RowLimit, StepRunner, Totals
+
+dist.init_process_group("gloo")
+model = torch.nn.Linear(8, 8)
+fully_shard(model)
+
+
+def forward_backward(samples):
+    loss = model(torch.stack(samples)).sum()
+    loss.backward()
+    return Totals(loss.detach(), len(samples))
+
+
+class Slow(torch.Tensor):
+    """What the thread that drops it last takes its time with."""
+
+    def __del__(self):
+        time.sleep(0.02)
+
+
+runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda sample: sample)
+runner.run([torch.ones(8)], step=1)
+for _ in range(4):
+    dist.all_reduce(torch.ones(64).as_subclass(Slow), async_op=True)  # nobody waits, so gloo's threads drop them
+dist.all_reduce(torch.ones(1))
+runner.close()
+dist.destroy_process_group()
+'''
+
+
+def test_what_gloo_still_holds_does_not_abort_a_process_that_is_done(tmp_path: Path):
+    program = tmp_path / "program.py"
+    program.write_text(LETS_GO_SLOWLY)
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
