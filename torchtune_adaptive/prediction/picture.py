@@ -56,7 +56,9 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
     axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"usable, {budget:.1f} {unit}")
     if answer.most_rows:
         axes.axvline(answer.most_rows, color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate(f"{answer.most_rows} rows", (answer.most_rows, 0), (3, 4), textcoords="offset points", color=INK)
+        # left of the line and above the budget, where nothing else can be
+        rows_text = f"{answer.most_rows} row{'s' * (answer.most_rows > 1)} "
+        axes.text(answer.most_rows, 1.12 * budget, rows_text, horizontalalignment="right", color=INK)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
     _label(axes, f"{answer.tokens} tokens a row", "rows in a microbatch", f"peak memory of a rank ({unit})")
