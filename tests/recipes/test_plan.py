@@ -309,6 +309,15 @@ def test_a_config_without_any_length_is_answered_for_an_assumed_one(capsys: pyte
     assert "note: no sequence_length is given: 2048 tokens are assumed" in output
 
 
+@pytest.mark.parametrize(("card", "warned"), [("V100", True), ("h100", False)])
+def test_a_card_without_the_kernels_that_are_assumed_is_answered_with_a_note(
+    capsys: pytest.CaptureFixture[str], card: str, warned: bool
+) -> None:
+    ask("adaptive/demo/full", *ON_GPU, f"memory_limit={card}")
+    note = f"note: {card} has neither bf16 nor flash attention, which are assumed: it may need more"
+    assert (note in capsys.readouterr().out) == warned
+
+
 def test_expandable_segments_reserve_less(capsys: pytest.CaptureFixture[str]) -> None:
     reserved = {}
     for expandable in (False, True):

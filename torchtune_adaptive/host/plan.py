@@ -13,6 +13,7 @@ from torchtune_adaptive.errors import ConfigError, PredictionError
 from torchtune_adaptive.host.plan_settings import ASSUMED_TOKENS, PlanSettings, allocator_settings, budget, lengths
 from torchtune_adaptive.host.predict import FakeStep, fake_step, is_lora, is_packed
 from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.strategies import rungs_up_to
@@ -52,8 +53,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
         traced()
-        notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
-        return Plan(answers, longest, error, [*notes, *_notes(cfg, step, have)])
+        return Plan(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
 
 
 def traces() -> int:
@@ -143,6 +143,13 @@ def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
             "with use_maximum_batch_size: True"
         )
     return error
+
+
+def _notes_on_question(plan: PlanSettings, given: Sequence[int] | None, wanted: Sequence[int]) -> list[str]:
+    notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
+    if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
+        notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")
+    return notes
 
 
 def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:

@@ -28,6 +28,9 @@ GIB_OF_CARD = {
     "5090": 31.3,
 }
 
+WITHOUT_FLASH_ATTENTION = ("t4", "v100", "v100-32")
+"""Older than the kernels that a prediction assumes, and than bf16."""
+
 
 def limit_bytes(value: Any, key: str) -> int:
     """Bytes of an amount (24GiB, 80GB) or of a card (h100)."""
