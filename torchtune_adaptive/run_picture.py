@@ -8,6 +8,7 @@ From the record in the run's `output_dir`, so a run that is still going, or has 
 from __future__ import annotations
 
 import argparse
+import logging
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -123,8 +124,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     directory = parser.parse_args().output_dir
+    if not read_timeline(directory).steps:
+        parser.exit(1, f"nothing to draw: {directory} holds no record of a run\n")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)  # or nobody would learn that matplotlib is missing
     path = draw_run(directory)
-    parser.exit(0 if path else 1, f"{path or f'nothing to draw: {directory} holds no record of a run'}\n")
+    parser.exit(0 if path else 1, f"{path}\n" if path else None)
 
 
 if __name__ == "__main__":

@@ -127,3 +127,19 @@ def test_a_folder_without_a_run_is_said_to_be_one(
         main()
     assert ended.value.code == 1
     assert f"nothing to draw: {tmp_path} holds no record of a run" in capsys.readouterr().err
+
+
+def test_a_run_without_matplotlib_is_not_said_to_be_none(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    trained(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    monkeypatch.setattr(sys, "argv", ["run_picture", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert "nothing to draw" not in capsys.readouterr().err
+    assert "pip install" in caplog.text
