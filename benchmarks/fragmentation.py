@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save, table
-from torchtune_adaptive.host.configs import locate
-from torchtune_adaptive.host.plan import predict
-from torchtune_adaptive.host.plan_settings import PlanSettings
 from torchtune_adaptive.prediction.law import MemoryLaw
 from torchtune_adaptive.prediction.replay import Run
+from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.settings import PlanSettings
+from torchtune_adaptive.tune.start.configs import locate
 
 MARGINS = (0.0, 0.02, 0.05)
 MIB = 2**20

@@ -111,7 +111,7 @@ def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]
 @contextmanager
 def sharding_always() -> Iterator[None]:
     """Our recipe as stock's for LoRA, over one rank too."""
-    with mock.patch("torchtune_adaptive.host.model._is_sharded", return_value=True):
+    with mock.patch("torchtune_adaptive.tune.parts.model._is_sharded", return_value=True):
         yield
 
 

@@ -19,8 +19,8 @@ from unittest import mock
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.host import batch_search
-from torchtune_adaptive.strategies import STRATEGIES, History
+from torchtune_adaptive.search.strategies import STRATEGIES, History
+from torchtune_adaptive.tune.run import fitting
 
 RANKS = 2
 BRUTE_FORCE = "brute force"
@@ -38,7 +38,7 @@ def one_more(history: History) -> int | None:
 def search(kind: str, folder: Path, name: str) -> float:
     """Collective: what a run does before it would train; the seconds that the search took."""
     seconds = 0.0
-    wanted = batch_search.search_batch_size
+    wanted = fitting.search_batch_size
 
     def timed(*args: Any) -> int:
         nonlocal seconds
@@ -48,7 +48,7 @@ def search(kind: str, folder: Path, name: str) -> float:
         return rows
 
     stand_in, strategy = ({"binary": one_more}, "binary") if name == BRUTE_FORCE else ({}, name)
-    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(batch_search, "search_batch_size", timed):
+    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(fitting, "search_batch_size", timed):
         recipe = load_ours(kind)(demo_config(kind, folder, *SEARCHING, f"adaptive.search={strategy}"))
         recipe.setup()
     recipe.cleanup()

@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.config import read_adaptive
-from torchtune_adaptive.host import components, devices, launch, process_group
-from torchtune_adaptive.host.checkpoints import AdapterCheckpoints
-from torchtune_adaptive.host.data import build_data
-from torchtune_adaptive.host.finetuning import Finetuning
-from torchtune_adaptive.host.journal import RunJournal
-from torchtune_adaptive.host.loss import build_loss
-from torchtune_adaptive.host.metrics import Metrics
-from torchtune_adaptive.host.microbatch import build_step_runner
-from torchtune_adaptive.host.model import build_lora_model
-from torchtune_adaptive.host.optimization import build_optimization
-from torchtune_adaptive.host.profiling import build_profiler
-from torchtune_adaptive.host.progress import start_progress
-from torchtune_adaptive.host.settings import read_lora_settings
-from torchtune_adaptive.host.token_budget import check_token_budget
+from torchtune_adaptive.tune.parts import devices, process_group
+from torchtune_adaptive.tune.parts.checkpoints import AdapterCheckpoints
+from torchtune_adaptive.tune.parts.data import build_data
+from torchtune_adaptive.tune.parts.loss import build_loss
+from torchtune_adaptive.tune.parts.microbatch import build_step_runner
+from torchtune_adaptive.tune.parts.model import build_lora_model
+from torchtune_adaptive.tune.parts.optimization import build_optimization
+from torchtune_adaptive.tune.parts.profiling import build_profiler
+from torchtune_adaptive.tune.run.finetuning import Finetuning
+from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.run.progress import start_progress
+from torchtune_adaptive.tune.run.token_budget import check_token_budget
+from torchtune_adaptive.tune.start import components, launch
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import read_lora_settings
 
 
 class AdaptiveLoraFinetuneDistributed:

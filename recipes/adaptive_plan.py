@@ -14,12 +14,12 @@ from pathlib import Path
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from torchtune_adaptive.host import launch
-from torchtune_adaptive.host.configs import name_of
-from torchtune_adaptive.host.plan import Plan, command, frontier, heading, predict, traces
-from torchtune_adaptive.host.plan_settings import PlanSettings, read_plan_settings
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.picture import draw
+from torchtune_adaptive.tune.plan.answers import Plan, command, frontier, heading, predict, traces
+from torchtune_adaptive.tune.plan.settings import PlanSettings, read_plan_settings
+from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.tune.start.configs import name_of
 
 
 def answer(cfg: DictConfig) -> None:

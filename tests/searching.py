@@ -13,15 +13,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from torchtune_adaptive.batch_size import find_max_batch_size
-from torchtune_adaptive.collectives import world_size
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.packing import Load
-from torchtune_adaptive.probe import TrainingStep
-from torchtune_adaptive.reports import StepResult, Totals
-from torchtune_adaptive.search import SearchResult
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.comm.collectives import world_size
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.limits.packing import Load
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.search.find import find_max_batch_size
+from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.step.reports import StepResult, Totals
+from torchtune_adaptive.step.runner import StepRunner
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Adaptive batching for torchtune, and for plain PyTorch + FSDP2 loops."""
 
-from torchtune_adaptive.batch_size import find_max_batch_size
-from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import (
     AdaptiveError,
     ConfigError,
@@ -10,12 +8,14 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.memory import CudaMemory
-from torchtune_adaptive.probe import TrainingStep
-from torchtune_adaptive.reports import StepResult
-from torchtune_adaptive.search import SearchResult
-from torchtune_adaptive.stepping import StepRunner, Totals
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.device import CudaMemory
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.search.find import find_max_batch_size
+from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.step.runner import StepRunner, Totals
 
 __all__ = [
     "AdaptiveError",

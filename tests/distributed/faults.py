@@ -29,9 +29,9 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
-from torchtune_adaptive.governor import Governor
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner, Totals
+from torchtune_adaptive.limits.governor import Governor
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner, Totals
 
 SAMPLES_PER_STEP = 4
 

@@ -15,7 +15,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from torchtune_adaptive.stepping import Totals
+from torchtune_adaptive.step.runner import Totals
 
 VOCABULARY = 64
 

@@ -9,8 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner
 
 
 class CountCollectives(TorchDispatchMode):

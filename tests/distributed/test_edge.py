@@ -5,8 +5,8 @@ import torch.distributed as dist
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.fake_memory import FakeMemory
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner
 
 
 def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:

@@ -13,10 +13,10 @@ from torch.distributed.tensor import distribute_module
 from tests.distributed.injection import Injector
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
-from torchtune_adaptive.fsdp import why_recovery_is_off
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner
 
 
 def failing_runner(rows: int, fail_at: list[int], model: nn.Module | None = None) -> StepRunner[Tensor]:

@@ -20,12 +20,12 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.ranks import run_on_ranks
-from torchtune_adaptive import stepping
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.governor import Governor
-from torchtune_adaptive.ledger import CollectiveLedger
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.limits.governor import Governor
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.step import runner as stepping
+from torchtune_adaptive.step.runner import StepRunner
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
 

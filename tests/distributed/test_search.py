@@ -20,10 +20,10 @@ from tests.searching import (
     search_within,
     state_of,
 )
-from torchtune_adaptive.batch_size import find_max_batch_size
-from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.search import SearchResult
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.search.find import find_max_batch_size
+from torchtune_adaptive.search.rows import SearchResult
 
 SIZES = range(1, 15)
 

@@ -22,9 +22,9 @@ from tests.distributed.models import (
 )
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.limits import Limit, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.stepping import StepRunner, Totals
-from torchtune_adaptive.surfaces import Surface
+from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit
+from torchtune_adaptive.limits.surface import Surface
+from torchtune_adaptive.step.runner import StepRunner, Totals
 
 PLAIN = ModelConfig(dropout=0.0)
 LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]
@@ -245,7 +245,7 @@ def test_samples_other_than_those_that_were_announced_are_refused():
 def shrink_together() -> list[str]:
     """Two ranks run out of memory in one attempt, in microbatches of other sizes."""
     lines: list[str] = []
-    logger = logging.getLogger("torchtune_adaptive.stepping")
+    logger = logging.getLogger("torchtune_adaptive.step.runner")
     logger.addHandler(type("Keep", (logging.Handler,), {"emit": lambda _, record: lines.append(record.getMessage())})())
     model, injector = build(PLAIN), Injector()
     runner = runner_of(model, TokenLimit(64), injector)

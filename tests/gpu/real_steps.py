@@ -23,22 +23,22 @@ from torch import nn
 
 from tests import ranks
 from tests.recipes.running import demo_config
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.host import devices, process_group
-from torchtune_adaptive.host.batch_search import training_step
-from torchtune_adaptive.host.data import Collate, build_collate
-from torchtune_adaptive.host.loss import build_loss
-from torchtune_adaptive.host.memory_limit import resident_tensors
-from torchtune_adaptive.host.microbatch import Sample, build_forward_backward, length_of, stand_in
-from torchtune_adaptive.host.model import build_full_model, build_lora_model
-from torchtune_adaptive.host.optimization import Optimization, build_optimization
-from torchtune_adaptive.host.predict import _made_up_checkpoint, is_lora
-from torchtune_adaptive.host.settings import Settings, read_full_settings, read_lora_settings
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.memory import CudaMemory, plain_tensors
-from torchtune_adaptive.probe import TrainingStep
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts import devices, process_group
+from torchtune_adaptive.tune.parts.data import Collate, build_collate
+from torchtune_adaptive.tune.parts.loss import build_loss
+from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, length_of, stand_in
+from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
+from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.plan.predict import _made_up_checkpoint, is_lora
+from torchtune_adaptive.tune.run.fitting import training_step
+from torchtune_adaptive.tune.start.settings import Settings, read_full_settings, read_lora_settings
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
 

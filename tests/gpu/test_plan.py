@@ -16,11 +16,11 @@ import torch
 
 from tests.gpu.real_steps import build, demo, metered, side_by_side, use
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.host import process_group
-from torchtune_adaptive.host.plan import predict
-from torchtune_adaptive.host.plan_settings import PlanSettings
-from torchtune_adaptive.host.plan_shims import rank_0_of
 from torchtune_adaptive.prediction.replay import STEPS
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.settings import PlanSettings
+from torchtune_adaptive.tune.plan.shims import rank_0_of
 
 ALLOCATED, RESERVED = 0.02, 0.05
 ROWS = {"cpu": 4, "cuda": 8}

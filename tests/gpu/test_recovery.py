@@ -26,10 +26,10 @@ from tests.gpu.real_steps import (
     use,
 )
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.host.microbatch import Sample, length_of, stand_in
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.memory import release
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.device import release
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.microbatch import Sample, length_of, stand_in
 
 ROWS = 8
 SMALLER = (4, 2, 1)

@@ -23,8 +23,8 @@ import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.host import process_group
-from torchtune_adaptive.host.configs import locate, read_command_line
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.start.configs import locate, read_command_line
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {

@@ -10,7 +10,7 @@ from unittest import mock
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training.checkpointing import _checkpointer
 
-from torchtune_adaptive.host import process_group
+from torchtune_adaptive.tune.parts import process_group
 
 
 class _Stopped(Exception):

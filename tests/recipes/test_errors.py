@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from tests.recipes.running import start_here, tune_run
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.host.configs import locate
+from torchtune_adaptive.tune.start.configs import locate
 
 FULL, LORA = "full", "lora"
 SMALL = "dataset.samples=16"

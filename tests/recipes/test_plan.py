@@ -23,15 +23,15 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import STOCK, demo_config, load_ours, tune_run
-from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.host import process_group
-from torchtune_adaptive.host.configs import locate, read_command_line
-from torchtune_adaptive.host.memory_limit import resident_tensors
-from torchtune_adaptive.host.microbatch import stand_in
-from torchtune_adaptive.host.predict import FakeStep, fake_step
-from torchtune_adaptive.memory import plain_tensors
+from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.parts.microbatch import stand_in
+from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step
+from torchtune_adaptive.tune.start.configs import locate, read_command_line
 
 TOLERANCE = 0.001
 LAYERS = 3

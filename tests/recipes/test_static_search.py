@@ -13,7 +13,8 @@ import torch
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.host import plan_static, process_group
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.run import static as static_search
 
 SEARCHING = (
     *("use_maximum_batch_size=True", "adaptive.memory_limit=40MiB", "adaptive.sequence_length=256"),
@@ -51,7 +52,7 @@ def alone() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("name", "value", "reason"),
     [
-        ("PROGRAM", "torchtune_adaptive.host.no_such_module", "No module named"),
+        ("PROGRAM", "torchtune_adaptive.tune.plan.no_such_module", "No module named"),
         ("TIME_LIMIT_S", 0.05, "took longer than 0 s"),
     ],
 )
@@ -64,9 +65,9 @@ def test_a_prediction_that_fails_leaves_the_search_to_linear(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(plan_static, name, value)
+    monkeypatch.setattr(static_search, name, value)
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
-    assert plan_static.predicted_rows(demo_config("full", tmp_path / "run"), tokens=256, budget_bytes=2**26) == 0
+    assert static_search.predicted_rows(demo_config("full", tmp_path / "run"), tokens=256, budget_bytes=2**26) == 0
     assert "adaptive.search: linear" in caplog.text
     assert reason in caplog.text
 
@@ -76,5 +77,5 @@ def test_what_cannot_be_predicted_is_said_without_a_traceback(
 ) -> None:
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     cfg = demo_config("full", tmp_path / "run", "dataset.packed=True")
-    assert plan_static.predicted_rows(cfg, tokens=256, budget_bytes=2**26) == 0
+    assert static_search.predicted_rows(cfg, tokens=256, budget_bytes=2**26) == 0
     assert caplog.messages[-1].endswith("which a prediction does not cover: allowed is False")

@@ -2,14 +2,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.accumulation import (
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.schedules.accumulation import (
     ACCUMULATION_MODES,
     LR_SCALINGS,
     Accumulation,
     accumulate,
     lr_factor,
 )
-from torchtune_adaptive.errors import ConfigError
 
 sizes = st.integers(1, 200)
 

@@ -14,9 +14,9 @@ from tests.searching import (
     naive_rows,
     search_within,
 )
-from torchtune_adaptive.batch_size import find_max_batch_size
-from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.search.find import find_max_batch_size
 
 pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")
 

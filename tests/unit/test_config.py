@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config import (
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.sections import (
     ABOVE_ZERO,
     BOOL,
     COUNT,
@@ -24,7 +25,6 @@ from torchtune_adaptive.config import (
     read_adaptive,
     some_of,
 )
-from torchtune_adaptive.errors import ConfigError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

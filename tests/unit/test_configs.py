@@ -10,10 +10,10 @@ import torchtune
 from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
-from torchtune_adaptive.config import read_adaptive
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.host.configs import installed_configs, locate
-from torchtune_adaptive.host.settings import read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.start.configs import installed_configs, locate
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import read_full_settings, read_lora_settings
 
 ROOT = Path(__file__).parents[2]
 STOCK_CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.memory.meter import MemoryMeter
 
 MIB = 1 << 20
 

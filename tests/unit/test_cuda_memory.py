@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from torchtune_adaptive.memory import FRAGMENTATION, CudaMemory
+from torchtune_adaptive.memory.device import FRAGMENTATION, CudaMemory
 from torchtune_adaptive.sizes import parse_size
 
 GIB = 2**30

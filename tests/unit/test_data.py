@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from torchtune_adaptive.data import StepLoader
+from torchtune_adaptive.tune.parts.loader import StepLoader
 
 SAMPLES, BATCH_SIZE, ACCUMULATION = 53, 3, 2
 SAMPLES_PER_STEP = BATCH_SIZE * ACCUMULATION

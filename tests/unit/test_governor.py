@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.events import GROWTH, RECOVERY, THRASHING, TRIAL, Event
-from torchtune_adaptive.governor import TRIAL_STEPS, CompletedStep, Governor
-from torchtune_adaptive.limits import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.surfaces import Surface
+from torchtune_adaptive.limits.governor import TRIAL_STEPS, CompletedStep, Governor
+from torchtune_adaptive.limits.limit import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
+from torchtune_adaptive.limits.surface import Surface
+from torchtune_adaptive.record.events import GROWTH, RECOVERY, THRASHING, TRIAL, Event
 
 AFTER = 10
 """Steps without trouble before a try of more."""

@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.host.keys import check_keys
+from torchtune_adaptive.tune.start.keys import check_keys
 
 
 @pytest.mark.parametrize(

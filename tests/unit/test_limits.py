@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError
-from torchtune_adaptive.limits import Limit, RowLimit, SurfaceLimit, TokenLimit, longest_row
-from torchtune_adaptive.surfaces import Surface
+from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit, longest_row
+from torchtune_adaptive.limits.surface import Surface
 
 
 def test_a_row_limit_looks_at_rows_alone():

@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.memory import RngState, forget_frames, is_oom, release
+from torchtune_adaptive.memory.device import RngState, forget_frames, is_oom, release
+from torchtune_adaptive.memory.meter import MemoryMeter
 
 # What torch raises where it has no type for it, and what only sounds like it.
 OOM_TEXTS = [

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.searching import Shape, Trained, search_within, state_of
-from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.probe import TrainingStep
-from torchtune_adaptive.reports import Totals
-from torchtune_adaptive.stepping import StepRunner
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.step.runner import StepRunner
 
 pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")
 

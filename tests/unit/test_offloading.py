@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torchtune.training import OffloadActivations
 
-from torchtune_adaptive.host.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 
 
 @pytest.fixture

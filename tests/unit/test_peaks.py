@@ -1,7 +1,7 @@
 import pytest
 
 from tests.laws import MIB, Device, affine
-from torchtune_adaptive.peaks import Line, Peak, Probe, fit_line
+from torchtune_adaptive.search.peaks import Line, Peak, Probe, fit_line
 
 
 @pytest.mark.parametrize(

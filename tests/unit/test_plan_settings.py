@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchtune_adaptive.host.plan_settings import PlanSettings, allocator_settings, expandable_segments
+from torchtune_adaptive.tune.plan.settings import PlanSettings, allocator_settings, expandable_segments
 
 
 @pytest.mark.parametrize(

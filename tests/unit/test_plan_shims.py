@@ -8,8 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
-from torchtune_adaptive.host.plan_shims import own_shard, quantizing_at_once, rank_0_of
-from torchtune_adaptive.memory import plain_tensors
+from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.tune.plan.shims import own_shard, quantizing_at_once, rank_0_of
 
 
 def parts(weight: NF4Tensor) -> list[tuple[torch.dtype, torch.Size]]:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.searching import Shape, Trained, search_within
-from torchtune_adaptive.batch_size import find_max_batch_size
-from torchtune_adaptive.cpu_memory import MemoryMeter
-from torchtune_adaptive.peaks import Peak
-from torchtune_adaptive.phases import measuring_phases, phase_names
-from torchtune_adaptive.probe import RankReport, Room, agreed_peak
-from torchtune_adaptive.reports import Totals
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.phases import measuring_phases, phase_names
+from torchtune_adaptive.search.find import find_max_batch_size
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.probe import RankReport, Room, agreed_peak
+from torchtune_adaptive.step.reports import Totals
 
 pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")
 

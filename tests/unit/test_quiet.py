@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-import torchtune_adaptive.host.quiet  # noqa: F401 - what is imported is its effect
+import torchtune_adaptive.tune.quiet  # noqa: F401 - what is imported is its effect
 
 NOTICE = (
     "Skipping import of cpp extensions due to incompatible torch version 2.13.0+cpu for torchao version 0.15.0 "

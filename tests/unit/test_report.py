@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.accumulation import accumulate
-from torchtune_adaptive.peaks import Peak
-from torchtune_adaptive.plots import draw_profile, draw_search
-from torchtune_adaptive.profiles import Profile, profile
-from torchtune_adaptive.report import profile_table, read_search, schedule_table, search_table, step_line, write_search
-from torchtune_adaptive.schedules import double_every, simulate
-from torchtune_adaptive.search import SearchResult, search
+from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
+from torchtune_adaptive.record.tables import (
+    profile_table,
+    read_search,
+    schedule_table,
+    search_table,
+    step_line,
+    write_search,
+)
+from torchtune_adaptive.schedules.accumulation import accumulate
+from torchtune_adaptive.schedules.growth import double_every, simulate
+from torchtune_adaptive.search.lengths import Profile, profile
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30
 FINGERPRINT = {"model": "llama3_1.llama3_1_8b", "world_size": 8, "shape": (1, 2), "budget": 75.2}
@@ -154,7 +161,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.figures"):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.record.charts.figures"):
         assert draw_search(tmp_path, example(), 4096) is None
     assert caplog.messages == ["batch_search.png is not drawn: pip install 'torchtune-adaptive[plot]'"]
     assert not list(tmp_path.iterdir())

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.accumulation import LR_SCALINGS, Accumulation, lr_factor
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.schedules import (
+from torchtune_adaptive.schedules.accumulation import LR_SCALINGS, Accumulation, lr_factor
+from torchtune_adaptive.schedules.growth import (
     EpochPlan,
     Increase,
     add_every,
@@ -199,7 +199,7 @@ def test_functions_are_called_by_the_name_a_user_gave_them() -> None:
         def __call__(self, epoch: int, current_batch_size: int) -> int:
             return 0
 
-    assert function_name(double_every(1)) == "torchtune_adaptive.schedules.double_every"
+    assert function_name(double_every(1)) == "torchtune_adaptive.schedules.growth.double_every"
     assert function_name(raises) == f"{__name__}.raises"
     assert "partial" in function_name(partial(raises, 1))
     assert function_name(Callable_()).startswith(f"{__name__}.test_functions")

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, roundings
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
-from torchtune_adaptive.peaks import Peak
-from torchtune_adaptive.search import SearchResult, search
-from torchtune_adaptive.strategies import STRATEGIES
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.rows import SearchResult, search
+from torchtune_adaptive.search.strategies import STRATEGIES
 
 
 @pytest.mark.parametrize(

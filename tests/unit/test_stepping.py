@@ -6,10 +6,10 @@ from torch import Tensor, nn
 
 from tests.distributed.injection import Injector
 from tests.fake_memory import FakeMemory
-from torchtune_adaptive.cpu_memory import MemoryMeter
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.stepping import StepRunner, Totals
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.step.runner import StepRunner, Totals
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
 

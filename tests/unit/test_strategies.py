@@ -7,9 +7,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.laws import MIB, Device, affine, budget_for, headrooms, one_row_cheaper, phase, phases, roundings
-from torchtune_adaptive.peaks import Peak
-from torchtune_adaptive.search import search
-from torchtune_adaptive.strategies import STRATEGIES, rungs_up_to
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.rows import search
+from torchtune_adaptive.search.strategies import STRATEGIES, rungs_up_to
 
 
 @given(phases, headrooms)

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.laws import GIB, MIB, Device, affine
-from torchtune_adaptive.peaks import Peak, Probe
-from torchtune_adaptive.strategies import MAX_ROWS, History
+from torchtune_adaptive.search.peaks import Peak, Probe
+from torchtune_adaptive.search.strategies import MAX_ROWS, History
 
 
 def test_a_near_answer_is_measured_at_once() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.events import EVENTS_FILE, GROWTH, RECOVERY, START, STEPS_FILE, Event, Journal
-from torchtune_adaptive.run_picture import draw_run, main
-from torchtune_adaptive.timeline import read_timeline
+from torchtune_adaptive.record.charts.run import draw_run, main
+from torchtune_adaptive.record.events import EVENTS_FILE, GROWTH, RECOVERY, START, STEPS_FILE, Event, Journal
+from torchtune_adaptive.record.timeline import read_timeline
 
 
 def figures(rows: int, **others: float) -> dict[str, float]:
@@ -74,7 +74,7 @@ def test_a_line_that_a_crash_left_unfinished_is_passed_over(tmp_path: Path) -> N
 def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
     """A clock by which no two lines are of one time."""
     seconds = iter(range(10**6))
-    monkeypatch.setattr("torchtune_adaptive.events.time.time", lambda: float(next(seconds)))
+    monkeypatch.setattr("torchtune_adaptive.record.events.time.time", lambda: float(next(seconds)))
 
 
 def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config import read_adaptive
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
-from torchtune_adaptive.host.microbatch import cut, filler
-from torchtune_adaptive.host.settings import Settings
-from torchtune_adaptive.host.token_budget import _admit, check_token_budget
+from torchtune_adaptive.tune.parts.microbatch import cut, filler
+from torchtune_adaptive.tune.run.token_budget import _admit, check_token_budget
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import Settings
 
 SETTINGS = Settings(
     device="cpu", dtype="fp32", output_dir="out", batch_size=2, gradient_accumulation_steps=1, epochs=1, shuffle=True

@@ -1,0 +1,1 @@
+"""What a step will allocate, worked out without a device."""

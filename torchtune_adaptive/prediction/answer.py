@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from torchtune_adaptive.peaks import Peak
 from torchtune_adaptive.prediction.law import MemoryLaw
 from torchtune_adaptive.prediction.replay import Reserved, replay
-from torchtune_adaptive.strategies import MAX_ROWS
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.strategies import MAX_ROWS
 
 
 @dataclass(frozen=True)

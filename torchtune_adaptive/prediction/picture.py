@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from torchtune_adaptive.figures import (
+from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.record.charts.figures import (
     ALARM,
     BLUE,
     GREEN,
@@ -21,7 +22,6 @@ from torchtune_adaptive.figures import (
     tidy,
     unit_of,
 )
-from torchtune_adaptive.prediction.answer import Answer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

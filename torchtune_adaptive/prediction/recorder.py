@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import UntypedStorage
 
-from torchtune_adaptive.cpu_memory import MemoryMeter
+from torchtune_adaptive.memory.meter import MemoryMeter
 
 Workspace = Callable[..., int]
 

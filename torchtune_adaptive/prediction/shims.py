@@ -21,7 +21,7 @@ from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from torchtune_adaptive.memory import wraps_tensors
+from torchtune_adaptive.memory.device import wraps_tensors
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default

@@ -1,0 +1,89 @@
+"""What the ranks of a step tell each other. Without a process group, one rank is the world."""
+
+import time
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.memory.device import is_oom
+
+LET_GO_S = 0.2
+"""They need microseconds; on a machine with more to do than cores, milliseconds."""
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """The backend that carries tensors of a device in a group, say "nccl"; None where the group has none."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return dict(entry.split(":") for entry in config.split(",")).get(device_type)
+
+
+@contextmanager
+def explaining_failures(what: str) -> Iterator[None]:
+    """Turns any error of a collective, other than running out of memory, into one that says what it means."""
+    try:
+        yield
+    except Exception as error:
+        if is_oom(error):
+            raise
+        raise UnrecoverableError(
+            f"{what} failed on rank {rank()} ({error}); another rank has ended or the network has failed, "
+            "and the ranks no longer agree on where they are: start again from the last checkpoint"
+        ) from error
+
+
+class Agreement:
+    """A table with one row of numbers a rank, which every rank can read after one collective.
+
+    It runs on the host, so on CUDA it does not wait for the GPU.
+    """
+
+    def __init__(self, columns: int) -> None:
+        """Collective: creates a gloo group where the training group cannot carry what is on the host."""
+        self._columns = columns
+        # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
+        # exists from the start, and is read and written as Python numbers.
+        self._cells = array("d", bytes(8 * columns * world_size()))
+        self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
+        needs_group = dist.is_initialized() and backend_for("cpu") != "gloo"
+        self._group = dist.new_group(backend="gloo") if needs_group else None
+
+    def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
+        """Collective: the rows of all ranks, in order of rank."""
+        width, cells = self._columns, self._cells
+        cells[:] = array("d", bytes(8 * len(cells)))
+        cells[rank() * width : (rank() + 1) * width] = array("d", row)
+        if world_size() > 1:
+            with explaining_failures("the agreement at the end of a step"):
+                dist.all_reduce(self._tensor, group=self._group)  # rows do not overlap: the sum is the table
+        return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
+
+
+def let_go() -> None:
+    """Gives gloo's threads time to drop what they carried, for which they need the interpreter's lock.
+
+    A thread that still waits for the lock when the interpreter ends aborts the process, after all is done: FSDP keeps
+    the group, and with it these threads, beyond destroy_process_group (pytorch #179291).
+    """
+    if dist.is_initialized() and backend_for("cpu") == "gloo":
+        time.sleep(LET_GO_S)
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Collective: the sum of a tensor over all ranks, on the training communicator."""
+    total = value.clone()
+    if world_size() > 1:
+        with explaining_failures("the reduction of the loss"):
+            dist.all_reduce(total)
+    return total

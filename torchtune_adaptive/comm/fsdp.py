@@ -1,0 +1,176 @@
+"""FSDP2's insides: what it is, whether it can be run again, and how it is brought back to between two steps.
+
+This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.comm.collectives import world_size
+
+__all__ = [
+    "AllGather",
+    "FSDPModule",
+    "ReduceScatter",
+    "computing_on",
+    "initialize",
+    "is_idle",
+    "replace_collectives",
+    "reset",
+    "why_recovery_is_off",
+]
+
+
+def replace_collectives(
+    root: FSDPModule,
+    gather_through: Callable[[AllGather], AllGather],
+    scatter_through: Callable[[ReduceScatter], ReduceScatter],
+) -> Callable[[], None]:
+    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back."""
+    originals = []
+    for module in _modules(root):
+        for group in _groups(module):
+            gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+            originals.append((group, gather, scatter))
+            module.set_custom_all_gather(gather_through(gather))
+            module.set_custom_reduce_scatter(scatter_through(scatter))
+
+    def put_back() -> None:
+        for group, gather, scatter in originals:
+            group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+
+    return put_back
+
+
+def why_recovery_is_off(model: nn.Module) -> str | None:
+    """Why a step of this model cannot be run again after running out of memory; None if it can."""
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        return "hooks use gradients as soon as they are ready (optimizer_in_bwd), so backward updates weights"
+    if world_size() == 1:
+        return None
+    if not isinstance(model, FSDPModule):
+        return "the model is not wrapped by fully_shard, so what its ranks communicate is not known"
+    groups = [group for module in _modules(model) for group in _groups(module)]
+    reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
+    if reasons:
+        return reasons[0]
+    sharded = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
+        return "some parameters are distributed in another way than by fully_shard (tensor parallel)"
+    return None
+
+
+def _why_group_is_unsupported(group: Any) -> str | None:
+    if any(parameter.sharded_param.device_mesh.ndim > 1 for parameter in group.fsdp_params):
+        return "its mesh has more than one dimension (tensor parallel or HSDP)"
+    if group.mesh_info.shard_process_group.size() != world_size():
+        return "it is sharded over some of the ranks only"
+    if group._all_reduce_hook is not None:
+        return "it has an all-reduce hook, whose collectives are not known"
+    return None
+
+
+def _modules(root: Any) -> Iterator[FSDPModule]:
+    modules = root.modules() if root is not None else ()
+    return (module for module in modules if isinstance(module, FSDPModule))
+
+
+def _groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one module: none or one, or (from torch 2.12) one for each of its meshes."""
+    state = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def initialize(root: FSDPModule) -> None:
+    """What FSDP leaves to the first forward."""
+    root._get_fsdp_state()._lazy_init()
+
+
+def is_idle(root: FSDPModule) -> bool:
+    """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching."""
+    if root._get_fsdp_state()._comm_ctx.post_forward_order:
+        return False
+    return all(group.is_sharded for module in _modules(root) for group in _groups(module))
+
+
+def reset(root: Any) -> None:
+    """Back to where FSDP is between two steps, without the gradients of an unfinished pass."""
+    if hasattr(root, "reset_iter_state"):
+        root.reset_iter_state()
+    else:
+        _reset_iter_state(root)
+    for module in _modules(root):
+        for group in _groups(module):
+            _reset_parameters(group)
+
+
+def _reset_iter_state(root: Any) -> None:
+    """What FSDPModule.reset_iter_state does, which is public from torch 2.13."""
+    state = root._get_fsdp_state()
+    # Nothing is in flight after that, so the events that FSDP would wait for can simply be dropped. It cannot
+    # block for ever: peers need nothing from this rank to issue what this rank has issued already.
+    state._device_handle.synchronize()
+    comm = state._comm_ctx
+    comm.all_gather_state = None
+    comm.post_forward_order.clear()
+    if hasattr(comm, "reduce_scatter_states"):  # from torch 2.12
+        comm.reduce_scatter_states.clear()
+    else:
+        comm.reduce_scatter_state = None
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+    for module in _modules(root):
+        for group in _groups(module):
+            _reset_group(group)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: Any) -> None:
+    if group._all_gather_result is not None:
+        work = group._all_gather_result.all_gather_work
+        if work is not None:
+            work.wait()
+        group._all_gather_result = None
+    group._post_reduce_event = None
+    group._all_reduce_state = None
+    group._reshard_after_forward_event = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+
+
+def _reset_parameters(group: Any) -> None:
+    """What reset_iter_state leaves behind: unsharded gradients, which the next pass would add to its own."""
+    for parameter in group.fsdp_params:
+        # Also where the group claims to be sharded: some of its parameters may have been allocated already.
+        parameter.to_sharded()
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+        parameter.unsharded_accumulated_grad = None
+        if parameter.grad_offload_event is not None:
+            parameter.grad_offload_event.synchronize()
+            parameter.grad_offload_event = None
+        if hasattr(parameter, "_extensions_data"):
+            parameter._extensions_data.clear()
+    group._sharded_state = ShardedState.SHARDED
+
+
+@contextmanager
+def computing_on(device: torch.device) -> Iterator[None]:
+    """While open, what is sharded computes on this device, whatever its mesh says."""
+    with mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
+        yield

@@ -1,0 +1,189 @@
+"""The collective ledger: what a microbatch communicates under FSDP2, so that it can be finished without one.
+
+FSDP2's collectives depend on the parameters alone. When a rank fails in the middle of a pass, its peers need
+partners for the collectives that they will still issue, not the failed rank's data. The ledger stands between
+FSDP2 and its collectives, counts them, knows from an earlier microbatch what follows each position, and
+issues the rest with zeros.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchtune_adaptive.comm import fsdp
+from torchtune_adaptive.comm.collectives import backend_for, explaining_failures, world_size
+from torchtune_adaptive.comm.fsdp import AllGather, FSDPModule, ReduceScatter
+from torchtune_adaptive.errors import RecoveryUnsupportedError
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, with all that a partner without the data needs to take part in it."""
+
+    kind: type[AllGather] | type[ReduceScatter]
+    numel: int
+    """Of the unsharded side."""
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
+    # Some reductions compare by identity; which one it is follows from the dtype and the group.
+    op: Any = field(compare=False)
+    comm: Any = field(compare=False)
+
+
+class CollectiveLedger:
+    """Counts FSDP's collectives since the step began, and issues those that are still to come.
+
+    `position` is where this rank is in the step; at the end of a step all ranks are at the same position.
+    """
+
+    def __init__(self, root: Any) -> None:
+        """Watches the collectives of a model sharded by FSDP2; of anything else, or None, nothing."""
+        self.position = 0
+        self._microbatches = 0
+        self._record: tuple[Collective, ...] | None = None  # what one microbatch communicates
+        self._record_varies = False
+        self._current: list[Collective] = []  # what the running microbatch has communicated
+        self._already_issued = 0  # collectives that a replay leaves out
+        self._root = root if isinstance(root, FSDPModule) else None
+        self._watches = False
+        self._put_back: Callable[[], None] = lambda: None
+        if self._root is not None and world_size() > 1:
+            self._watches = True
+            self._put_back = fsdp.replace_collectives(
+                self._root, partial(_CountedAllGather, self), partial(_CountedReduceScatter, self)
+            )
+
+    def close(self) -> None:
+        """Puts FSDP's own collectives back."""
+        self._put_back()
+        self._watches = False
+
+    def begin_step(self, microbatches: int) -> None:
+        """Starts counting, from a state in which every microbatch communicates the same."""
+        self.position = 0
+        self._microbatches = microbatches
+        if self._root is not None:
+            # Cannot be repeated when it fails halfway, so it must not happen inside of a microbatch.
+            fsdp.initialize(self._root)
+            # An evaluation pass leaves unsharded parameters behind, and an order that prefetching follows.
+            if not fsdp.is_idle(self._root):
+                self.reset()
+
+    def begin_microbatch(self) -> None:
+        self._current = []
+
+    def end_microbatch(self) -> None:
+        """Records what a microbatch communicates, or compares with the record."""
+        seen = tuple(self._current)
+        if self._record is None:
+            self._record = seen
+        elif seen != self._record:
+            self._record_varies = True
+
+    def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
+        """Collective: runs `call`, and counts it from the moment that peers can match it."""
+        self._current.append(collective)
+        if self._already_issued > 0:
+            self._already_issued -= 1
+            return None
+        # gloo handles tensors inside wait(), which may run out of memory after peers matched the collective.
+        # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
+        wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
+        with explaining_failures("a collective of FSDP"):
+            work = call(async_op=async_op or wait_here)
+            self.position += 1
+            if wait_here:
+                work.wait()
+                return None
+        return work
+
+    def drain(self, replay: Callable[[], object]) -> None:
+        """Collective: issues all that is left of this step, so that every peer finishes it.
+
+        Without a record, `replay` (a forward and backward of any size) first finishes the running microbatch.
+        """
+        if not self._watches:
+            return
+        if self._record_varies:
+            raise RecoveryUnsupportedError(
+                "out of memory, and what a microbatch communicates changes from one to the next, so what the "
+                "peers still expect is not known; set adaptive.recover_from_oom: False and lower batch_size"
+            )
+        record = self._record or self._record_by_replay(replay)
+        for collective in (record * self._microbatches)[self.position :]:
+            self._issue_zeros(collective)
+
+    def _record_by_replay(self, replay: Callable[[], object]) -> tuple[Collective, ...]:
+        """Collective: finishes the step's first microbatch, leaving out what it has already communicated."""
+        self._already_issued = self.position
+        self.begin_microbatch()
+        try:
+            replay()
+        finally:
+            self._already_issued = 0
+        self._record = tuple(self._current)
+        return self._record
+
+    def _issue_zeros(self, collective: Collective) -> None:
+        group, comm = collective.group, collective.comm
+        whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
+        whole.zero_()
+        shard = whole.chunk(group.size())[group.rank()]
+        if collective.kind is AllGather:
+            call = partial(comm, output_tensor=whole, input_tensor=shard, group=group)
+        else:
+            sums = torch.empty_like(shard)
+            call = partial(comm, output_tensor=sums, input_tensor=whole, group=group, op=collective.op)
+        self.issue(collective, call, async_op=False)
+
+    def reset(self) -> None:
+        """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
+        if self._root is not None:
+            fsdp.reset(self._root)
+
+
+class _Counted:
+    """A collective of FSDP that tells the ledger before it communicates."""
+
+    def __init__(self, ledger: CollectiveLedger, comm: Any) -> None:
+        self._ledger, self._comm = ledger, comm
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
+        return buffer
+
+
+class _CountedAllGather(_Counted, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        """Collective: FSDP's own all-gather."""
+        whole = output_tensor
+        this = Collective(AllGather, whole.numel(), whole.dtype, whole.device, group, None, self._comm)
+        call = partial(self._comm, output_tensor=whole, input_tensor=input_tensor, group=group)
+        return self._ledger.issue(this, call, async_op)
+
+
+class _CountedReduceScatter(_Counted, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        """Collective: FSDP's own reduce-scatter."""
+        whole = input_tensor
+        this = Collective(ReduceScatter, whole.numel(), whole.dtype, whole.device, group, op, self._comm)
+        call = partial(self._comm, output_tensor=output_tensor, input_tensor=whole, group=group, op=op)
+        return self._ledger.issue(this, call, async_op)

@@ -1,6 +1,0 @@
-"""The side that knows torchtune: what both recipes share, on top of the library below.
-
-Imported first of all, this quiets what dependencies print at import, once on every rank.
-"""
-
-from torchtune_adaptive.host import quiet as quiet

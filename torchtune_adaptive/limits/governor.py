@@ -1,0 +1,223 @@
+"""Moves the limit of a run: down when memory runs out or thrashes, up again when that has passed.
+
+Pure: every rank feeds it what all ranks know of a step, and so comes to the same limit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits.limit import Limit, Microbatch
+from torchtune_adaptive.record.events import GROWTH, RECOVERY, THRASHING, TRIAL, Event
+
+TRIAL_STEPS = 4
+"""Steps whose speed decides between two limits; the first after a change is not one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedStep:
+    """What all ranks know of a step that counted."""
+
+    target_tokens: int
+    seconds: float
+    """Of the slowest rank."""
+    retrying: Mapping[int, Microbatch]
+    """Ranks whose allocator had to flush its cache in this step, each with its largest microbatch."""
+
+    @property
+    def rate(self) -> float:
+        return self.target_tokens / self.seconds
+
+
+@dataclass
+class Counters:
+    """What a run has been through."""
+
+    recoveries: int = 0
+    thrashings: int = 0
+    growths: int = 0
+
+
+@dataclass
+class _Trial:
+    """A smaller limit, in use until its speed is known."""
+
+    larger: Limit
+    rate_before: float
+    rates: list[float] = field(default_factory=list)
+
+
+class Governor:
+    """The limit in use, which is never above the allowed one.
+
+    `regrow_after` steps without trouble are followed by one step up, on probation for as long: if that fails, it is
+    taken back, and the next try waits for twice as many. 0: never.
+    """
+
+    def __init__(self, allowed: Limit, *, regrow_after: int) -> None:
+        self.limit = allowed
+        self.counters = Counters()
+        self._allowed = allowed
+        self._size: int | None = None  # None: as allowed
+        self._regrow_after = regrow_after
+        self._wait = regrow_after
+        self._quiet_steps = 0
+        self._before_growth: int | None = None  # the size to go back to while on probation
+        self._trial: _Trial | None = None
+        self._thrashing_rates: list[float] = []
+        self._thrashed_before = False
+        self._tolerated: set[int] = set()  # sizes that are best in spite of the retries
+
+    def allow(self, limit: Limit) -> None:
+        """From now on: no more than this, and less where the run has come down to less."""
+        self._allowed = limit
+        self._use(self._size)
+
+    def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Event:
+        """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none."""
+        what = f"step {step}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
+        before = self.limit
+        try:
+            after = _shrunk(before, failed)
+        except LimitExhaustedError as error:
+            raise LimitExhaustedError(f"{what}: {error}") from None
+        self.counters.recoveries += 1
+        remark = self._step_down(after)
+        largest = max(failed.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
+        change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
+        return self._event(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
+
+    def completed(self, step: int, seen: CompletedStep) -> Event | None:
+        """Takes note of a step that counted, and changes the limit where that is due."""
+        thrashing = bool(seen.retrying) and self._thrashed_before
+        self._thrashed_before = bool(seen.retrying)
+        self._quiet_steps = 0 if seen.retrying else self._quiet_steps + 1
+        if self._trial is not None:
+            return self._judge(self._trial, step, seen.rate)
+        if seen.retrying:
+            self._thrashing_rates = [*self._thrashing_rates, seen.rate][-TRIAL_STEPS:]
+        if thrashing and self.limit.size not in self._tolerated:
+            return self._try_smaller(step, seen.retrying)
+        return self._grow_if_due(step)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: numbers only."""
+        return {
+            "unit": self.limit.unit,
+            "size": self._size,
+            "wait": self._wait,
+            "quiet_steps": self._quiet_steps,
+            "before_growth": self._before_growth,
+            "tolerated": sorted(self._tolerated),
+            "counters": asdict(self.counters),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; of one with limits of another kind, only the counters count."""
+        self.counters = Counters(**state["counters"])
+        if state["unit"] != self.limit.unit:
+            return
+        self._wait = max(self._regrow_after, state["wait"]) if self._regrow_after else 0
+        self._quiet_steps = state["quiet_steps"]
+        self._before_growth = state["before_growth"]
+        self._tolerated = set(state["tolerated"])
+        self._use(state["size"])
+
+    def _use(self, size: int | None) -> None:
+        self._size = size
+        self.limit = self._allowed if size is None or size >= self._allowed.size else self._allowed.resized(size)
+
+    def _change(self, size: int | None) -> None:
+        """Starts anew with another limit, whatever was going on."""
+        self._use(size)
+        self._quiet_steps = 0
+        self._before_growth = None
+        self._trial = None
+        self._thrashing_rates = []
+        self._thrashed_before = False
+
+    def _step_down(self, after: Limit) -> str:
+        """To this limit or, on probation, to the one before if that is smaller; what to add to the log line."""
+        if self._before_growth is None:
+            self._change(after.size)
+            return ""
+        self._wait *= 2
+        self._change(min(after.size, self._before_growth))
+        return f"; {self._wait} steps until the next try"
+
+    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Event:
+        """The step has counted already, so it is not run again."""
+        what = f"step {step}: the allocator had to flush its cache on {_ranks(retrying)} in two steps in a row"
+        before, rates = self.limit, self._thrashing_rates
+        self.counters.thrashings += 1
+        try:
+            after = _shrunk(before, retrying)
+        except LimitExhaustedError:
+            self._tolerated.add(before.size)
+            return self._event(THRASHING, step, f"{what}, and {before} cannot be made less: going on", before, retrying)
+        proven = self._before_growth is not None
+        remark = self._step_down(after)
+        if not proven:
+            self._trial = _Trial(before, statistics.median(rates))
+            remark = ", on trial"
+        return self._event(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
+
+    def _judge(self, trial: _Trial, step: int, rate: float) -> Event | None:
+        """After enough steps, the faster of the two limits stays."""
+        trial.rates.append(rate)
+        if len(trial.rates) <= TRIAL_STEPS:
+            return None
+        smaller, now = self.limit, statistics.median(trial.rates[1:])
+        faster = smaller if now >= trial.rate_before else trial.larger
+        if faster is trial.larger:
+            self._tolerated.add(faster.size)
+        self._change(faster.size)
+        speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
+        return self._event(TRIAL, step, f"step {step}: {speeds}; going on with {self.limit}", smaller)
+
+    def _grow_if_due(self, step: int) -> Event | None:
+        due = self._regrow_after if self._before_growth is not None else self._wait
+        if not self._regrow_after or self._quiet_steps < due:
+            return None
+        if self._before_growth is not None:  # probation has passed
+            self._before_growth, self._wait = None, self._regrow_after
+        before, quiet = self.limit, self._quiet_steps
+        self._quiet_steps = 0
+        if before.size >= self._allowed.size:
+            self._use(None)
+            return None
+        self._change(min(before.next_size, self._allowed.size))
+        self._before_growth = before.size
+        self.counters.growths += 1
+        reason = f"step {step}: {quiet} steps without trouble: {before} -> {self.limit}, on probation"
+        return self._event(GROWTH, step, reason, before)
+
+    def _event(
+        self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
+    ) -> Event:
+        event = Event(kind=kind, step=step, reason=reason, unit=before.unit, before=before.size, after=self.limit.size)
+        if not by:
+            return event
+        largest = max(by.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
+        return replace(event, ranks=tuple(by), rows=largest.rows, length=largest.length)
+
+
+def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit:
+    """The next smaller limit, below each of these except for those that are one row; raises if there is none."""
+    smaller = limit
+    for microbatch in microbatches.values():
+        if smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch)):
+            smaller = smaller.after_oom(*microbatch)
+    return smaller
+
+
+def _ranks(by: Mapping[int, Microbatch]) -> str:
+    return f"rank{'s' * (len(by) > 1)} {', '.join(map(str, by))}"
+
+
+def _longest(by: Mapping[int, Microbatch]) -> int:
+    return max(microbatch.length for microbatch in by.values())

@@ -1,0 +1,225 @@
+"""What a microbatch may be so that it fits. A limit is a frozen value: a transition returns a new one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
+
+from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits.surface import Surface
+from torchtune_adaptive.sizes import format_bytes
+
+MOST_ROWS = 2**20
+"""What a surface that does not grow with the rows answers in place of infinity."""
+
+_STEP_DOWN = 0.75
+"""What is left of the predicted need that grows with a microbatch, after it ran out of memory."""
+
+
+class Microbatch(NamedTuple):
+    """The size of a microbatch: rows, and the longest of them."""
+
+    rows: int
+    length: int
+
+
+class Limit(Protocol):
+    """How many rows may share a microbatch, for each length that they are padded to. Never more for a longer one."""
+
+    unit: str
+    """What `size` counts."""
+
+    @property
+    def size(self) -> int:
+        """The one number that changes when a limit shrinks or grows."""
+
+    @property
+    def next_size(self) -> int:
+        """What to try when this has been enough for long."""
+
+    def resized(self, size: int) -> Limit:
+        """The limit of the same kind with this size."""
+
+    @property
+    def by_length(self) -> bool:
+        """Whether it depends on the length, so that ranks with equally many samples may need more or less room."""
+
+    def rows_at(self, length: int) -> int:
+        """The most rows of this length; 0 where not even one fits."""
+
+    def fits(self, rows: int, length: int) -> bool:
+        """Whether `rows` samples, padded to `length` tokens, are within the limit."""
+
+    def after_oom(self, rows: int, length: int) -> Limit:
+        """The next smaller limit, after a microbatch of this size ran out of memory; raises if there is none."""
+
+    def size_of(self, rows: int, length: int) -> str:
+        """A microbatch in the unit of the limit, without the unit: `microbatch 8 -> 4 rows`."""
+
+    def __str__(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class RowLimit:
+    """At most `rows` samples in a microbatch, however long they are."""
+
+    rows: int
+    unit = "rows"
+
+    def __post_init__(self) -> None:
+        if self.rows < 1:
+            raise ValueError(f"a microbatch has at least 1 row, but the limit says {self.rows}")
+
+    @property
+    def size(self) -> int:
+        return self.rows
+
+    @property
+    def next_size(self) -> int:
+        return smallest_power_of_two_above(self.rows)
+
+    def resized(self, size: int) -> RowLimit:
+        return RowLimit(size)
+
+    @property
+    def by_length(self) -> bool:
+        return False
+
+    def rows_at(self, length: int) -> int:
+        return self.rows
+
+    def fits(self, rows: int, length: int) -> bool:
+        return rows <= self.rows
+
+    def after_oom(self, rows: int, length: int) -> RowLimit:
+        """Always a power of two: 8 -> 4 and 6 -> 4."""
+        if self.rows == 1:
+            raise exhausted(length)
+        return RowLimit(largest_power_of_two_below(max(2, min(rows, self.rows))))
+
+    def size_of(self, rows: int, length: int) -> str:
+        return str(rows)
+
+    def __str__(self) -> str:
+        return f"{self.rows} row{'s' * (self.rows > 1)}"
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """At most `tokens` in a microbatch, padding included: rows × longest row."""
+
+    tokens: int
+    unit = "tokens"
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"a microbatch has at least 1 token, but the limit says {self.tokens}")
+
+    @property
+    def size(self) -> int:
+        return self.tokens
+
+    @property
+    def next_size(self) -> int:
+        return smallest_power_of_two_above(self.tokens)
+
+    def resized(self, size: int) -> TokenLimit:
+        return TokenLimit(size)
+
+    @property
+    def by_length(self) -> bool:
+        return True
+
+    def rows_at(self, length: int) -> int:
+        return self.tokens // length
+
+    def fits(self, rows: int, length: int) -> bool:
+        return rows * length <= self.tokens
+
+    def after_oom(self, rows: int, length: int) -> TokenLimit:
+        """The largest power of two below the tokens that failed."""
+        if not self.fits(rows, length) or rows * length < 2:
+            raise exhausted(length)
+        return TokenLimit(largest_power_of_two_below(rows * length))
+
+    def size_of(self, rows: int, length: int) -> str:
+        return str(rows * length)
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens"
+
+
+@dataclass(frozen=True)
+class SurfaceLimit:
+    """As many rows as the measured need of every phase, fitted over rows and length, has room for."""
+
+    surfaces: Mapping[str, Surface]
+    """By the name of the phase."""
+    budget_bytes: int
+    unit = "bytes"
+
+    @property
+    def size(self) -> int:
+        return self.budget_bytes
+
+    @property
+    def next_size(self) -> int:
+        return max(self.budget_bytes + 1, int(self.budget_bytes / _STEP_DOWN))
+
+    def resized(self, size: int) -> SurfaceLimit:
+        return replace(self, budget_bytes=size)
+
+    @property
+    def by_length(self) -> bool:
+        return True
+
+    def rows_at(self, length: int) -> int:
+        within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
+        return MOST_ROWS if within == math.inf else min(MOST_ROWS, int(within))
+
+    def fits(self, rows: int, length: int) -> bool:
+        return rows <= self.rows_at(length)
+
+    def after_oom(self, rows: int, length: int) -> SurfaceLimit:
+        """With a budget below what was predicted for the microbatch that failed; what does not grow with it stays."""
+        if not self.fits(rows, length):
+            raise exhausted(length)
+        fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(rows, length))
+        growing_bytes = fullest.bytes_at(rows, length) - fullest.fixed_bytes
+        smaller = replace(self, budget_bytes=int(fullest.fixed_bytes + _STEP_DOWN * growing_bytes))
+        if smaller.budget_bytes >= self.budget_bytes or smaller.fits(rows, length):
+            raise exhausted(length)
+        return smaller
+
+    def size_of(self, rows: int, length: int) -> str:
+        return format_bytes(max(surface.bytes_at(rows, length) for surface in self.surfaces.values()))
+
+    def __str__(self) -> str:
+        return f"{format_bytes(self.budget_bytes)} predicted"
+
+
+def longest_row(limit: Limit, at_most: int) -> int:
+    """The longest sample, of no more than `at_most` tokens, that fits alone; 0 if none does."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if limit.fits(1, middle) else (low, middle - 1)
+    return low
+
+
+def exhausted(length: int) -> LimitExhaustedError:
+    return LimitExhaustedError(
+        f"a microbatch of 1 row of {length} tokens does not fit and cannot be made smaller; lower "
+        "tokenizer.max_seq_len, set enable_activation_checkpointing: True, or train on more ranks"
+    )
+
+
+def largest_power_of_two_below(count: int) -> int:
+    """The largest power of two that is smaller than `count` (which is at least 2)."""
+    return 1 << ((count - 1).bit_length() - 1)
+
+
+def smallest_power_of_two_above(count: int) -> int:
+    return 1 << count.bit_length()

@@ -1,0 +1,42 @@
+"""What a rank reads off its clock and its memory at the end of every attempt."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from torchtune_adaptive.memory.device import MemorySource
+
+
+class Reading(NamedTuple):
+    seconds: float
+    """Since the last step that counted; of the first step, since it began."""
+    retries: int
+    """Since the last reading."""
+    peak_bytes: int
+    budget_bytes: int
+    """0 where nothing measures memory."""
+
+
+class Gauge:
+    """Reads a clock, and a memory source where there is one."""
+
+    def __init__(self, memory: MemorySource | None = None) -> None:
+        self._memory = memory
+        self._budget_bytes = 0 if memory is None else memory.budget_bytes  # asking a GPU's driver takes time
+        self._retries = 0 if memory is None else memory.retries
+        self._since: float | None = None
+
+    def begin_step(self) -> None:
+        if self._since is None:
+            self._since = time.perf_counter()
+
+    def end_step(self) -> None:
+        self._since = time.perf_counter()
+
+    def read(self) -> Reading:
+        seconds = 0.0 if self._since is None else time.perf_counter() - self._since
+        if self._memory is None:
+            return Reading(seconds, 0, 0, 0)
+        before, self._retries = self._retries, self._memory.retries
+        return Reading(seconds, self._retries - before, self._memory.peak_bytes, self._budget_bytes)

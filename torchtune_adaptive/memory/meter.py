@@ -1,0 +1,151 @@
+"""Device memory where there is no device: counts what training on a CPU keeps alive, and can run out of it.
+
+A CPU has no allocator that could be asked for its peak, or told to stop. The meter watches every operation in
+their place, so that searching and recovering work, and can be tested, on a laptop.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory.device import plain_tensors, wraps_tensors
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of all storages that were allocated inside of it, or given to it, and still live.
+
+    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The
+    operation has run by then, so the peak may exceed the cap by what one operation allocates.
+
+    Memory that a kernel uses only inside of itself is not seen. And autograd, under any dispatch mode, adds
+    to gradients out of place: accumulating without FSDP, the peak is one parameter higher than it would be.
+    """
+
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        super().__init__()
+        self.cap_bytes = cap_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._storages: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._resize: Callable[[UntypedStorage, int], Any] | None = None
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Adds tensors from before, say parameters and optimizer state. Never runs out of memory."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                self._update(plain.untyped_storage(), may_be_new=True)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        if self.cap_bytes is None:
+            raise ConfigError(
+                "a CPU has no memory of its own that a search could fill; set adaptive.memory_limit, say 8GiB"
+            )
+        return self.cap_bytes
+
+    @property
+    def retries(self) -> int:
+        """None: there is no cache that could be flushed."""
+        return 0
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Suspends the cap, so that a need above it is measured."""
+        cap_bytes, self.cap_bytes = self.cap_bytes, None
+        try:
+            yield
+        finally:
+            self.cap_bytes = cap_bytes
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        effect = _effect_of(func)
+        if effect is _Effect.NONE:
+            return result
+        before = self.live_bytes
+        for tensor in (result,) if type(result) is Tensor else tree_iter(result):
+            if isinstance(tensor, Tensor):
+                self._update(tensor.untyped_storage(), may_be_new=effect is _Effect.ALLOCATES)
+        if self.live_bytes > before:
+            self._check(0, str(func))
+        return result
+
+    def __enter__(self) -> "MemoryMeter":
+        # FSDP allocates parameters by growing their storages, which is not an operation.
+        resize = self._resize = UntypedStorage.resize_
+
+        def counted_resize(storage: UntypedStorage, size: int) -> Any:
+            extra_bytes = size - storage.size()
+            if extra_bytes > 0:
+                self._check(extra_bytes, "UntypedStorage.resize_")
+            result = resize(storage, size)
+            self._update(storage, may_be_new=extra_bytes > 0)
+            return result
+
+        UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*error)
+
+    def _check(self, extra_bytes: int, what: str) -> None:
+        wanted = self.live_bytes + extra_bytes
+        if self.cap_bytes is not None and wanted > self.cap_bytes:
+            raise torch.OutOfMemoryError(
+                f"{what} needs {wanted} bytes with what is alive, but the limit is {self.cap_bytes} bytes"
+            )
+
+    def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
+        """Takes note of a storage that is new or has changed its size."""
+        key, size = storage._cdata, storage.size()
+        known = self._storages.get(key)
+        if known is not None:
+            self._storages[key] = size, known[1]
+            self.live_bytes += size - known[0]
+        elif may_be_new:
+            self._storages[key] = size, weakref.ref(storage, lambda _: self._forget(key))
+            self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._storages.pop(key)[0]
+
+
+class _Effect(Enum):
+    """What an operation may do to the storages of the tensors that it returns."""
+
+    NONE = auto()
+    CHANGES_SIZE = auto()
+    ALLOCATES = auto()
+
+
+@cache
+def _effect_of(func: Any) -> _Effect:
+    if func.namespace in ("c10d", "_c10d_functional"):
+        # A collective returns its arguments. Its peers have matched it once it has run, so it must not fail.
+        return _Effect.NONE
+    if func is torch.ops.aten.lift_fresh.default:
+        # torch.tensor() allocates where no mode sees it, and then hands over what it made.
+        return _Effect.ALLOCATES
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    if any(alias is None for alias in aliases):
+        return _Effect.ALLOCATES
+    return _Effect.CHANGES_SIZE if any(alias.is_write for alias in aliases) else _Effect.NONE

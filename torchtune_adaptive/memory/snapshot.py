@@ -1,0 +1,96 @@
+"""Everything that a training step changes, copied to the host and put back bit by bit.
+
+Copying needs no assumption about the optimizer: it does not matter what it makes of a gradient or a learning rate of
+zero, or of -0.0. The host needs room for this rank's trainable parameters, and for the optimizer's state where there is
+some already: less than writing a checkpoint takes.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
+
+from torchtune_adaptive.memory.device import RngState, plain_tensors
+
+
+@contextmanager
+def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Puts parameters, gradients, buffers, optimizer state and random generators back.
+
+    Gradients are not copied: nothing may be added to those that there are.
+    """
+    rng = RngState.capture()
+    gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
+    buffers = [
+        (module, name, buffer)
+        for model in models
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    states = [_OptimizerState(optimizer) for optimizer in optimizers]
+    contents = _Contents(
+        [
+            *(parameter for model in models for parameter in model.parameters() if parameter.requires_grad),
+            *(buffer for _, _, buffer in buffers),
+            *(tensor for state in states for tensor in state.tensors),
+        ]
+    )
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        for module, name, buffer in buffers:
+            setattr(module, name, buffer)
+        for state in states:
+            state.put_back()
+        contents.put_back()
+        rng.restore()
+
+
+class _Contents:
+    """What is in tensors, DTensors and quantized ones among them."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        self._copies = [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in distinct]
+
+    def put_back(self) -> None:
+        for tensor, copies in self._copies:
+            # Looked up again: FSDP's first pass moves shards that need padding to a storage of their own.
+            for plain, copied in zip(plain_tensors(tensor), copies, strict=True):
+                plain.detach().copy_(copied)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    # In a storage of its own making: a meter that stands in for device memory must not count the copy.
+    storage = UntypedStorage(tensor.numel() * tensor.element_size())
+    host: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    host.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
+    return host.copy_(tensor.detach())
+
+
+class _OptimizerState:
+    """State and options of an optimizer: the tensors in them, and a copy of all that is no tensor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        trees = dict(optimizer.state), optimizer.param_groups
+        self.tensors = [leaf for leaf in tree_iter(trees) if isinstance(leaf, Tensor)]
+        # Containers and numbers are copied. Tensors stay the same objects, whose contents are put back by themselves.
+        same = {id(tensor): tensor for tensor in (*self.tensors, *optimizer.state)}
+        self._state: dict[Any, Any]
+        self._groups: list[dict[str, Any]]
+        self._state, self._groups = copy.deepcopy(trees, same)
+
+    def put_back(self) -> None:
+        self._optimizer.state.clear()
+        self._optimizer.state.update(self._state)
+        for group, before in zip(self._optimizer.param_groups, self._groups, strict=True):
+            group.clear()
+            group.update(before)

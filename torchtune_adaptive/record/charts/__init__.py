@@ -1,0 +1,1 @@
+"""Pictures of searches and runs; they need matplotlib, the extra `plot`."""

@@ -1,0 +1,207 @@
+"""Batch sizes that grow by epoch: what to add, and what the whole run becomes by it.
+
+An increase function is asked before the first step of every epoch, as `function(epoch, current_batch_size)`
+with epochs from 0, and returns the number to add. The whole run is simulated before training starts, so that
+the learning-rate schedule knows the number of steps and a mistake shows at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.schedules.accumulation import Accumulation, lr_factor, split_step
+
+Increase = Callable[[int, int], int]
+
+BEYOND_MEMORY = ("skip", "accumulate", "error")
+
+
+def double_every(epochs: int) -> Increase:
+    """Twice the batch size after every `epochs` epochs."""
+    _require_int("double_every", "epochs", epochs, least=1)
+
+    def increase(epoch: int, current_batch_size: int) -> int:
+        return current_batch_size if epoch > 0 and epoch % epochs == 0 else 0
+
+    return increase
+
+
+def add_every(epochs: int, amount: int) -> Increase:
+    """`amount` more after every `epochs` epochs."""
+    _require_int("add_every", "epochs", epochs, least=1)
+    _require_int("add_every", "amount", amount)
+
+    def increase(epoch: int, current_batch_size: int) -> int:
+        return amount if epoch > 0 and epoch % epochs == 0 else 0
+
+    return increase
+
+
+def milestones(batch_sizes: Mapping[int, int]) -> Increase:
+    """The batch size to have from each of these epochs on."""
+    if not isinstance(batch_sizes, Mapping):
+        raise ConfigError(f"batch_increase_function: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
+    for epoch, batch_size in batch_sizes.items():
+        _require_int("milestones", "an epoch", epoch, least=0)
+        _require_int("milestones", f"the batch size at epoch {epoch}", batch_size, least=1)
+    targets = dict(batch_sizes)
+
+    def increase(epoch: int, current_batch_size: int) -> int:
+        reached = [start for start in targets if start <= epoch]
+        return targets[max(reached)] - current_batch_size if reached else 0
+
+    return increase
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One epoch of the run as it will be, for one rank."""
+
+    epoch: int
+    batch_size: int
+    microbatches: int
+    microbatch_rows: int
+    """Rows of the largest microbatch: `batch_size`, or less where that is more than fits."""
+    samples_per_step: int
+    steps: int
+    lr_factor: float
+    """What the learning rate is multiplied with, for the growth over the configured samples per step."""
+    refused_batch_size: int | None = None
+    """The batch size that was asked for and not taken, since it does not fit."""
+
+
+def steady(
+    step: Accumulation,
+    *,
+    epochs: int,
+    samples_per_rank: int,
+    max_steps_per_epoch: int | None = None,
+    lr_scaling: str = "none",
+    past: Sequence[EpochPlan] = (),
+) -> tuple[EpochPlan, ...]:
+    """Every epoch of a run whose steps are all alike, after the `past` epochs of a resumed one."""
+    return (
+        *past[:epochs],
+        *(
+            EpochPlan(
+                epoch=epoch,
+                batch_size=step.rows,
+                microbatches=step.microbatches,
+                microbatch_rows=step.rows,
+                samples_per_step=step.samples_per_step,
+                steps=_steps(epoch, step.samples_per_step, samples_per_rank, max_steps_per_epoch),
+                lr_factor=lr_factor(step.growth, lr_scaling),
+            )
+            for epoch in range(len(past), epochs)
+        ),
+    )
+
+
+def simulate(
+    function: Increase,
+    *,
+    epochs: int,
+    batch_size: int,
+    gradient_accumulation_steps: int,
+    samples_per_rank: int,
+    max_batch_size: int | None = None,
+    beyond_memory: str = "skip",
+    max_steps_per_epoch: int | None = None,
+    lr_scaling: str = "none",
+    past: Sequence[EpochPlan] = (),
+) -> tuple[EpochPlan, ...]:
+    """Every epoch of the run, in order.
+
+    `max_batch_size` is what fits; an increase above it is refused (`skip`), taken with more microbatches
+    (`accumulate`) or an error. `past` are the epochs of a resumed run as they were: the function is not asked
+    for them again, so that what fits today does not change what was trained.
+    """
+    configured = batch_size * gradient_accumulation_steps
+    plans = list(past[:epochs])
+    current = plans[-1].batch_size if plans else batch_size
+    for epoch in range(len(plans), epochs):
+        asked = _ask(function, epoch, current)
+        taken = _admit(asked, current, max_batch_size, beyond_memory, epoch)
+        samples = taken * gradient_accumulation_steps
+        plans.append(
+            EpochPlan(
+                epoch=epoch,
+                batch_size=taken,
+                **_microbatches(taken, gradient_accumulation_steps, max_batch_size),
+                samples_per_step=samples,
+                steps=_steps(epoch, samples, samples_per_rank, max_steps_per_epoch),
+                lr_factor=lr_factor(samples / configured, lr_scaling),
+                refused_batch_size=None if taken == asked else asked,
+            )
+        )
+        current = taken
+    return tuple(plans)
+
+
+def total_steps(plans: Sequence[EpochPlan]) -> int:
+    """Optimizer steps of the whole run: what a learning-rate schedule is made for."""
+    return sum(plan.steps for plan in plans)
+
+
+def function_name(function: Increase) -> str:
+    """What an error calls the function: a built-in by its own name, not that of the closure it returned."""
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]
+
+
+def _ask(function: Increase, epoch: int, current: int) -> int:
+    """The batch size that the function wants for this epoch; whatever it does wrong becomes a ConfigError."""
+    fact = f"batch_increase_function: {function_name(function)} at epoch {epoch}, batch size {current},"
+    try:
+        increase: Any = function(epoch, current)
+    except Exception as error:
+        raise ConfigError(f"{fact} raised {type(error).__name__}: {error}") from error
+    if type(increase) is not int:
+        raise ConfigError(
+            f"{fact} returned {increase!r} ({type(increase).__name__}); allowed: an int, the number to add"
+        )
+    if current + increase < 1:
+        raise ConfigError(f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left")
+    return current + increase
+
+
+def _admit(asked: int, current: int, max_batch_size: int | None, beyond_memory: str, epoch: int) -> int:
+    if beyond_memory not in BEYOND_MEMORY:
+        allowed = ", ".join(BEYOND_MEMORY)
+        raise ConfigError(f"adaptive.beyond_memory: {beyond_memory!r} is unknown; allowed: {allowed}")
+    # Shrinking towards what fits is never refused.
+    within = max_batch_size is None or asked <= max(current, max_batch_size)
+    if within or beyond_memory == "accumulate":
+        return asked
+    if beyond_memory == "skip":
+        return current
+    raise ConfigError(
+        f"batch_increase_function: epoch {epoch} asks for a batch size of {asked} and {max_batch_size} is "
+        "the most that fits; ask for less, or set adaptive.beyond_memory to skip or accumulate"
+    )
+
+
+def _microbatches(batch_size: int, gradient_accumulation_steps: int, max_batch_size: int | None) -> dict[str, int]:
+    if max_batch_size is None or batch_size <= max_batch_size:
+        return {"microbatches": gradient_accumulation_steps, "microbatch_rows": batch_size}
+    samples = batch_size * gradient_accumulation_steps
+    step = split_step(samples, max_batch_size, configured=samples)
+    return {"microbatches": step.microbatches, "microbatch_rows": step.rows}
+
+
+def _steps(epoch: int, samples_per_step: int, samples_per_rank: int, most: int | None) -> int:
+    """Steps of one epoch; the last incomplete one is dropped, as torchtune's loaders do."""
+    steps = samples_per_rank // samples_per_step
+    if steps == 0:
+        raise ConfigError(
+            f"epoch {epoch}: {samples_per_step} samples a step, and a rank has only {samples_per_rank}; "
+            "lower batch_size, gradient_accumulation_steps or the increase"
+        )
+    return steps if most is None else min(steps, most)
+
+
+def _require_int(function: str, name: str, value: Any, least: int | None = None) -> None:
+    if type(value) is not int or (least is not None and value < least):
+        allowed = "an int" if least is None else f"an int from {least}"
+        raise ConfigError(f"batch_increase_function: {function}: {name} cannot be {value!r}; allowed: {allowed}")

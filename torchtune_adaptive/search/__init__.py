@@ -1,0 +1,1 @@
+"""The largest limit that fits, found before training. Only `find` and `probe` need torch."""

@@ -1,0 +1,119 @@
+"""The largest batch that training steps can take, found on all ranks together without a trace."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.memory.device import CudaMemory, MemorySource
+from torchtune_adaptive.memory.snapshot import leaving_no_trace
+from torchtune_adaptive.search.lengths import Profile, profile
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.probe import Prober, TrainingStep
+from torchtune_adaptive.search.rows import SearchResult, search
+from torchtune_adaptive.search.strategies import MAX_ROWS
+
+Progress: TypeAlias = Callable[[int, Peak | None], object]
+"""Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
+
+
+def find_max_batch_size(
+    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]],
+    *,
+    memory: MemorySource | None = None,
+    strategy: str = "linear",
+    round_to: str = "power_of_two",
+    max_rows: int | None = None,
+    samples_per_step: int | None = None,
+    expected_rows: int = 0,
+    progress: Progress | None = None,
+) -> SearchResult:
+    """Collective: the most rows that every step can train with on every rank, the same answer on all of them.
+
+    Several steps (a policy and a critic) are given by name: each is measured while all of them keep what they keep in
+    training. Call it between two training steps, when gradients are None. It leaves parameters, buffers, optimizer
+    state and random generators bitwise as they were, and the device's peak reset.
+
+    `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of
+    `search`. Raises OneRowDoesNotFitError, the same on every rank.
+    """
+    with _probing(steps, memory, strategy) as prober:
+        budget_bytes, resident_bytes = prober.warm_up()
+        try:
+            return search(
+                partial(_measure, prober, progress),
+                budget_bytes,
+                strategy=strategy,
+                round_to=round_to,
+                max_rows=max_rows,
+                samples_per_step=samples_per_step,
+                resident_bytes=resident_bytes,
+                expected_rows=expected_rows,
+            )
+        except OneRowDoesNotFitError:
+            raise prober.one_row_error() from None
+
+
+def profile_memory(
+    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]],
+    *,
+    memory: MemorySource | None = None,
+    most_rows: int = MAX_ROWS,
+    shorten: bool = False,
+    progress: Progress | None = None,
+) -> Profile:
+    """Collective: what microbatches of up to the steps' lengths need, over rows and length, the same on every rank.
+
+    As `find_max_batch_size`, but every step needs a `cut`. `shorten` and errors are those of `profile`.
+    """
+    named = steps if isinstance(steps, Mapping) else {"": steps}
+    longest = max(step.length for step in named.values())
+    with _probing(named, memory, "linear") as prober:
+        budget_bytes, resident_bytes = prober.warm_up()
+        try:
+            return profile(
+                partial(_measure, prober, progress),
+                budget_bytes,
+                longest=longest,
+                most_rows=most_rows,
+                resident_bytes=resident_bytes,
+                shorten=shorten,
+            )
+        except OneRowDoesNotFitError:
+            raise prober.one_row_error() from None
+
+
+@contextmanager
+def _probing(
+    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, strategy: str
+) -> Iterator[Prober]:
+    """Collective: a prober that leaves nothing behind."""
+    named = steps if isinstance(steps, Mapping) else {"": steps}
+    _check(named, strategy)
+    memory = CudaMemory() if memory is None else memory
+    models = [step.runner.model for step in named.values()]
+    optimizers = [optimizer for step in named.values() for optimizer in step.optimizers]
+    with leaving_no_trace(models, optimizers):
+        yield Prober(named, memory)
+    memory.reset_peak()
+
+
+def _measure(prober: Prober, progress: Progress | None, rows: int, length: int | None = None) -> Peak:
+    """Collective: the agreed peak of a microbatch."""
+    if progress is not None:
+        progress(rows, None)
+    peak = prober.measure(rows, length)
+    if progress is not None:
+        progress(rows, peak)
+    return peak
+
+
+def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
+    if not steps:
+        raise ValueError("a search needs at least 1 training step, but was given none")
+    if strategy in ("binary", "decrease") and not all(step.runner.recovers for step in steps.values()):
+        raise ConfigError(
+            f"adaptive.search: {strategy} runs out of memory on its way, but this step cannot be run again after that "
+            "(optimizer_in_bwd, tensor parallel, or recover_from_oom: False); allowed: linear, static"
+        )

@@ -1,0 +1,204 @@
+"""What a microbatch needs at several lengths: a few measurements, the surfaces through them, and how far they are off.
+
+1. The longest sample first, alone; if it fits, nothing shorter is in danger.
+2. As many rows as what was measured proves to fit, at ever shorter lengths; few rows of a short length.
+3. Two more that the surfaces have not seen: they say how far off these are, and that much of the budget stays free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.limits.limit import SurfaceLimit
+from torchtune_adaptive.limits.surface import Points, Surface, covering, fit_surface
+from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.search.records import checked
+from torchtune_adaptive.sizes import format_bytes
+
+MOST_POINTS = 8
+
+_FILL = 0.95
+"""Of what is known to fit, so that a probe is no bet."""
+_LEAST_LENGTH = 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured microbatch."""
+
+    rows: int
+    length: int
+    peak: Peak
+    held_out: bool
+    """Whether it was kept from the first fit, to see what that is worth."""
+
+    def accepted(self, budget_bytes: int) -> bool:
+        peak_bytes = self.peak.peak_bytes
+        return peak_bytes is not None and peak_bytes <= budget_bytes and self.peak.retries == 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a profile measured and answered."""
+
+    budget_bytes: int
+    points: tuple[Point, ...]
+    """In the order they were measured."""
+    surfaces: Mapping[str, Surface]
+    """Of each phase, never below what was measured."""
+    held_out_error: float
+    """The most by which the first fit missed a peak that it had not seen, in proportion to that peak."""
+    limit_bytes: int
+    """What the surfaces may reach: the budget without that error, and less where a measurement was refused."""
+    constant_tokens: int
+    """rows × length that fits at every length: the least over the lengths of what fits at each."""
+
+    @property
+    def limit(self) -> SurfaceLimit:
+        return SurfaceLimit(self.surfaces, self.limit_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Profile:
+        """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
+        values = checked(cls, data)
+        values["points"] = tuple(
+            Point(**{**point, "peak": Peak(**checked(Peak, point["peak"]))})
+            for point in (checked(Point, item) for item in values["points"])
+        )
+        values["surfaces"] = {name: Surface(**checked(Surface, item)) for name, item in values["surfaces"].items()}
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What the next measurement is decided from, the same on every rank."""
+
+    budget_bytes: int
+    resident_bytes: int
+    longest: int
+    most_rows: int
+    points: tuple[Point, ...] = ()
+
+    def full_rows(self, length: int) -> int:
+        """The most rows of this length that a measurement proves to fit.
+
+        What a token needs does not grow when its row gets shorter, and what is fixed does not grow at all: in
+        proportion to all but what is resident, a measured microbatch of rows at least as long bounds every other.
+        """
+        proven = [
+            point.rows * point.length * (self.budget_bytes - self.resident_bytes) / (peak_bytes - self.resident_bytes)
+            for point in self.points
+            if point.length >= length and (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
+        ]
+        return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / length)))
+
+    def next(self) -> tuple[int, int, bool] | None:
+        """Rows, length and whether it is held out, of the next measurement."""
+        quarter, eighth, least = (max(_LEAST_LENGTH, self.longest // part) for part in (4, 8, 16))
+        script: list[tuple[int, Callable[[int], float], bool]] = [
+            (self.longest, lambda rows: rows, False),
+            (quarter, lambda rows: rows, False),
+            (least, lambda rows: rows, False),
+            (least, lambda rows: rows / 4, False),
+            (max(_LEAST_LENGTH, self.longest // 2), lambda rows: rows / 2, True),
+            (eighth, lambda rows: rows * 0.9, True),
+        ]
+        measured = {(point.rows, point.length) for point in self.points}
+        for length, share, held_out in script[len(self.points) - 1 :]:
+            rows = max(1, int(share(self.full_rows(length))))
+            if (rows, length) not in measured:
+                return rows, length, held_out
+        return None
+
+
+def profile(
+    measure: Callable[[int, int], Peak],
+    budget_bytes: int,
+    *,
+    longest: int,
+    most_rows: int,
+    resident_bytes: int = 0,
+    shorten: bool = False,
+) -> Profile:
+    """Measures microbatches of up to `longest` tokens a row, and fits surfaces over rows and length.
+
+    `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
+    `shorten`, a longest sample that does not fit alone is halved until it does; otherwise OneRowDoesNotFitError.
+    """
+    known = _Known(budget_bytes, resident_bytes, longest, most_rows)
+    refused: list[Point] = []
+    while not known.points:
+        alone = Point(1, known.longest, measure(1, known.longest), held_out=False)
+        if alone.accepted(budget_bytes) or (alone.peak.retries and alone.peak.fits):
+            known = replace(known, points=(alone,))
+        elif shorten and known.longest // 2 >= _LEAST_LENGTH and len(refused) < MOST_POINTS // 2:
+            refused.append(alone)
+            known = replace(known, longest=known.longest // 2)
+        else:
+            raise _too_long(alone, budget_bytes)
+    while len(refused) + len(known.points) < MOST_POINTS and (at := known.next()) is not None:
+        rows, length, held_out = at
+        known = replace(known, points=(*known.points, Point(rows, length, measure(rows, length), held_out)))
+    return _result(known, tuple(refused))
+
+
+def _result(known: _Known, refused: tuple[Point, ...]) -> Profile:
+    points = (*refused, *known.points)
+    seen = {name: fit_surface(at) for name, at in _by_phase([p for p in points if not p.held_out]).items()}
+    error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
+    surfaces = {name: covering(fit_surface(at), at) for name, at in _by_phase(points).items()}
+    limit = SurfaceLimit(surfaces, int(known.budget_bytes * max(0.0, 1 - error)))
+    for point in points:
+        # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
+        if point.rows > 1 and not point.accepted(known.budget_bytes) and limit.fits(point.rows, point.length):
+            limit = limit.after_oom(point.rows, point.length)
+    return Profile(
+        budget_bytes=known.budget_bytes,
+        points=points,
+        surfaces=surfaces,
+        held_out_error=error,
+        limit_bytes=limit.budget_bytes,
+        constant_tokens=_constant_tokens(limit, [point.length for point in known.points]),
+    )
+
+
+def _constant_tokens(limit: SurfaceLimit, lengths: list[int]) -> int:
+    """A microbatch of no more tokens fits, whatever the length of its rows: the minimum over lengths and phases."""
+    fitting = [
+        length * min(surface.rows_within(limit.budget_bytes, length) for surface in limit.surfaces.values())
+        for length in lengths
+    ]
+    return max(1, int(min(*fitting, 2**31)))
+
+
+def _miss(surfaces: Mapping[str, Surface], point: Point) -> float:
+    predicted = max(surface.bytes_at(point.rows, point.length) for surface in surfaces.values())
+    measured = point.peak.peak_bytes or predicted
+    return abs(predicted - measured) / measured
+
+
+def _by_phase(points: tuple[Point, ...] | list[Point]) -> dict[str, Points]:
+    """What the measurements that ran to their end needed, by phase."""
+    phases: dict[str, dict[tuple[int, int], int]] = {}
+    for point in points:
+        if point.peak.fits:
+            for phase, measured in point.peak.phase_bytes.items():
+                phases.setdefault(phase, {})[point.rows, point.length] = max(1, measured)
+    return dict(phases)
+
+
+def _too_long(point: Point, budget_bytes: int) -> OneRowDoesNotFitError:
+    need_bytes = point.peak.peak_bytes
+    need = "runs out of memory with" if need_bytes is None else f"needs {format_bytes(need_bytes)} of"
+    return OneRowDoesNotFitError(
+        f"one row of {point.length} tokens {need} a budget of {format_bytes(budget_bytes)} a rank; lower "
+        "tokenizer.max_seq_len, set adaptive.oversize to truncate or skip, or enable_activation_checkpointing: True",
+        need_bytes=need_bytes,
+        budget_bytes=budget_bytes,
+    )

@@ -1,0 +1,135 @@
+"""Finds the largest number of rows that fits, in few probes.
+
+1. All ranks measure the same rows together and see the same agreed `Peak`.
+2. A strategy (strategies.py) names the rows to measure next, the same on every rank.
+3. The answer is the most rows, rounded down, that were measured themselves and accepted.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import floor
+from typing import Any
+
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.search.peaks import Line, Peak, Probe, fit_lines
+from torchtune_adaptive.search.records import checked
+from torchtune_adaptive.search.strategies import MAX_ROWS, STRATEGIES, History, rungs_up_to
+from torchtune_adaptive.sizes import format_bytes
+
+_ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search measured and answered."""
+
+    strategy: str
+    round_to: str
+    budget_bytes: int
+    probes: tuple[Probe, ...]
+    """In the order they were measured."""
+    lines: Mapping[str, Line]
+    """Fitted to each phase; empty where fewer than two sizes ran to their end."""
+    fits_rows: float
+    """Before rounding: where the lines cross the budget (linear), what was predicted (static), else the most rows that
+    fit."""
+    rows: int
+    """The answer."""
+    reason: str
+    """Why not more: what `rows` was rounded from, what did not fit, or which bound it met."""
+
+    @property
+    def out_of_memory_count(self) -> int:
+        return sum(not probe.peak.fits for probe in self.probes)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> "SearchResult":
+        """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
+        values = checked(cls, data)
+        values["probes"] = tuple(
+            Probe(**{**probe, "peak": Peak(**checked(Peak, probe["peak"]))})
+            for probe in (checked(Probe, item) for item in values["probes"])
+        )
+        values["lines"] = {phase: Line(**checked(Line, line)) for phase, line in values["lines"].items()}
+        return cls(**values)
+
+
+def search(
+    measure: Callable[[int], Peak],
+    budget_bytes: int,
+    *,
+    strategy: str = "linear",
+    round_to: str = "power_of_two",
+    max_rows: int | None = None,
+    samples_per_step: int | None = None,
+    resident_bytes: int = 0,
+    expected_rows: int = 0,
+) -> SearchResult:
+    """The largest rows, rounded down, that `measure` accepts within the budget.
+
+    `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
+    as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
+    `samples_per_step` is what `divisor` divides. `resident_bytes`, which every point of a step needs whatever its rows,
+    lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
+    Raises OneRowDoesNotFitError.
+    """
+    if strategy not in STRATEGIES:
+        raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
+    rungs = rungs_up_to(max_rows, round_to, samples_per_step)
+    history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
+    while (rows := STRATEGIES[strategy](history)) is not None:
+        probe = Probe(rows, measure(rows))
+        history = history.plus(probe)
+        if rows == 1 and not probe.accepted(budget_bytes):
+            raise _one_row_error(probe, budget_bytes)
+    return _result(history, strategy, round_to)
+
+
+def _one_row_error(probe: Probe, budget_bytes: int) -> OneRowDoesNotFitError:
+    need_bytes = probe.peak.peak_bytes
+    need = "runs out of memory with" if need_bytes is None else f"needs {format_bytes(need_bytes)} of"
+    return OneRowDoesNotFitError(
+        f"one row {need} a budget of {format_bytes(budget_bytes)} a rank; lower the sequence length, "
+        "set enable_activation_checkpointing: True, or use more ranks",
+        need_bytes=need_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def _result(history: History, strategy: str, round_to: str) -> SearchResult:
+    most = history.fit_rows
+    promised = max(most, _promised(history, strategy))
+    fits_rows = float(promised if promised < history.too_many or not history.rejected else most)
+    rows = history.rung_at_most(most)
+    return SearchResult(
+        strategy=strategy,
+        round_to=round_to,
+        budget_bytes=history.budget_bytes,
+        probes=history.probes,
+        lines=fit_lines(history.probes),
+        fits_rows=fits_rows,
+        rows=rows,
+        reason=_reason(history, fits_rows, rows, round_to),
+    )
+
+
+def _promised(history: History, strategy: str) -> float:
+    """Rows that were not measured, but are said to fit."""
+    if strategy == "static" and history.expected_rows:
+        return min(history.expected_rows, history.max_rows)
+    return history.predicted_rows if strategy in ("linear", "static") else 0.0
+
+
+def _reason(history: History, fits_rows: float, rows: int, round_to: str) -> str:
+    if history.rejected and fits_rows == rows:
+        return f"{history.too_many} did not fit"
+    if not history.rejected and (fits_rows >= history.max_rows or fits_rows == rows == history.rungs[-1]):
+        known, highest = f"at most {history.max_rows} are searched", float(history.max_rows)
+    else:
+        # Cut, not rounded: 8.97 must not read as if 9 fit.
+        known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", fits_rows
+    rounded = rows + 1e-6 < highest and round_to in _ROUNDED_TO
+    return f"{known}, rounded down to {_ROUNDED_TO[round_to]}" if rounded else known

@@ -1,0 +1,106 @@
+"""One attempt at a step: its microbatches one after the other or, out of memory, what the peers still need of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.limits.packing import Plan
+from torchtune_adaptive.memory.device import forget_frames, is_oom, release
+from torchtune_adaptive.step.reports import Totals
+
+Sample = TypeVar("Sample")
+
+
+class Attempts(Generic[Sample]):
+    """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_backward: Callable[[Sequence[Sample]], Totals],
+        *,
+        stand_in: Callable[[Sample], Sample],
+        filler: Callable[[Sample], Sample] | None,
+        recover: bool,
+    ) -> None:
+        self.forward_backward = forward_backward
+        self.ledger = CollectiveLedger(model if recover else None)
+        self._model = model
+        self._stand_in = stand_in
+        self._filler = filler
+        self._recover = recover
+
+    def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
+        """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
+        totals = None
+        self.ledger.begin_step(len(plan))
+        for number, rows in enumerate(plan):
+            before = totals
+            totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
+            if totals is None:  # outside of `except`, whose traceback would keep the failed pass alive
+                self._drain(samples[rows[0] if rows else 0])
+                return None, number
+            if not rows and totals.target_tokens != (before.target_tokens if before else 0):
+                raise ValueError("`filler` returned a sample that counts in the loss; it must not have any label")
+        return totals, None
+
+    def discard(self) -> None:
+        """Drops all gradients of the step, finished or not: they were None when it began."""
+        self.ledger.reset()
+        for parameter in self._model.parameters():
+            parameter.grad = None
+
+    def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
+        """An empty microbatch: it communicates like any other, and counts nothing."""
+        if self._filler is None:
+            raise ValueError(
+                f"rank {rank()} has fewer samples than its peers need microbatches for theirs; "
+                "give StepRunner a `filler`: a stand-in without any label"
+            )
+        return [self._filler(samples[0])]
+
+    def _run_microbatch(self, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
+        """Collective: adds a microbatch to the totals; None if it ran out of memory."""
+        try:
+            self.ledger.begin_microbatch()
+            loss_sum, target_tokens = self.forward_backward(samples)
+            self.ledger.end_microbatch()
+            if before is not None:
+                loss_sum, target_tokens = before.loss_sum + loss_sum, before.target_tokens + target_tokens
+            return Totals(loss_sum, target_tokens)
+        except Exception as error:
+            if not (self._recover and is_oom(error)):
+                raise
+            forget_frames(error)
+        return None
+
+    def _drain(self, sample: Sample) -> None:
+        """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
+        stuck_at = -1
+        while not self._try_to_drain(sample):
+            if self.ledger.position == stuck_at:
+                raise UnrecoverableError(
+                    f"rank {rank()} ran out of memory with nothing but its shard of the training state "
+                    "allocated, so it cannot even finish the collectives that its peers wait for; train on "
+                    "more ranks"
+                )
+            stuck_at = self.ledger.position
+
+    def _try_to_drain(self, sample: Sample) -> bool:
+        """Collective: frees everything, then drains; False if that ran out of memory too."""
+        try:
+            self.discard()
+            release()
+            self.ledger.drain(lambda: self.forward_backward([self._stand_in(sample)]))
+            return True
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            forget_frames(error)
+        return False

@@ -1,0 +1,51 @@
+"""Plans that have the same number of microbatches on every rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.limits.packing import Plan, plan_step, spread
+from torchtune_adaptive.step.reports import Report, exchange
+
+
+class Ahead(NamedTuple):
+    """The plan of a step to come."""
+
+    limit: Limit
+    lengths: list[int]
+    plan: Plan
+
+
+class Planner:
+    """Plans steps, and keeps the plan of the next one where its samples are known already."""
+
+    def __init__(self, agreement: Agreement) -> None:
+        self._agreement = agreement
+        self._ahead: Ahead | None = None
+
+    def plan(self, lengths: list[int], limit: Limit) -> Plan:
+        """Collective, under a limit by length that was not planned for ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.limit == limit:
+            if ahead.lengths != lengths:
+                raise ValueError("these are not the samples that were announced as `upcoming`; give the same ones")
+            return ahead.plan
+        plan = plan_step(lengths, limit)
+        if not limit.by_length:
+            return plan
+        most = exchange(self._agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
+        return spread(plan, lengths, limit, most)
+
+    def look_ahead(self, lengths: list[int] | None, limit: Limit) -> Ahead | None:
+        """What the next step needs on this rank, under a limit by length."""
+        if lengths is None or not limit.by_length:
+            return None
+        return Ahead(limit, lengths, plan_step(lengths, limit))
+
+    def keep(self, ahead: Ahead | None, microbatches: int) -> None:
+        """For the next step: in as many microbatches as all ranks have agreed on."""
+        if ahead is not None:
+            ahead = ahead._replace(plan=spread(ahead.plan, ahead.lengths, ahead.limit, microbatches))
+        self._ahead = ahead

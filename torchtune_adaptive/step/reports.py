@@ -1,0 +1,154 @@
+"""What the ranks tell each other about an attempt at a step, and what follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.limits.governor import CompletedStep
+from torchtune_adaptive.limits.limit import Microbatch
+from torchtune_adaptive.limits.packing import Load, Plan
+
+
+class Totals(NamedTuple):
+    """What a microbatch contributes to its step."""
+
+    loss_sum: Tensor
+    """Without dimensions, detached, summed over the target tokens."""
+    target_tokens: int
+
+
+class Fullest(NamedTuple):
+    """The rank that came closest to its own budget."""
+
+    peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """A step whose gradients are complete on every rank and belong to each of its samples exactly once."""
+
+    loss_sum: Tensor
+    """Summed over the target tokens of all ranks."""
+    target_tokens: int
+    """Of all ranks."""
+    microbatches: int
+    """On each rank, in the attempt that counts."""
+    recoveries: int
+    """How often the step was run again."""
+    load: Load
+    """Of all ranks: tokens in sum, microbatches at their largest."""
+    retries: int = 0
+    """How often allocators flushed their caches, on all ranks."""
+    memory: Fullest | None = None
+    """None where nothing measures it."""
+
+
+class Report(NamedTuple):
+    """What a rank says about its attempt. Numbers only: they travel as one row of a table."""
+
+    failed: float = 0
+    """1 where it ran out of memory."""
+    rows: float = 0
+    """Of the microbatch that did; where the allocator retried, of the largest."""
+    length: float = 0
+    position: float = 0
+    target_tokens: float = 0
+    loss_sum: float = 0
+    upcoming_microbatches: float = 0
+    """What this rank will need for the next step, where it knows that already."""
+    tokens: float = 0
+    padded_tokens: float = 0
+    most_rows: float = 0
+    most_tokens: float = 0
+    seconds: float = 0
+    """Since the last step that counted."""
+    retries: float = 0
+    peak_bytes: float = 0
+    budget_bytes: float = 0
+    """0 where nothing measures memory."""
+
+    @property
+    def microbatch(self) -> Microbatch:
+        return Microbatch(int(self.rows), int(self.length))
+
+
+class Reports(tuple[Report, ...]):
+    """One of every rank, in order of rank, the same on all of them."""
+
+    @property
+    def failed(self) -> dict[int, Microbatch]:
+        """By rank, the microbatches that ran out of memory."""
+        return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
+
+    @property
+    def completed(self) -> CompletedStep:
+        return CompletedStep(
+            target_tokens=self.target_tokens,
+            seconds=max(report.seconds for report in self),
+            retrying={rank: report.microbatch for rank, report in enumerate(self) if report.retries},
+        )
+
+    @property
+    def retries(self) -> int:
+        return int(sum(report.retries for report in self))
+
+    @property
+    def fullest(self) -> Fullest | None:
+        measured = [Fullest(int(each.peak_bytes), int(each.budget_bytes)) for each in self if each.budget_bytes]
+        return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
+
+    @property
+    def target_tokens(self) -> int:
+        return int(sum(report.target_tokens for report in self))
+
+    @property
+    def loss_sum(self) -> float:
+        return sum(report.loss_sum for report in self)
+
+    @property
+    def upcoming_microbatches(self) -> int:
+        return int(max(report.upcoming_microbatches for report in self))
+
+    @property
+    def load(self) -> Load:
+        return Load(
+            tokens=int(sum(report.tokens for report in self)),
+            padded_tokens=int(sum(report.padded_tokens for report in self)),
+            most_rows=int(max(report.most_rows for report in self)),
+            most_tokens=int(max(report.most_tokens for report in self)),
+        )
+
+    def check_positions(self) -> None:
+        positions = [int(report.position) for report in self]
+        if len(set(positions)) > 1:
+            raise UnrecoverableError(
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
+                "what they received is not what they expected; give all ranks the same model and the same "
+                "number of samples"
+            )
+
+
+def exchange(agreement: Agreement, report: Report) -> Reports:
+    """Collective: the reports of all ranks."""
+    return Reports(Report(*row) for row in agreement.gather(report))
+
+
+def troubling(plan: Plan, lengths: Sequence[int], failed: int | None, retries: int) -> Microbatch:
+    """The microbatch that ran out of memory; where the allocator retried, the largest; else nothing."""
+    if failed is not None:
+        return _size_of(plan[failed], lengths)
+    if retries:
+        return max((_size_of(rows, lengths) for rows in plan), key=lambda size: size.rows * size.length)
+    return Microbatch(0, 0)
+
+
+def _size_of(rows: Sequence[int], lengths: Sequence[int]) -> Microbatch:
+    """Of the samples with these indices; what stands in for none counts as one row."""
+    return Microbatch(max(1, len(rows)), max((lengths[index] for index in rows), default=1))

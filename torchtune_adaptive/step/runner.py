@@ -1,0 +1,239 @@
+"""Runs a step so that running out of memory, on any rank at any point, costs a repeated step and not the run.
+
+A step is a fixed list of samples. What fits is a limit. A plan splits the step into microbatches under the
+limit. Running out of memory changes the limit, never the step.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from os import PathLike
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from torch import nn
+
+from torchtune_adaptive.comm.collectives import Agreement, let_go, rank, sum_over_ranks
+from torchtune_adaptive.comm.fsdp import why_recovery_is_off
+from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
+from torchtune_adaptive.limits.governor import Governor
+from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.limits.packing import Plan, load_of
+from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
+from torchtune_adaptive.memory.gauge import Gauge
+from torchtune_adaptive.record.events import RECOVERY, Event
+from torchtune_adaptive.step.attempt import Attempts
+from torchtune_adaptive.step.planning import Planner
+from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, troubling
+from torchtune_adaptive.step.reports import Totals as Totals
+
+logger = logging.getLogger(__name__)
+
+Sample = TypeVar("Sample")
+
+
+class Attempt(NamedTuple):
+    """One attempt at a step, the same on all ranks."""
+
+    result: StepResult | None
+    """None where some rank ran out of memory: there are no gradients then."""
+    failed_ranks: tuple[int, ...]
+
+
+class StepRunner(Generic[Sample]):
+    """Turns the samples of a step into gradients.
+
+    `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss
+    sum, and returns the totals. It may be run again with other splits of the same samples, so it must leave
+    nothing of its own behind when it raises. Every rank uses the same limit. Under a limit by rows they have the same
+    number of samples.
+
+    `stand_in` returns the smallest version of a sample that still passes through the whole model, say its
+    first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
+    same without any label: it is run where a rank has fewer samples than its peers have microbatches.
+
+    `regrow_after` steps without trouble are followed by a try of the next larger limit, up to the given one; 0: never.
+    `on_event` is told whenever the limit changes, on every rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_backward: Callable[[Sequence[Sample]], Totals],
+        *,
+        limit: Limit,
+        length_of: Callable[[Sample], int],
+        stand_in: Callable[[Sample], Sample],
+        filler: Callable[[Sample], Sample] | None = None,
+        recover: bool = True,
+        regrow_after: int = 200,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
+        if recover and (reason := why_recovery_is_off(model)) is not None:
+            raise RecoveryUnsupportedError(
+                f"a step of this model cannot be run again after running out of memory: {reason}; "
+                "set adaptive.recover_from_oom: False"
+            )
+        self.model = model
+        self.length_of = length_of
+        self.stand_in = stand_in
+        self.recovers = recover
+        self.on_event = on_event
+        self._attempts = Attempts(model, forward_backward, stand_in=stand_in, filler=filler, recover=recover)
+        self._agreement = Agreement(len(Report._fields))
+        self._planner = Planner(self._agreement)
+        self._governor = Governor(limit, regrow_after=regrow_after)
+        self._gauge = Gauge()
+
+    @property
+    def limit(self) -> Limit:
+        """What microbatches are planned under: what is allowed, or less where that did not fit."""
+        return self._governor.limit
+
+    @property
+    def recoveries(self) -> int:
+        return self._governor.counters.recoveries
+
+    def use_limit(self, limit: Limit) -> None:
+        """From the next step on; where recovery has come down to less, that stays."""
+        self._governor.allow(limit)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        """From the next step on: results tell the peak, and steps in which the allocator thrashes change the limit."""
+        self._gauge = Gauge(memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the limit has come to, and why; the same on all ranks."""
+        return self._governor.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._governor.restore(state)
+
+    def close(self) -> None:
+        """Puts FSDP's own collectives back. What is left for the process is to end."""
+        self._attempts.ledger.close()
+        let_go()
+
+    def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
+        """Collective: forward and backward over all samples, under smaller limits while some rank fails.
+
+        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log. `upcoming`
+        are the samples of the next call, where every rank knows its own: under a limit by length, the number of their
+        microbatches is then agreed on beside the rest, and costs a reduction of its own only where they are not known.
+        """
+        self._check(samples)
+        self._gauge.begin_step()
+        lengths = self._lengths(samples)
+        rng = RngState.capture()
+        recoveries = 0
+        while True:
+            plan = self._planner.plan(lengths, self.limit)
+            totals, failed = self._attempts.run(samples, plan)
+            ahead = self._planner.look_ahead(None if upcoming is None else self._lengths(upcoming), self.limit)
+            reports = self._agree(totals, failed, plan, lengths, len(ahead.plan) if ahead else 0)
+            if not reports.failed:
+                self._gauge.end_step()
+                self._planner.keep(ahead, reports.upcoming_microbatches)
+                self._reconsider(reports, step)
+                return self._result(totals, reports, len(plan), recoveries)
+            self._attempts.discard()
+            rng.restore()
+            self._tell(self._governor.out_of_memory(reports.failed, step), reports)
+            recoveries += 1
+
+    def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
+        """Collective: forward and backward over exactly these microbatches, once.
+
+        Nothing shrinks and nothing is run again: where memory runs out, on any rank, all gradients are dropped.
+        Random generators stay where the attempt left them.
+        """
+        samples = [sample for microbatch in microbatches for sample in microbatch]
+        self._check(samples)
+        numbers = iter(range(len(samples)))
+        plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
+        lengths = self._lengths(samples)
+        totals, failed = self._attempts.run(samples, plan)
+        reports = self._agree(totals, failed, plan, lengths)
+        if reports.failed:
+            self._attempts.discard()
+            return Attempt(None, tuple(reports.failed))
+        return Attempt(self._result(totals, reports, len(plan), recoveries=0), ())
+
+    def _check(self, samples: Sequence[Sample]) -> None:
+        if not samples:
+            raise ValueError("a step has at least 1 sample on every rank, but this rank was given none")
+        if any(parameter.grad is not None for parameter in self.model.parameters()):
+            raise ValueError(
+                "gradients are left over from before this step and could not be told apart from its own; "
+                "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
+            )
+
+    def _lengths(self, samples: Sequence[Sample]) -> list[int]:
+        return [self.length_of(sample) for sample in samples]
+
+    def _agree(
+        self,
+        totals: Totals | None,
+        failed: int | None,
+        plan: Plan,
+        lengths: Sequence[int],
+        upcoming: int = 0,
+    ) -> Reports:
+        """Collective: what happened on every rank, the same everywhere."""
+        loss_sum, target_tokens = (None, 0) if totals is None else totals
+        # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
+        loss_on_host = loss_sum.item() if loss_sum is not None and loss_sum.device.type == "cpu" else 0.0
+        reading = self._gauge.read()
+        size = troubling(plan, lengths, failed, reading.retries)
+        mine = (failed is not None, *size, self._attempts.ledger.position, target_tokens, loss_on_host, upcoming)
+        reports = exchange(self._agreement, Report(*mine, *load_of(plan, lengths), *reading))
+        reports.check_positions()
+        return reports
+
+    def _result(self, totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
+        """Collective: on CUDA, where the loss did not ride on the agreement."""
+        assert totals is not None
+        if totals.loss_sum.device.type == "cpu":
+            loss_sum = totals.loss_sum.new_tensor(reports.loss_sum)
+        else:
+            loss_sum = sum_over_ranks(totals.loss_sum)
+        return StepResult(
+            loss_sum,
+            reports.target_tokens,
+            microbatches,
+            recoveries,
+            reports.load,
+            reports.retries,
+            reports.fullest,
+        )
+
+    def _reconsider(self, reports: Reports, step: int) -> None:
+        """Lets the limit change after a step that counted. Without recovery no other limit can be tried."""
+        if self.recovers and (event := self._governor.completed(step, reports.completed)) is not None:
+            self._tell(event, reports)
+
+    def _tell(self, event: Event, reports: Reports) -> None:
+        if rank() == 0:
+            logger.log(logging.WARNING if event.kind == RECOVERY else logging.INFO, "%s", event.reason)
+        if self.on_event is not None:
+            self.on_event(event if (full := reports.fullest) is None else replace(event, **full._asdict()))
+
+    @contextmanager
+    def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> Iterator[None]:
+        """Guards what happens once all ranks have agreed: scaling, clipping, the optimizer's step.
+
+        Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
+        """
+        try:
+            yield
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            raise UnrecoverableError(
+                f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step "
+                "cannot be run again; start again from the last checkpoint "
+                f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
+                "optimizer with less state"
+            ) from error

@@ -1,0 +1,93 @@
+"""Datasets and collate functions as the config names them."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+from omegaconf import DictConfig, ListConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Dataset
+from torchtune.data import padded_collate_packed
+from torchtune.datasets import ConcatDataset
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.loader import StepLoader
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import Settings
+
+Collate = Callable[[Sequence[Any]], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The dataset of a run, and what stands between it and a microbatch."""
+
+    dataset: Any
+    packed: bool
+    """All rows are of one length: several samples in each."""
+    collate: Collate
+    loader: StepLoader[Any]
+    max_seq_len: int | None
+    """Where the tokenizer cuts: no sample is longer. None: it does not."""
+    ignored_label: int
+    """What the loss ignores."""
+
+
+def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
+    dataset, packed = build_dataset(cfg, tokenizer)
+    collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
+    return Data(
+        dataset=dataset,
+        packed=packed,
+        collate=collate,
+        loader=build_step_loader(dataset, settings, mesh),
+        max_seq_len=getattr(tokenizer, "max_seq_len", None),
+        ignored_label=cast(int, loss_fn.ignore_index),
+    )
+
+
+def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:
+    """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
+    section = components.require(cfg, "dataset")
+    if not isinstance(section, ListConfig):
+        return components.build("dataset", cfg, tokenizer), bool(section.get("packed", False))
+    parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
+    try:
+        joined = ConcatDataset(datasets=parts)
+    except ValueError as error:
+        raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {error}") from error
+    return joined, bool(getattr(joined, "packed", False))
+
+
+def build_collate(settings: Settings, tokenizer: Any, loss_fn: nn.Module, *, packed: bool) -> Collate:
+    """Samples -> batch, padded to the longest of them; packed rows are of one length already."""
+    if packed:
+        collate: Collate = padded_collate_packed
+        return collate
+    if "left_pad_sequence" in settings.collate_fn:
+        raise ConfigError(f"collate_fn is {settings.collate_fn!r}, which is for inference only")
+    try:
+        function = pkgutil.resolve_name(settings.collate_fn)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(f"collate_fn is {settings.collate_fn!r}, which cannot be imported: {error}") from error
+    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=loss_fn.ignore_index)
+
+
+def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: DeviceMesh) -> StepLoader[Any]:
+    """The loader of this data-parallel rank; a dataset that does not fill one configured step is an error."""
+    ranks = mesh["dp"].size()
+    loader: StepLoader[Any] = StepLoader(
+        dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle
+    )
+    if loader.samples_per_rank < settings.samples_per_step:
+        raise ConfigError(
+            f"dataset has {len(dataset)} samples, but one step takes {settings.samples_per_step * ranks}: "  # type: ignore[arg-type]
+            f"batch_size {settings.batch_size} × gradient_accumulation_steps "
+            f"{settings.gradient_accumulation_steps} × {ranks} ranks; lower one of them"
+        )
+    return loader

@@ -1,0 +1,52 @@
+"""The device of this process: choosing it, and leaving it clean for training."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torchtune import training, utils
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.settings import Settings
+
+
+def device_of(settings: Settings) -> torch.device:
+    """The device of this process; under torchrun, the one of its local rank."""
+    try:
+        device: torch.device = utils.get_device(device=settings.device)
+    except (RuntimeError, AttributeError) as error:
+        raise _not_offered(settings, str(error)) from error
+    # without an accelerator torchtune takes the CPU for whatever was asked for
+    if device.type != torch.device(settings.device).type:
+        raise _not_offered(settings, f"torch found {device.type} only")
+    return device
+
+
+def _not_offered(settings: Settings, reason: str) -> ConfigError:
+    return ConfigError(
+        f"device is {settings.device!r}, which this machine does not offer ({reason}): "
+        "set device: cpu, or start no more processes on a machine than it has devices"
+    )
+
+
+def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
+    try:
+        dtype: torch.dtype = training.get_dtype(settings.dtype, device=device)
+    except RuntimeError as error:
+        raise ConfigError(f"dtype is {settings.dtype!r}, but {error}; set dtype: fp32") from error
+    return dtype
+
+
+def prepare(settings: Settings) -> None:
+    """Before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
+    if settings.fsdp_cpu_offload:
+        training.set_torch_num_threads()
+
+
+def start_clean(device: torch.device) -> None:
+    """After everything is built: what building left behind must not count as training's peak."""
+    if device.type == "cpu":
+        gc.collect()
+    else:
+        training.cleanup_before_training()

@@ -1,0 +1,194 @@
+"""One microbatch through a torchtune model: collate, forward, loss, backward."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchtune import training, utils
+from torchtune.training import OffloadActivations
+
+from torchtune_adaptive.comm.collectives import sum_over_ranks
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.record.events import Event
+from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.tune.parts.data import Collate
+from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Sample = dict[str, Any]
+Batch = dict[str, Any]
+Logits = Tensor | list[Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackward:
+    """Adds the gradients of a microbatch, summed over its target tokens, to the model's."""
+
+    model: nn.Module
+    loss_fn: nn.Module
+    collate: Callable[[Sequence[Sample]], Batch]
+    device: torch.device
+    activations: AbstractContextManager[Any]
+    weighs_every_split_alike: bool = False
+    """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
+    torchtune counts them before: the same, but for samples whose first token is a label."""
+    loss_scale: Callable[[int], float] | None = None
+    """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Totals:
+        batch = self.collate(samples)
+        self._check_length(batch)
+        ignored = cast(int, self.loss_fn.ignore_index)
+        tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
+        # the token at a position is the label of the position before it
+        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
+        learned_tokens = int(labels.ne(ignored).sum())
+        target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
+        utils.batch_to_device(batch, self.device)
+        with self.activations:
+            logits = self.model(**batch)
+        loss = self._loss(logits, labels.to(self.device)) * target_tokens if learned_tokens else _zero_of(logits)
+        del logits  # or they would live through the backward
+        total = loss.detach()
+        if self.loss_scale is not None:
+            loss = loss * self.loss_scale(target_tokens)
+        loss.backward()
+        return Totals(loss_sum=total, target_tokens=target_tokens)
+
+    def _check_length(self, batch: Batch) -> None:
+        longest, allowed = batch["tokens"].size(1), getattr(self.model, "max_seq_len", None)
+        if allowed is not None and longest > allowed:
+            raise ConfigError(
+                f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
+                f"set tokenizer.max_seq_len to {allowed} or less"
+            )
+
+    def _loss(self, logits: Logits, labels: Tensor) -> Tensor:
+        """The mean over target tokens. Losses that take logits in chunks shape them themselves."""
+        if isinstance(logits, Tensor):
+            logits, labels = logits.reshape(-1, logits.size(-1)), labels.reshape(-1)
+        loss: Tensor = self.loss_fn(logits, labels)
+        return loss
+
+
+def _zero_of(logits: Logits) -> Tensor:
+    """Zero loss with zero gradients: the mean over no tokens would be NaN, and no backward at all a hang."""
+    chunks = [logits] if isinstance(logits, Tensor) else logits
+    return torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
+
+
+PER_TOKEN = ("tokens", "labels", "mask", "input_pos")
+
+
+def stand_in(sample: Sample) -> Sample:
+    """The first two tokens of a sample: the least that goes through the model like the whole.
+
+    Samples with images stay whole: their masks tie every token to the images.
+    """
+    if "encoder_input" in sample:
+        return sample
+    short = cut(sample, 2)
+    return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
+
+
+def cut(sample: Sample, length: int) -> Sample:
+    """The first tokens of a sample of text."""
+    return {key: value[:length] if key in PER_TOKEN else value for key, value in sample.items()}
+
+
+def filler(sample: Sample, ignored: int) -> Sample:
+    """A stand-in without any label: it goes through the model and counts nothing."""
+    short = stand_in(sample)
+    labels = short["labels"]
+    masked = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
+    return {**short, "labels": masked}
+
+
+def length_of(sample: Sample) -> int:
+    return len(sample["tokens"])
+
+
+def build_forward_backward(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    collate: Collate,
+    settings: Settings,
+    device: torch.device,
+    *,
+    split_alike: bool = False,
+) -> Callable[[Sequence[Sample]], Totals]:
+    """`split_alike`: whatever the split of a step, its gradient is the same, also where that is not torchtune's."""
+    activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
+    forward_backward = ForwardBackward(
+        model=model,
+        loss_fn=loss_fn,
+        collate=collate,
+        device=device,
+        activations=activations,
+        weighs_every_split_alike=split_alike,
+        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
+    )
+    if isinstance(activations, OffloadActivations):
+        return leaving_nothing_offloaded(forward_backward, activations)
+    return forward_backward
+
+
+def build_step_runner(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    collate: Collate,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    device: torch.device,
+    on_event: Callable[[Event], None],
+) -> StepRunner[Sample]:
+    """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
+    split_alike = adaptive.token_budget is not None
+    forward_backward = build_forward_backward(model, loss_fn, collate, settings, device, split_alike=split_alike)
+    return StepRunner(
+        model,
+        forward_backward,
+        limit=RowLimit(settings.batch_size),
+        length_of=length_of,
+        stand_in=stand_in,
+        filler=partial(filler, ignored=cast(int, loss_fn.ignore_index)),
+        recover=_recovers(settings, adaptive),
+        regrow_after=adaptive.regrow_after,
+        on_event=on_event,
+    )
+
+
+def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
+    """Collective: the factor that makes a sum over this rank's tokens FSDP's share of the mean over all tokens."""
+    return dist.get_world_size() / int(sum_over_ranks(torch.tensor(target_tokens, device=device)))
+
+
+def _recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
+    """Whether a step can be run again: wherever no weight changes and no activation travels before it ends."""
+    reason = None
+    if settings.optimizer_in_bwd:
+        reason = "optimizer_in_bwd is True, which updates weights inside the backward"
+    elif settings.tensor_parallel_dim > 1:
+        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
+    if reason is None:
+        return adaptive.recover_from_oom is not False
+    if adaptive.recover_from_oom:
+        raise ConfigError(
+            f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
+        )
+    if dist.get_rank() == 0:
+        logger.info("recovery from running out of memory is off: %s", reason)
+    return False

@@ -1,0 +1,189 @@
+"""Models as torchtune builds them, sharded with FSDP2, with their weights.
+
+Both builders take the same road: on the meta device, with compile, tensor parallelism and activation checkpointing,
+sharded, then filled from the checkpoint shard by shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import modules, training
+from torchtune.modules import peft
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
+
+NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
+
+Checkpoint = Mapping[str, Any]
+
+
+def build_full_model(
+    cfg: DictConfig, settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint
+) -> nn.Module:
+    """Collective: the model of the config with every parameter trainable, filled from the checkpoint."""
+    model = _on_meta(cfg, settings, device)
+    _compile(model, settings)
+    model = _parallelize_tensors(model, cfg, settings, mesh)
+    _checkpoint_activations(model, settings)
+    _shard(model, settings, mesh)
+    _init_rope(model, settings, device)
+    _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
+    training.validate_no_params_on_meta_device(model)
+    return model
+
+
+def build_lora_model(
+    cfg: DictConfig,
+    settings: Settings,
+    lora: LoraSettings,
+    device: torch.device,
+    mesh: DeviceMesh,
+    checkpoint: Checkpoint,
+) -> nn.Module:
+    """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
+    model = _on_meta(cfg, settings, device)
+    if _is_quantized(model) and not _is_sharded(settings, mesh):
+        # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
+        model = _on(device, cfg, settings, device)
+    peft.set_trainable_params(model, peft.get_adapter_params(model))
+    _compile(model, settings)
+    _checkpoint_activations(model, settings)
+    _shard(model, settings, mesh)
+    adapter_keys = None
+    if training.ADAPTER_KEY in checkpoint:
+        adapter_keys = _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
+    else:
+        _init_adapters(model, settings, device)
+    _init_rope(model, settings, device)
+    base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
+    _call_where_present(model, "initialize_dora_magnitude")
+    _check_lora_keys(lora, base_keys, adapter_keys)
+    training.validate_no_params_on_meta_device(model)
+    return model
+
+
+def _on_meta(cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
+    return _on(torch.device("meta"), cfg, settings, device)
+
+
+def _on(where: torch.device, cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
+    with training.set_default_dtype(dtype_of(settings, device)), where:
+        model: nn.Module = components.build("model", cfg)
+    return model
+
+
+def _is_quantized(model: nn.Module) -> bool:
+    return any(isinstance(parameter, NF4Tensor) for parameter in model.parameters())
+
+
+def _compile(model: nn.Module, settings: Settings) -> None:
+    if settings.compile:
+        training.compile_model(model, verbose=False)
+
+
+def _parallelize_tensors(model: nn.Module, cfg: DictConfig, settings: Settings, mesh: DeviceMesh) -> nn.Module:
+    if settings.tensor_parallel_dim == 1:
+        return model
+    plan = components.build("tensor_parallel_plan", cfg)
+    try:
+        model = training.prepare_mha_for_tp(model, mesh["tp"])
+    except ValueError as error:
+        raise ConfigError(f"tensor_parallel_dim is {settings.tensor_parallel_dim}: {error}") from error
+    parallelize_module(model, mesh["tp"], parallelize_plan=plan)
+    return model
+
+
+def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
+    """torchtune's two switches exclude each other: with both set, neither acts."""
+    if settings.enable_activation_checkpointing and settings.ac_mode is None:
+        policy = {modules.TransformerSelfAttentionLayer}
+        training.set_activation_checkpointing(model, auto_wrap_policy=policy)
+    elif settings.ac_mode is not None and not settings.enable_activation_checkpointing:
+        training.apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
+
+
+def _is_sharded(settings: Settings, mesh: DeviceMesh) -> bool:
+    """One process has nothing to shard, but offloading to the CPU is FSDP's and needs it all the same."""
+    return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
+
+
+def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
+    if not _is_sharded(settings, mesh):
+        return
+    layers = list(settings.custom_sharded_layers or ())
+    training.shard_model(
+        model=model,
+        shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
+        cpu_offload=settings.fsdp_cpu_offload,
+        reshard_after_forward=settings.fsdp_reshard_after_forward,
+        dp_mesh=mesh["dp"],
+    )
+
+
+def _init_rope(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    """RoPE's tables are in no checkpoint."""
+    with training.set_default_dtype(dtype_of(settings, device)), device:
+        _call_where_present(model, "rope_init")
+
+
+def _call_where_present(model: nn.Module, method: str) -> None:
+    for module in model.modules():
+        if hasattr(module, method):
+            getattr(module, method)()
+
+
+def _init_adapters(model: nn.Module, settings: Settings, device: torch.device) -> None:
+    target = torch.device("cpu") if settings.fsdp_cpu_offload else device
+    with training.set_default_dtype(dtype_of(settings, device)), device:
+        for module in model.modules():
+            if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
+                module.to_empty(device=target)
+                module.initialize_parameters()
+
+
+def _load(
+    model: nn.Module, weights: Mapping[str, Any], settings: Settings, device: torch.device, *, strict: bool
+) -> Any:
+    """Collective: fills the model from whole weights, which every rank has read from the same files."""
+    unknown = sorted(weights.keys() - model.state_dict().keys())
+    if unknown:
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
+    try:
+        if _is_quantized(model):
+            return model.load_state_dict(weights, strict=strict)
+        return training.load_from_full_model_state_dict(
+            model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
+        )
+    except RuntimeError as error:
+        if is_oom(error):
+            raise
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error
+
+
+def _check_lora_keys(lora: LoraSettings, base_keys: Any, adapter_keys: Any) -> None:
+    missing, unexpected = adapter_keys if adapter_keys is not None else (None, None)
+    try:
+        peft.validate_missing_and_unexpected_for_lora(
+            lora_attn_modules=list(lora.lora_attn_modules),
+            apply_lora_to_mlp=lora.apply_lora_to_mlp,
+            apply_lora_to_output=lora.apply_lora_to_output,
+            base_missing=base_keys.missing_keys,
+            base_unexpected=base_keys.unexpected_keys,
+            lora_missing=missing,
+            lora_unexpected=unexpected,
+        )
+    except AssertionError as error:
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error

@@ -1,0 +1,179 @@
+"""From a config to what fits: trace, fit, answer, check."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import ConfigError, PredictionError
+from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
+from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
+from torchtune_adaptive.search.strategies import rungs_up_to
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, is_packed
+from torchtune_adaptive.tune.plan.settings import ASSUMED_TOKENS, PlanSettings, allocator_settings, budget, lengths
+from torchtune_adaptive.tune.start.sections import read_adaptive
+
+TRACED_ROWS = (2, 3)
+"""One row is cut into chunks in another way than several."""
+LONGEST_TRACED = 2048
+TRACED_MULTIPLE = 128
+"""Kernels round lengths up to this; lengths between are rounded by less than the check allows."""
+TOLERANCE = 0.005
+
+Traced = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Plan:
+    answers: Sequence[Answer]
+    """One for each length."""
+    longest: int
+    """What the model takes."""
+    largest_error: float
+    """Of the law against a step that was traced directly, as a share."""
+    notes: Sequence[str]
+    """What the answer assumes, and what is not modelled."""
+
+
+def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
+    """What fits at each length; `traced` is called after each of `traces(...)` traces."""
+    adaptive = read_adaptive(cfg.get("adaptive"))
+    given = lengths(cfg, plan)
+    with fake_step(cfg, plan.world_size) as step:
+        have = budget(cfg, plan, on_gpu=step.on_gpu)
+        longest = _longest(step, given)
+        wanted = given or (min(ASSUMED_TOKENS, longest),)
+        law = law_of(step, traced)
+        rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
+        answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
+        error = _check(step, law, answers[0])
+        traced()
+        return Plan(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
+
+
+def traces() -> int:
+    return 2 * len(TRACED_ROWS) + 1
+
+
+def frontier(plan: Plan) -> list[Answer]:
+    """Answers from an eighth of the first length to eight times as long, as far as the model goes."""
+    first = plan.answers[0]
+    lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))
+    return [first.at(tokens) for tokens in lengths if 1 <= tokens <= plan.longest]
+
+
+def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
+    have = answer.budget
+    parts = [
+        str(cfg.model.get("_component_")).rpartition(".")[2],
+        "lora" if is_lora(cfg) else "full",
+        f"{plan.world_size} rank{'s' * (plan.world_size > 1)}",
+        *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
+        f"{answer.tokens} tokens",
+        f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",
+    ]
+    return " · ".join(parts)
+
+
+def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) -> str:
+    """What trains with the answer."""
+    recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_finetune_distributed"
+    ranks = plan.world_size
+    on_one_machine = ranks <= 8 or ranks % 8
+    nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
+    launcher = f"--nproc_per_node {ranks}" if on_one_machine else nodes
+    return f"tune run {launcher} {recipe} --config {config_name} batch_size={rows}"
+
+
+def law_of(step: FakeStep, traced: Traced) -> MemoryLaw:
+    """What the step allocates for any rows and tokens; `traced` is called after each of its four traces, or six."""
+    multiple = getattr(step.loss_fn, "num_output_chunks", 1)
+    longest = _traced_length(step, multiple)
+    recordings = {}
+
+    def record(tokens: int) -> None:
+        for rows in TRACED_ROWS:
+            recordings[rows, tokens] = step.record(rows, tokens)
+            traced()
+
+    record(longest // 2)
+    record(longest)
+    if grows_faster_than_tokens(recordings):
+        record(3 * longest // 4)
+    return fit_law(recordings, tokens_multiple=multiple, caches=step.on_gpu)
+
+
+def _traced_length(step: FakeStep, multiple: int) -> int:
+    allowed = getattr(step.model, "max_seq_len", LONGEST_TRACED)
+    for rounding in (4 * TRACED_MULTIPLE, 4 * multiple):
+        if length := min(LONGEST_TRACED, allowed) // rounding * rounding:
+            return int(length)
+    raise PredictionError(
+        f"model takes at most {allowed} tokens (its max_seq_len), too few to see how memory grows: "
+        f"needed are {4 * multiple}"
+    )
+
+
+def _longest(step: FakeStep, given: Sequence[int] | None) -> int:
+    """What the model takes, which has to be as long as what is given."""
+    wanted = max(given) if given else ASSUMED_TOKENS
+    allowed = int(getattr(step.model, "max_seq_len", wanted))
+    if given and wanted > allowed:
+        raise ConfigError(
+            f"sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it"
+        )
+    return allowed
+
+
+def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
+    """How far the law is from the step itself, at the answer."""
+    rows = max(2, answer.most_rows)
+    recording = step.record(rows, answer.tokens)
+    direct = peak_of(recording.phases, sizes_of(recording), caches=law.caches).peak_bytes or 0
+    error = (law.peak(rows, answer.tokens).peak_bytes or 0) / direct - 1
+    if abs(error) > TOLERANCE:
+        raise PredictionError(
+            f"the prediction for {rows} rows of {answer.tokens} tokens is {100 * error:+.1f} % off what that step "
+            f"allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the device instead, "
+            "with use_maximum_batch_size: True"
+        )
+    return error
+
+
+def _notes_on_question(plan: PlanSettings, given: Sequence[int] | None, wanted: Sequence[int]) -> list[str]:
+    notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
+    if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
+        notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")
+    return notes
+
+
+def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
+    """What the answer assumes and what it does not cover, said with it."""
+    notes = []
+    if step.on_gpu:
+        assumed = format_bytes(have.overhead_bytes)
+        notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")
+        notes += _notes_on_allocator(have)
+    if step.settings.fsdp_cpu_offload:
+        host = format_bytes(step.host_bytes)
+        notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
+    if cfg.get("compile"):
+        notes.append("compile is predicted as if False, an upper bound (compiled steps need 5-20 % less)")
+    if cfg.get("enable_activation_offloading"):
+        notes.append("enable_activation_offloading is predicted as if False, an upper bound")
+    if is_packed(cfg):
+        notes.append("the block masks of packed rows are not counted (some MiB)")
+    if step.on_gpu and step.settings.dtype == "fp32":
+        notes.append("dtype fp32: norms are counted unfused, an upper bound")
+    return notes
+
+
+def _notes_on_allocator(have: Budget) -> list[str]:
+    ignored = [f"{key}:{value}" for key, value in allocator_settings(os.environ) if key != "expandable_segments"]
+    notes = [f"PYTORCH_CUDA_ALLOC_CONF: {','.join(ignored)} is not modelled"] if ignored else []
+    return [*notes, f"the caching allocator is replayed with expandable_segments:{have.expandable_segments}"]

@@ -1,0 +1,231 @@
+"""A recipe's own model, optimizer and step, run on tensors without data: what is allocated, and when.
+
+The process group is a fake one of any size, of which this process is rank 0.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._mode_utils import no_dispatch
+from torchtune import training
+from torchtune.modules.peft import get_adapter_params
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.memory.phases import measuring_phases
+from torchtune_adaptive.prediction.recorder import Recorder, Recording
+from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.data import Collate, build_collate
+from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.loss import build_loss
+from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, stand_in
+from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
+from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.plan.shims import apart_from_host, quantizing_at_once, rank_0_of, working_on_fakes
+from torchtune_adaptive.tune.run.fitting import phase_boundaries
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
+
+
+@dataclass(frozen=True)
+class FakeStep:
+    """A training step without data, built once and recorded for any number of rows and tokens."""
+
+    settings: Settings
+    model: nn.Module
+    loss_fn: nn.Module
+    optimization: Optimization
+    forward_backward: Callable[[Sequence[Sample]], Totals]
+    fakes: FakeTensorMode
+    device_stand_in: DeviceStandIn
+    device: torch.device
+    """Where fakes count: what is offloaded is on another."""
+    on_gpu: bool
+
+    def record(self, rows: int, tokens: int) -> Recording:
+        """What one step allocates, beginning with what is resident."""
+        recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {})
+        gc.collect()
+        with self.fakes, recorder, self.device_stand_in:
+            recorder.count(self._resident(()))
+            weights = recorder.events
+            recorder.count(self._resident(self.optimization.optimizers))
+            resident = {"weights": weights, "optimizer state": recorder.events}
+            with measuring_phases(_Clock(recorder), self.model, phase_boundaries(self.model, self.loss_fn)) as meter:
+                target_tokens = self.run_microbatches(rows, tokens)
+                meter.begin_update()
+                self.optimization.update(target_tokens)
+                meter.end_phase()
+        return recorder.recording(resident | meter.peaks)
+
+    @property
+    def host_bytes(self) -> int:
+        """What is offloaded to the host between two steps, gradients included."""
+        gradients = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        tensors = [*resident_tensors(self.model, self.optimization.optimizers), *gradients]
+        plain = [each for tensor in tensors for each in plain_tensors(tensor) if each.device != self.device]
+        return sum(each.untyped_storage().nbytes() for each in plain)
+
+    def _resident(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+        """What is on the device between two steps."""
+        return [tensor for tensor in resident_tensors(self.model, optimizers) if tensor.device == self.device]
+
+    def run_microbatches(self, rows: int, tokens: int) -> int:
+        """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
+        sample: Sample = {"tokens": [0] * tokens, "labels": [0] * tokens, "input_pos": [0] * tokens}
+        accumulates = self.settings.gradient_accumulation_steps > 1
+        microbatches = [[stand_in(sample)]] * accumulates + [[sample] * rows]
+        return sum(self.forward_backward(microbatch).target_tokens for microbatch in microbatches)
+
+    def run_first_step(self) -> None:
+        """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
+        with self.fakes, self.device_stand_in:
+            self.device_stand_in.calibrate()
+            self.optimization.update(self.run_microbatches(rows=1, tokens=16))
+
+
+class _Clock:
+    """Counts events in place of bytes, so that the peak of a phase is where it ends."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._recorder.events
+
+    def reset_peak(self) -> None:
+        pass
+
+
+@contextmanager
+def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
+    """The step of the recipe that this config is for."""
+    settings, lora = read_settings(cfg)
+    with META, quantizing_at_once():
+        _check_model(components.build("model", cfg))
+    on_gpu = not settings.device.startswith("cpu")
+    with rank_0_of(world_size), working_on_fakes(), ExitStack() as stack:
+        if on_gpu:
+            stack.enter_context(cuda_kernels())
+        if settings.fsdp_cpu_offload:
+            stack.enter_context(apart_from_host(UPLOAD))
+        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
+        step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
+        step.run_first_step()
+        yield step
+
+
+def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
+    """Settings as they can be traced: eager and without offloading, both of which can only need less on the device."""
+    lora = None
+    if is_lora(cfg):
+        settings, lora = read_lora_settings(cfg)
+    else:
+        settings = read_full_settings(cfg)
+    for key, value, allowed in (
+        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
+        ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
+    return replace(settings, compile=False, enable_activation_offloading=False), lora
+
+
+def is_lora(cfg: DictConfig) -> bool:
+    return "lora_attn_modules" in components.require(cfg, "model")
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    dataset = cfg.get("dataset")
+    return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuses models that cannot be traced; on the meta device, before anything takes time."""
+    if any(hasattr(model, part) for part in ("encoder", "encoders")):
+        raise ConfigError(
+            "model has an encoder for images: what they need differs from sample to sample, which a prediction does "
+            "not cover; measure on the device"
+        )
+
+
+def _build(
+    cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
+) -> FakeStep:
+    """In the recipes' order."""
+    fakes = FakeTensorMode(allow_non_fake_inputs=True)
+    device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
+    device = UPLOAD if settings.fsdp_cpu_offload else HOST
+    with fakes, device_stand_in:
+        checkpoint = _made_up_checkpoint(cfg, settings)
+        model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
+        optimization = build_optimization(cfg, settings, model, {}, HOST)
+        loss_fn = build_loss(cfg, settings, model)
+    tokenizer = SimpleNamespace(pad_id=0)
+    collate = stacked if is_packed(cfg) else build_collate(settings, tokenizer, loss_fn, packed=False)
+    return FakeStep(
+        settings=settings,
+        model=model,
+        loss_fn=loss_fn,
+        optimization=optimization,
+        forward_backward=build_forward_backward(
+            model, loss_fn, _on_host(collate), settings, UPLOAD if on_gpu else HOST
+        ),
+        fakes=fakes,
+        device_stand_in=device_stand_in,
+        device=device,
+        on_gpu=on_gpu,
+    )
+
+
+def _build_model(
+    cfg: DictConfig,
+    settings: Settings,
+    lora: LoraSettings | None,
+    device: torch.device,
+    mesh: DeviceMesh,
+    checkpoint: dict[str, Any],
+) -> nn.Module:
+    if lora is None:
+        return build_full_model(cfg, settings, device, mesh, checkpoint)
+    return build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
+
+
+def _made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
+    """Weights of the right shapes: the model's own, made without sharding."""
+    with training.set_default_dtype(dtype_of(settings, HOST)), META:
+        whole = components.build("model", cfg)
+    weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
+    adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
+    return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}
+
+
+def _on_host(collate: Collate) -> Collate:
+    """Batches are made on the host, of tensors that have data; what making them takes besides depends on the rows."""
+
+    def collate_on_host(samples: Sequence[Sample]) -> dict[str, Any]:
+        with no_dispatch():
+            batch = collate(samples)
+        return {key: tensor.clone() for key, tensor in batch.items()}
+
+    return collate_on_host
+
+
+def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}

@@ -1,0 +1,34 @@
+"""A program: reads a run's config and budget from stdin, and prints how many rows are predicted to fit."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.tune.plan.answers import law_of
+from torchtune_adaptive.tune.plan.predict import fake_step
+
+
+def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int) -> int:
+    """As a search would find: its probes leave gradients behind before they measure, so this does too.
+
+    The law is not checked against another trace: the search measures its answer.
+    """
+    config = OmegaConf.create(cfg)
+    if not config.get("optimizer_in_bwd"):
+        config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
+    with fake_step(config, world_size) as step:
+        law = law_of(step, traced=lambda: None)
+    return Answer(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
+
+
+if __name__ == "__main__":
+    try:
+        print(most_rows(**json.load(sys.stdin)))
+    except AdaptiveError as error:
+        sys.exit(str(error))

@@ -1,0 +1,110 @@
+"""What torchtune, torchao and FSDP need so that a recipe can be set up on tensors without data, as rank 0 of many.
+
+None of it changes what a step allocates. What does is in prediction/shims.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torchao.dtypes.nf4tensor import NF4Tensor
+from torchtune import training
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
+
+from torchtune_adaptive.comm.fsdp import computing_on
+from torchtune_adaptive.tune.parts import process_group
+
+
+@contextmanager
+def rank_0_of(world_size: int) -> Iterator[None]:
+    """A process group of which the other ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        process_group.leave()
+
+
+@contextmanager
+def working_on_fakes() -> Iterator[None]:
+    """While open, models can be built, sharded and filled without data."""
+    with ExitStack() as patches:
+        # torch says once that norms of bf16 weights are not fused, as on a GPU; torchao compares addresses of fakes
+        patches.enter_context(warnings.catch_warnings())
+        for message in ("Mismatch dtype between input and weight", "Accessing the data pointer of FakeTensor"):
+            warnings.filterwarnings("ignore", message=message)
+        for where, name, replacement in (
+            (Llama3ScaledRoPE, "apply_scaling", _same_frequencies),
+            (training._distributed, "distribute_tensor", own_shard),
+            (torch.utils, "swap_tensors", _swap_fakes),
+        ):
+            patches.enter_context(mock.patch.object(where, name, replacement))
+        patches.enter_context(quantizing_at_once())
+        patches.enter_context(_without_garbage_collection())
+        yield
+
+
+@contextmanager
+def apart_from_host(device: torch.device) -> Iterator[None]:
+    """While open, FSDP computes on `device` and keeps what it offloads on the CPU, which otherwise is both."""
+    with computing_on(device), mock.patch.object(training.precision, "verify_bf16_support", return_value=True):
+        yield
+
+
+@contextmanager
+def quantizing_at_once() -> Iterator[None]:
+    """While open, weights in NF4 are not looked up a million at a time: without data only their number counts."""
+    with mock.patch.object(NF4Tensor, "convert_to_norm_float_weight", staticmethod(_pairs_of_weights)):
+        yield
+
+
+def _pairs_of_weights(weight: Tensor, *_: Any) -> Tensor:
+    return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
+
+
+def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
+    """Scaling branches on each frequency, and none of them has a value here."""
+    return frequencies.clone()
+
+
+def own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """What rank 0 keeps of a tensor. To distribute it would make the shards of all other ranks too."""
+    shard = whole.new_empty((-(-len(whole) // mesh.size()), *whole.shape[1:]))
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+
+
+_swap_tensors = torch.utils.swap_tensors
+
+
+def _swap_fakes(first: Tensor, second: Tensor) -> None:
+    """Tensors that something refers to weakly cannot be swapped, and a cache of the fake mode does."""
+    if (fakes := detect_fake_mode()) is not None:
+        fakes.fake_tensor_converter.tensor_memo.clear()
+    _swap_tensors(first, second)
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Collections come at any time, and would free the same blocks at other points of each recording."""
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()  # what there is by now need not be looked through before each recording
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()

@@ -1,0 +1,1 @@
+"""What a recipe does with its parts: finding what fits, planning epochs, logging, saving progress."""

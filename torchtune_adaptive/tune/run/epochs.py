@@ -1,0 +1,111 @@
+"""From the config, and what fits, to a plan of every epoch of the run."""
+
+from __future__ import annotations
+
+import logging
+import pkgutil
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.record.tables import schedule_table, step_line
+from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
+from torchtune_adaptive.schedules.growth import EpochPlan, Increase, simulate, steady
+from torchtune_adaptive.tune.run.progress import Progress
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def plan_epochs(
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    function: Increase | None,
+    rows_that_fit: int | None,
+    progress: Progress,
+    samples_per_rank: int,
+) -> tuple[EpochPlan, ...]:
+    """Every epoch of the run. With a function the configured size is the start and what fits is the bound."""
+    common: dict[str, Any] = {
+        "epochs": progress.total_epochs,
+        "samples_per_rank": samples_per_rank,
+        "max_steps_per_epoch": progress.max_steps_per_epoch,
+        "lr_scaling": adaptive.lr_scaling,
+        "past": progress.past,
+    }
+    if function is None:
+        return steady(_step(settings, adaptive, rows_that_fit), **common)
+    return simulate(
+        function,
+        batch_size=settings.batch_size,
+        gradient_accumulation_steps=settings.gradient_accumulation_steps,
+        max_batch_size=rows_that_fit or adaptive.max_batch_size,
+        beyond_memory=adaptive.beyond_memory,
+        **common,
+    )
+
+
+def build_increase_function(cfg: DictConfig) -> Increase | None:
+    """`batch_increase_function`: a section with a _component_, or the dotted path of a function."""
+    section = cfg.get("batch_increase_function")
+    if section is None:
+        return None
+    if isinstance(section, str):
+        function: Any = _imported(section)
+    else:
+        function = components.build("batch_increase_function", cfg)
+    if not callable(function):
+        raise ConfigError(f"batch_increase_function is {section!r}, which is no function (epoch, batch_size) -> int")
+    return function  # type: ignore[no-any-return]
+
+
+def announce(
+    plans: Sequence[EpochPlan], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
+) -> None:
+    """The arithmetic of the run, before it starts; what is different from the run that it resumes."""
+    if dist.get_rank() != 0:
+        return
+    plan = plans[-1]
+    if progress.past and progress.ranks != ranks:
+        was = progress.past[-1]
+        logger.info(
+            "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
+            *(ranks, progress.ranks, plan.samples_per_step * ranks, was.samples_per_step * progress.ranks),
+            *(plan.steps, was.steps),
+        )
+    if len({each.samples_per_step for each in plans}) > 1 or any(each.refused_batch_size for each in plans):
+        logger.info("%s", schedule_table(plans, ranks, by_tokens=limit is not None))
+        return
+    growth = plan.samples_per_step / settings.samples_per_step
+    if limit is None:
+        line = step_line(Accumulation(plan.batch_size, plan.microbatches, plan.samples_per_step, growth), ranks)
+    else:
+        line = f"{plan.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
+    epochs = f"{len(plans)} epoch{'s' * (len(plans) > 1)}"
+    logger.info("%s · %d steps an epoch · %s", line, plan.steps, epochs)
+
+
+def _step(settings: Settings, adaptive: AdaptiveConfig, rows_that_fit: int | None) -> Accumulation:
+    """One step of a run whose batch does not grow."""
+    batch_size, microbatches = settings.batch_size, settings.gradient_accumulation_steps
+    if rows_that_fit is None:
+        return Accumulation(batch_size, microbatches, settings.samples_per_step, growth=1.0)
+    return accumulate(
+        rows_that_fit, batch_size=batch_size, gradient_accumulation_steps=microbatches, mode=adaptive.accumulation
+    )
+
+
+def _imported(path: str) -> Any:
+    try:
+        return pkgutil.resolve_name(path)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"batch_increase_function is {path!r}, which cannot be imported ({error}): "
+            "give the dotted path of a function (epoch, batch_size) -> int, or a section with a _component_"
+        ) from error

@@ -1,0 +1,56 @@
+"""The record of a run in its `output_dir`, kept by rank 0: its events, its logged steps, and a picture of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from torchtune_adaptive.record.charts.run import draw_run
+from torchtune_adaptive.record.events import SCHEDULE, START, Event, Journal
+from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.tune.start.settings import Settings
+
+
+class RunJournal:
+    """On other ranks, nothing."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._directory = Path(settings.output_dir)
+        self._journal = Journal(self._directory) if dist.get_rank() == 0 else None
+        self._steps_before = 0
+
+    def event(self, event: Event) -> None:
+        if self._journal is not None:
+            self._journal.event(event)
+
+    def step(self, step: int, figures: Mapping[str, Any]) -> None:
+        if self._journal is not None:
+            self._journal.step(step, figures)
+
+    def start(self, steps_done: int) -> None:
+        """What the files hold of later steps, from a run that ended early, does not count any more."""
+        how = f"training starts after step {steps_done}" if steps_done else "training starts"
+        self.event(Event(kind=START, step=steps_done, reason=how))
+        self._steps_before = steps_done
+
+    def found(self, event: Event) -> None:
+        """A search, which knows nothing of the steps that the run has taken before."""
+        self.event(replace(event, step=self._steps_before))
+
+    def epoch(self, plan: EpochPlan, past: Sequence[EpochPlan], step: int, ranks: int) -> None:
+        """Where the samples of a step are not those of the epoch before."""
+        if not past or past[-1].samples_per_step == plan.samples_per_step:
+            return
+        before, after = past[-1].samples_per_step * ranks, plan.samples_per_step * ranks
+        reason = f"epoch {plan.epoch}: batch size {past[-1].batch_size} -> {plan.batch_size}, samples a step {after}"
+        self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
+
+    def close(self) -> None:
+        """Once training has ended: the picture."""
+        if self._journal is not None:
+            self._journal.close()
+            draw_run(self._directory)

@@ -1,0 +1,113 @@
+"""What a run shows: a progress bar, and the metric logger that the config names. Only rank 0 shows anything."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import training
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+Item = TypeVar("Item")
+
+
+class Metrics:
+    """Logs each step under torchtune's names and keeps the progress bar of the epoch."""
+
+    def __init__(self, cfg: DictConfig, settings: Settings, device: torch.device, journal: RunJournal) -> None:
+        self._shown = dist.get_rank() == 0
+        self._every = settings.log_every_n_steps
+        self._journal = journal
+        self._memory: MemorySource | None = None
+        self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
+        self._step_began = time.perf_counter()
+        self._losses: tuple[float, float] | None = None
+        self._output_dir = settings.output_dir
+        if self._shown:
+            self._logger = components.build("metric_logger", cfg)
+            self._logger.log_config(cfg)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        """The peak of this memory begins anew at every logged step."""
+        self._memory = memory
+
+    def epoch(self, plan: EpochPlan, steps: Iterable[Item]) -> Iterator[Item]:
+        """The steps of an epoch, with a progress bar around them."""
+        self._plan = plan
+        ours = [logging.getLogger("torchtune_adaptive")]
+        with logging_redirect_tqdm(ours), tqdm(total=plan.steps, disable=not self._shown) as self._bar:
+            self._step_began = time.perf_counter()
+            yield from steps
+
+    def log_step(
+        self,
+        step: int,
+        result: StepResult,
+        recoveries: int,
+        *,
+        learning_rate: float,
+        grad_norm: float | None,
+    ) -> None:
+        loss = float(result.loss_sum) / max(1, result.target_tokens)
+        now = time.perf_counter()
+        tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
+        if self._shown:
+            self._losses = (self._losses[0] if self._losses else loss, loss)
+            self._bar.update(1)
+            self._bar.set_description(f"{self._plan.epoch + 1}|{step}|Loss: {loss:.4f}")
+        if step % self._every != 0:
+            return
+        if self._shown:
+            norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+            figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
+            self._log({**figures, "oom_recoveries": recoveries}, step, result, tokens_per_second)
+        if self._memory is not None:
+            self._memory.reset_peak()
+
+    def _log(self, figures: Mapping[str, float], step: int, result: StepResult, tokens_per_second: float) -> None:
+        """To the logger of the config, and to the record of the run, which needs no logger that can be read back."""
+        self._logger.log_dict({**figures, **self._peak_memory()}, step=step)
+        memory = {} if result.memory is None else result.memory._asdict()
+        samples = self._plan.samples_per_step * dist.get_world_size()
+        run = {"samples": samples, "target_tokens_per_second": tokens_per_second, **memory}
+        self._journal.step(step, {**figures, **run})
+
+    def close(self) -> None:
+        if not self._shown:
+            return
+        if self._losses:
+            logger.info("trained: loss %.4f -> %.4f, checkpoints in %s", *self._losses, self._output_dir)
+        self._logger.close()
+
+    def _peak_memory(self) -> Mapping[str, float]:
+        if self._memory_of is None:
+            return {}
+        stats: Mapping[str, float] = training.get_memory_stats(device=self._memory_of)
+        return stats
+
+
+def _load(result: StepResult, tokens_per_second: float) -> dict[str, float]:
+    """What the step was made of, and how fast it was."""
+    return {
+        "tokens_per_second_per_gpu": tokens_per_second / dist.get_world_size(),
+        "microbatches": result.microbatches,
+        "microbatch_rows": result.load.most_rows,
+        "microbatch_tokens": result.load.most_tokens,
+        "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
+        "allocator_retries": result.retries,
+    }

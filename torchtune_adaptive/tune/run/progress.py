@@ -1,0 +1,102 @@
+"""How far a run has come: what a checkpoint keeps besides weights and optimizer state."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torchtune import training
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+KEYS = {
+    "seed": training.SEED_KEY,
+    "epochs_run": training.EPOCHS_KEY,
+    "total_epochs": training.TOTAL_EPOCHS_KEY,
+    "max_steps_per_epoch": training.MAX_STEPS_KEY,
+}
+"""Field -> its name in torchtune's recipe state."""
+
+ADAPTIVE_KEY = "adaptive"
+"""The name of the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A resumed run goes on with the checkpoint's seed and steps per epoch, but up to the config's epochs."""
+
+    seed: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    past: tuple[EpochPlan, ...] = ()
+    """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
+    limit: Mapping[str, Any] | None = None
+    """What the limit has come to, as StepRunner tells it; None before the first epoch, and from torchtune's recipes."""
+    ranks: int
+    """Data-parallel ranks; of a resumed run, those that it had."""
+
+    def after_epoch(self, plan: EpochPlan, ranks: int, limit: Mapping[str, Any]) -> Progress:
+        return replace(self, epochs_run=self.epochs_run + 1, past=(*self.past, plan), ranks=ranks, limit=limit)
+
+    def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
+        """The progress that a checkpoint continues."""
+        absent = [key for key in KEYS.values() if key not in checkpoint]
+        if absent:
+            raise ConfigError(
+                f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
+                "give the recipe state of an unfinished run (checkpointer.recipe_checkpoint)"
+            )
+        ours = json.loads(checkpoint.get(ADAPTIVE_KEY, "{}"))
+        saved = Progress(
+            **{field: checkpoint[key] for field, key in KEYS.items()},
+            past=tuple(EpochPlan(**plan) for plan in ours.get("past", ())),
+            limit=ours.get("limit"),
+            ranks=ours.get("ranks", self.ranks),
+        )
+        going_on = replace(saved, total_epochs=self.total_epochs)
+        if going_on.epochs_run >= going_on.total_epochs:
+            raise ConfigError(
+                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from has run {going_on.epochs_run} "
+                "already: raise epochs, or set resume_from_checkpoint: False"
+            )
+        self._log_differences(saved, going_on)
+        return going_on
+
+    def recipe_state(self) -> dict[str, Any]:
+        """In torchtune's keys, and one of ours that its recipes ignore."""
+        values = asdict(self)
+        ours = {name: values[name] for name in ("past", "limit", "ranks")}
+        return {**{key: values[field] for field, key in KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
+
+    def _log_differences(self, saved: Progress, going_on: Progress) -> None:
+        if dist.get_rank() != 0:
+            return
+        logger.info("resuming after epoch %d of %d", going_on.epochs_run, going_on.total_epochs)
+        for field in ("seed", "total_epochs", "max_steps_per_epoch"):
+            configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
+            if configured != kept:
+                logger.info("%s: config %s, checkpoint %s; going on with %s", field, configured, kept, chosen)
+
+
+def start_progress(settings: Settings, ranks: int) -> Progress:
+    """Collective: seeds every rank and starts counting."""
+    try:
+        seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"seed is {settings.seed!r}: {error}") from error
+    return Progress(
+        seed=seed,
+        epochs_run=0,
+        total_epochs=settings.epochs,
+        max_steps_per_epoch=settings.max_steps_per_epoch,
+        ranks=ranks,
+    )

@@ -1,0 +1,67 @@
+"""`adaptive.search: static`: what will fit, predicted before training.
+
+A prediction needs a process group that does not exist, and tensors without data. So it runs in a process of its own,
+which rank 0 starts with the run's config, while the other ranks wait.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.errors import AdaptiveError, PredictionError
+
+logger = logging.getLogger(__name__)
+
+PROGRAM = "torchtune_adaptive.tune.plan.rows"
+TIME_LIMIT_S = 300.0
+"""Less than the other ranks wait in a collective before they give up."""
+OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int) -> int:
+    """Collective: the most rows of so many tokens that are said to fit on every rank; 0 if nothing can be said."""
+    tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
+    answer = [0]
+    if dist.get_rank() == 0:
+        started = time.perf_counter()
+        try:
+            answer = [_in_a_process(cfg, dist.get_world_size(), tokens, tightest_bytes)]
+            seconds = time.perf_counter() - started
+            logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer[0], seconds)
+        except (AdaptiveError, OSError, ValueError) as error:  # of which the other ranks would never learn
+            logger.warning("batch search · nothing is predicted, so it goes as adaptive.search: linear · %s", error)
+    dist.broadcast_object_list(answer)
+    return answer[0]
+
+
+def _in_a_process(cfg: DictConfig, world_size: int, tokens: int, budget_bytes: int) -> int:
+    question = {
+        "cfg": OmegaConf.to_container(cfg, resolve=True),
+        "world_size": world_size,
+        "tokens": tokens,
+        "budget_bytes": budget_bytes,
+    }
+    kept = {key: value for key, value in os.environ.items() if key not in OF_THE_LAUNCHER}
+    try:
+        ended = subprocess.run(
+            [sys.executable, "-m", PROGRAM],
+            input=json.dumps(question),
+            env={**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=TIME_LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise PredictionError(f"the prediction took longer than {TIME_LIMIT_S:.0f} s") from error
+    if ended.returncode != 0:
+        raise PredictionError((ended.stderr.strip().splitlines() or ["the prediction ended without a word"])[-1])
+    return int(ended.stdout.splitlines()[-1])

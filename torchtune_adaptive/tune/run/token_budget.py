@@ -1,0 +1,165 @@
+"""`adaptive.token_budget`: microbatches by padded tokens, as many as the config says or as were measured to fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
+from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.tune.parts.data import Data
+from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
+from torchtune_adaptive.tune.parts.microbatch import Sample, cut, filler, length_of
+from torchtune_adaptive.tune.run.fitting import Found, profile_lengths, search_batch_size
+from torchtune_adaptive.tune.run.worst_case import longest_sample
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+WorstStep: TypeAlias = Callable[[], TrainingStep[Sample]]
+
+LONGEST_SAMPLE = 2**20
+"""Lengths are compared up to here, where no limit says less."""
+
+
+def check_token_budget(settings: Settings, adaptive: AdaptiveConfig) -> None:
+    """Refuses what contradicts a token budget."""
+    if adaptive.token_budget is None:
+        return
+    for key, reason in (
+        ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
+        ("optimizer_in_bwd", "which updates weights after every microbatch: a step cannot have several"),
+    ):
+        if getattr(settings, key):
+            raise ConfigError(
+                f"{key} is True, {reason}, and adaptive.token_budget is {adaptive.token_budget}; "
+                f"set {key}: False or adaptive.token_budget: null"
+            )
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How the samples of a run's steps share microbatches."""
+
+    limit: Limit | None = None
+    """None: by rows, as the plan of the epoch says."""
+    admit: Callable[[Sample], Sample] | None = None
+    """Makes a sample that is too long for any microbatch one that is not."""
+
+    def limit_of(self, plan: EpochPlan) -> Limit:
+        return self.limit or RowLimit(plan.microbatch_rows)
+
+    def steps(self, loader: StepLoader[Sample], plan: EpochPlan) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
+        """The steps of an epoch: the samples of each, and of the next where it has to be planned ahead."""
+        steps = loader.epoch(plan.epoch, samples_per_step=plan.samples_per_step, steps=plan.steps)
+        if self.limit is None or not self.limit.by_length:
+            return ((samples, None) for samples in steps)
+        return looking_ahead(steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps))
+
+
+def microbatches_of(
+    cfg: DictConfig,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    memory: MemorySource | None,
+    worst_step: WorstStep,
+    data: Data,
+    found: Found,
+) -> Microbatches:
+    """Collective: by tokens if the config asks for them; measured, or as it says."""
+    if adaptive.token_budget is None:
+        return Microbatches()
+    limit = _limit(cfg, settings, adaptive, memory, worst_step, data, found)
+    if limit is None:
+        return Microbatches()
+    if data.packed:
+        return Microbatches(_as_rows(limit, length_of(data.dataset[0])))
+    longest = longest_row(limit, LONGEST_SAMPLE)
+    if data.max_seq_len is not None and data.max_seq_len <= longest:
+        return Microbatches(limit)
+    if adaptive.oversize == "error":
+        _check_longest(cfg, data, longest)
+    else:
+        done = "cut" if adaptive.oversize == "truncate" else "left out"
+        _say(f"token budget · samples of more than {longest} tokens are {done} (adaptive.oversize)")
+    return Microbatches(limit, partial(_admit, longest=longest, oversize=adaptive.oversize, ignored=data.ignored_label))
+
+
+def _limit(
+    cfg: DictConfig,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    memory: MemorySource | None,
+    worst_step: WorstStep,
+    data: Data,
+    found: Found,
+) -> Limit | None:
+    """Collective: the number of the config, or what was measured; None where nothing can be measured."""
+    if isinstance(adaptive.token_budget, int):
+        return TokenLimit(adaptive.token_budget)
+    if memory is None:
+        _say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
+        return None
+    most_rows = data.loader.samples_per_rank
+    if data.packed:
+        return RowLimit(search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows, found))
+    try:
+        return profile_lengths(cfg, settings, adaptive, memory, worst_step(), most_rows, found).limit
+    except OneRowDoesNotFitError as error:
+        if adaptive.sequence_length or data.max_seq_len:
+            raise
+        index = longest_sample(cfg, data.dataset).at
+        raise SampleTooLargeError(f"sample {index} of the dataset is the longest, and {error}") from None
+
+
+def _as_rows(limit: Limit, length: int) -> RowLimit:
+    """Rows of one length: as many as fit, in the order of the data."""
+    rows = limit.rows_at(length)
+    if rows == 0:
+        raise ConfigError(
+            f"adaptive.token_budget is {limit}, but every packed row has {length}: "
+            f"set it to {length} or more, or lower tokenizer.max_seq_len"
+        )
+    _say(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
+    return RowLimit(rows)
+
+
+def _check_longest(cfg: DictConfig, data: Data, fitting: int) -> None:
+    """Collective: every rank sees the same error."""
+    longest = longest_sample(cfg, data.dataset)
+    if longest.length > fitting:
+        raise SampleTooLargeError(
+            f"sample {longest.at} of the dataset has {longest.length} tokens, but a microbatch has room for "
+            f"{fitting}; {_REMEDY}"
+        )
+
+
+_REMEDY = (
+    "raise adaptive.token_budget or lower tokenizer.max_seq_len, or set adaptive.oversize: truncate (cuts such "
+    "samples) or skip (leaves them out)"
+)
+
+
+def _admit(sample: Sample, *, longest: int, oversize: str, ignored: int) -> Sample:
+    """The sample if it fits; else a part of it, or one that counts nothing, so that all ranks keep as many samples."""
+    length = length_of(sample)
+    if length <= longest:
+        return sample
+    if oversize == "error" or "encoder_input" in sample:
+        raise SampleTooLargeError(f"a sample has {length} tokens, but a microbatch has room for {longest}; {_REMEDY}")
+    return cut(sample, longest) if oversize == "truncate" else filler(sample, ignored)
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        logger.info("%s", line)

@@ -1,0 +1,86 @@
+"""The worst sample that a dataset can put into a microbatch: as long as samples get, every token a target."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from tqdm import tqdm
+
+from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.data import Data
+from torchtune_adaptive.tune.parts.microbatch import Sample, length_of
+
+logger = logging.getLogger(__name__)
+
+LENGTHS_FILE = "sample_lengths.json"
+
+
+def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: int | None) -> Sample:
+    """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
+    sample: Sample = data.dataset[0]
+    if "encoder_input" in sample:
+        raise ConfigError(
+            "use_maximum_batch_size is True, or adaptive.token_budget is auto, and the dataset has images: what they "
+            "need differs from sample to sample, so there is no worst case to measure; choose batch_size yourself"
+        )
+    if data.packed:
+        return {**sample, "labels": sample["tokens"].clone()}
+    length = sequence_length or getattr(tokenizer, "max_seq_len", None) or longest_sample(cfg, data.dataset).length
+    token = int(sample["tokens"][0])
+    return {"tokens": [token] * length, "labels": [token] * length}
+
+
+class Longest(NamedTuple):
+    """The longest sample of a dataset, the first of those that are alike."""
+
+    length: int
+    at: int
+    """Its index."""
+
+
+def longest_sample(cfg: DictConfig, dataset: Any) -> Longest:
+    """Collective: the longest sample; each rank reads its share, and the answer is kept for the next run."""
+    path = Path(cfg.output_dir) / LENGTHS_FILE
+    key = _key(cfg, len(dataset))
+    known = _read(path, key)
+    if not all(length for length, _ in Agreement(2).gather(known)):
+        known = _scan(dataset)
+        if dist.get_rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            record = {"key": key, "longest": known.length, "index": known.at}
+            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+    return known
+
+
+def _scan(dataset: Any) -> Longest:
+    """Collective: the longest of all samples."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    share = tqdm(range(rank, len(dataset), ranks), "longest sample", disable=rank != 0)
+    mine = max((Longest(length_of(dataset[index]), index) for index in share), key=_by_length, default=Longest(0, 0))
+    everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
+    return max(everywhere, key=_by_length)
+
+
+def _by_length(sample: Longest) -> tuple[int, int]:
+    return sample.length, -sample.at
+
+
+def _read(path: Path, key: str) -> Longest:
+    """The answer of an earlier scan of the same data; of length 0 if there is none."""
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        return Longest(int(record["longest"]), int(record["index"])) if record["key"] == key else Longest(0, 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return Longest(0, 0)
+
+
+def _key(cfg: DictConfig, samples: int) -> str:
+    sections = OmegaConf.to_container(OmegaConf.create({"d": cfg.dataset, "t": cfg.tokenizer}), resolve=True)
+    return hashlib.sha256(json.dumps([sections, samples], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,150 @@
+"""The keys that a recipe reads besides its components, checked before anything is built."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start import sections
+from torchtune_adaptive.tune.start.sections import (
+    ABOVE_ZERO,
+    BOOL,
+    COUNT,
+    INTEGER,
+    NAMES,
+    NULL,
+    TEXT,
+    one_of,
+    option,
+    some_of,
+)
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Keys that both recipes know, with torchtune's names and defaults."""
+
+    device: str = option(TEXT)
+    dtype: str = option(one_of("bf16", "fp32"))
+    output_dir: str = option(TEXT)
+    seed: int | None = option(INTEGER | NULL, None)
+    cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
+
+    batch_size: int = option(COUNT)
+    use_maximum_batch_size: bool = option(BOOL, False)
+    gradient_accumulation_steps: int = option(COUNT)
+    epochs: int = option(COUNT)
+    max_steps_per_epoch: int | None = option(COUNT | NULL, None)
+    shuffle: bool = option(BOOL)
+    collate_fn: str = option(TEXT, "torchtune.data.padded_collate_sft")
+    clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
+    compile: bool = option(BOOL, False)
+
+    resume_from_checkpoint: bool = option(BOOL, False)
+    enable_async_checkpointing: bool = option(BOOL, False)
+    save_adapter_weights_only: bool = option(BOOL, False)
+
+    enable_activation_checkpointing: bool = option(BOOL, False)
+    enable_activation_offloading: bool = option(BOOL, False)
+    ac_mode: str | None = option(one_of("full", "selective") | NULL, None)
+    ac_option: int | None = option(COUNT | NULL, None)
+    optimizer_in_bwd: bool = option(BOOL, False)
+
+    custom_sharded_layers: tuple[str, ...] | None = option(NAMES | NULL, None)
+    fsdp_cpu_offload: bool = option(BOOL, False)
+    fsdp_reshard_after_forward: bool = option(BOOL, True)
+    tensor_parallel_dim: int = option(COUNT, 1)
+
+    log_every_n_steps: int = option(COUNT, 1)
+    log_peak_memory_stats: bool = option(BOOL, False)
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one rank contributes to one optimizer update."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """What the recipe itself has to know of a LoRA model's section, to check and to save its adapters."""
+
+    lora_attn_modules: tuple[str, ...] = option(some_of(*PROJECTIONS))
+    apply_lora_to_mlp: bool = option(BOOL)
+    apply_lora_to_output: bool = option(BOOL, False)
+    lora_rank: int = option(COUNT)
+    lora_alpha: float = option(ABOVE_ZERO)
+
+
+def read_full_settings(cfg: DictConfig) -> Settings:
+    """Settings of a full finetune, with the combinations refused that torchtune refuses as well."""
+    settings = sections.read(Settings, cfg)
+    _check_offloading(settings)
+    _check_optimizer_in_bwd(settings)
+    _check_tensor_parallel(settings, cfg)
+    return settings
+
+
+def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    """The same for LoRA, which knows less, and of its model's section."""
+    settings = sections.read(Settings, cfg)
+    for key, value, allowed in (
+        ("optimizer_in_bwd", settings.optimizer_in_bwd, False),
+        ("enable_async_checkpointing", settings.enable_async_checkpointing, False),
+        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: allowed is {allowed}")
+    _check_offloading(settings)
+    return settings, sections.read(LoraSettings, cfg.get("model"), prefix="model.")
+
+
+def _check_offloading(settings: Settings) -> None:
+    if settings.fsdp_cpu_offload and settings.device.startswith("cpu"):
+        raise ConfigError(
+            f"fsdp_cpu_offload is True and device is {settings.device!r}: weights are there already, set it to False"
+        )
+    if not settings.enable_activation_offloading:
+        return
+    if not settings.device.startswith("cuda"):
+        raise ConfigError(
+            f"enable_activation_offloading is True and device is {settings.device!r}: "
+            "activations can be offloaded from cuda only"
+        )
+    if not settings.enable_activation_checkpointing:
+        raise ConfigError(
+            "enable_activation_offloading is True, but enable_activation_checkpointing is False: set it to True"
+        )
+
+
+def _check_optimizer_in_bwd(settings: Settings) -> None:
+    if not settings.optimizer_in_bwd:
+        return
+    if settings.clip_grad_norm is not None:
+        raise ConfigError(
+            f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
+            "they could be clipped; set one of them to null or False"
+        )
+    if settings.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "
+            "which updates in every backward: allowed is 1"
+        )
+
+
+def _check_tensor_parallel(settings: Settings, cfg: DictConfig) -> None:
+    if settings.tensor_parallel_dim == 1:
+        return
+    if cfg.get("tensor_parallel_plan") is None:
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
+            "name one, for example torchtune.models.llama3.base_llama_tp_plan"
+        )
+    if OmegaConf.select(cfg, "optimizer.fused"):
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
+            "set optimizer.fused: False"
+        )
