@@ -5,7 +5,7 @@
 Plan: what adaptive_plan predicts beside what is allocated and reserved. Throughput: the found size beside the powers of
 two around it. Fragmentation: steps of mixed lengths at the size that a search finds for a margin; what the allocator
 reserves beyond the peak, how often it flushes its cache, and what that costs. The last one is what FRAGMENTATION in
-memory.py rests on.
+memory/device.py rests on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a search and a batch schedule tell people: tables and `batch_search.json` (plots.py: the picture)."""
+"""What a search and a batch schedule tell people: tables and `batch_search.json` (charts/searches.py: the picture)."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """Runs training steps at their worst, and measures what they need on all ranks.
 
 A probe runs one microbatch of the shortest sample, which leaves accumulated gradients behind, then one with so many
-copies of the longest sample, then the update. Hooks read the peak of each phase (phases.py). One collective makes the
-peaks of all ranks one `Peak`.
+copies of the longest sample, then the update. Hooks read the peak of each phase (memory/phases.py). One collective
+makes the peaks of all ranks one `Peak`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

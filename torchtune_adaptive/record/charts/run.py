@@ -130,7 +130,3 @@ def main() -> None:
     logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)  # or nobody would learn that matplotlib is missing
     path = draw_run(directory)
     parser.exit(0 if path else 1, f"{path}\n" if path else None)
-
-
-if __name__ == "__main__":
-    main()

@@ -173,6 +173,12 @@ def _load(
         raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error
 
 
+def phase_boundaries(model: nn.Module, loss_fn: nn.Module) -> dict[str, nn.Module]:
+    """What cuts a step into phases; nothing for models whose parts are not known."""
+    decoder: Any = getattr(model, "decoder", model)
+    return {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
+
+
 def _check_lora_keys(lora: LoraSettings, base_keys: Any, adapter_keys: Any) -> None:
     missing, unexpected = adapter_keys if adapter_keys is not None else (None, None)
     try:

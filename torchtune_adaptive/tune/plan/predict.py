@@ -33,10 +33,9 @@ from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, stand_in
-from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
+from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
 from torchtune_adaptive.tune.plan.shims import apart_from_host, quantizing_at_once, rank_0_of, working_on_fakes
-from torchtune_adaptive.tune.run.fitting import phase_boundaries
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
 

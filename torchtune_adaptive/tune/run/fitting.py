@@ -35,6 +35,7 @@ from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.microbatch import Sample, cut
+from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization
 from torchtune_adaptive.tune.run.static import predicted_rows
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -151,12 +152,6 @@ def training_step(
         boundaries=phase_boundaries(runner.model, loss_fn),
         cut=cut,
     )
-
-
-def phase_boundaries(model: nn.Module, loss_fn: nn.Module) -> dict[str, nn.Module]:
-    """What cuts a step into phases; nothing for models whose parts are not known."""
-    decoder: Any = getattr(model, "decoder", model)
-    return {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
 
 
 def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answer]) -> Answer | None:
