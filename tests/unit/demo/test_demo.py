@@ -23,7 +23,7 @@ from torchtune_adaptive.demo.tokenizer import demo_tokenizer
 from torchtune_adaptive.demo.weights import demo_checkpointer, ensure_weights
 from torchtune_adaptive.errors import ConfigError
 
-OUR_CONFIGS = Path(__file__).parents[2] / "configs" / "demo"
+OUR_CONFIGS = Path(__file__).parents[3] / "configs" / "demo"
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 
 lora_everywhere = partial(

@@ -15,7 +15,7 @@ from torchtune_adaptive.tune.start.configs import installed_configs, locate
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import read_full_settings, read_lora_settings
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 STOCK_CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
 STOCK = {
     f"{recipe.name}: {config.name}": STOCK_CONFIGS / config.file_path
