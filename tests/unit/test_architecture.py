@@ -1,127 +1,261 @@
-"""The dependency rules, read from the source: which module may know what, and how long it may be."""
+"""The rules between rooms, read from the source: which folder may import which, and how long a module may be."""
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtune_adaptive"
+NAME = PACKAGE.name
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
-MODULES = sorted(PACKAGE.rglob("*.py"))
-BELOW_HOST = [path for path in MODULES if not {"host", "demo"} & set(path.relative_to(PACKAGE).parts)]
+FILES = sorted(PACKAGE.rglob("*.py"))
 
-DECIDING = ("limits", "packing", "search", "schedules", "config", "governor", "events", "timeline")
+GROUND = {"errors", "sizes"}
+"""Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
+DOORS = {"__init__", "run_picture"}
+"""Modules beside the rooms that only hand on what is in them; nothing of ours imports these."""
+
+ROOMS: dict[str, set[str]] = {
+    "limits": set(),
+    "schedules": set(),
+    "memory": set(),
+    "comm": {"memory"},
+    "step": {"limits", "memory", "comm"},
+    "search": {"limits", "memory", "comm", "step"},
+    "record": {"schedules", "search"},
+    "record/charts": {"record", "search"},
+    "prediction": {"memory.device"},
+    "tune": set(),
+    "tune/start": set(),
+    "tune/parts": {"tune/start", "limits", "memory", "comm", "step", "record"},
+    "tune/run": {
+        *("tune/start", "tune/parts"),
+        *("limits", "schedules", "memory", "comm", "step", "search", "record", "record/charts"),
+    },
+    "tune/plan": {"tune/start", "tune/parts", "memory", "comm", "step", "search", "prediction"},
+    "demo": set(),
+}
+"""What a room may import besides the ground and itself: a room, or only one module of it."""
+
+TO_MEND: set[tuple[str, str]] = {
+    # the governor and the runner tell what they decided in the words of the log
+    ("limits.governor", "record.events"),
+    ("step.runner", "record.events"),
+    # a prediction shares a peak's type and the rungs of the ladder with the search
+    ("prediction.answer", "search.peaks"),
+    ("prediction.law", "search.peaks"),
+    ("prediction.answer", "search.strategies"),
+    # the recorder counts bytes with the meter that stands in for a device on a CPU
+    ("prediction.recorder", "memory.meter"),
+    # its picture shares colours and axes with those of searches and runs
+    ("prediction.picture", "record.charts.figures"),
+    # checkpoints are a part, the progress that they keep belongs to the run
+    ("tune.parts.checkpoints", "tune.run.progress"),
+}
+"""Arrows against the rules that are still there. The list only gets shorter."""
+
+NEEDS_TORCH = {"search.find", "search.probe"}
+WITHOUT_TORCH = {"limits", "schedules", "search", "record.events", "record.timeline", "tune.start.sections"}
+TUNE_SIDE = {"tune", "demo"}
 
 LONGEST_FUNCTION = 40
 LONGEST_MODULE = 300
+FULLEST_FOLDER = 16
 FSDP_INSIDES = "torch.distributed.fsdp."
 
 
-def module(name: str) -> Path:
-    path = PACKAGE / f"{name}.py"
-    assert path in MODULES, f"{name} is gone: keep the rules in step with the modules"
-    return path
+def name_of(path: Path) -> str:
+    """`limits.packing`; a folder's `__init__` is the folder."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+MODULES = {name_of(path): path for path in FILES}
+
+
+def room_of(name: str) -> str:
+    return MODULES[name].parent.relative_to(PACKAGE).as_posix()
+
+
+def modules_in(rooms_or_modules: set[str]) -> set[str]:
+    """Those modules, and all of those rooms; fails for what is gone."""
+    known = {*MODULES, *map(room_of, MODULES)}
+    assert rooms_or_modules <= known, f"gone: {rooms_or_modules - known}; keep the rules in step with the modules"
+    return {name for name in MODULES if {name, room_of(name)} & rooms_or_modules}
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def imported(path: Path) -> set[str]:
-    """Every name that a file imports anywhere in it, from its package on: `a.b` and `a.b.c` for `from a.b import c`."""
+    """Every name that a file imports anywhere in it: `a.b` and `a.b.c` for `from a.b import c`."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            origin = origin_of(node, path)
-            names.update([origin, *(f"{origin}.{alias.name}" for alias in node.names)])
+            assert node.level == 0, f"{path}: imports are written from the package on"
+            names.update([node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)])
     return names
-
-
-def origin_of(node: ast.ImportFrom, path: Path) -> str:
-    if node.level == 0:
-        return node.module or ""
-    package = path.relative_to(ROOT).parent.parts
-    return ".".join([*package[: len(package) - node.level + 1], *([node.module] if node.module else [])])
 
 
 def imports(path: Path, name: str) -> bool:
     return any(seen == name or seen.startswith(f"{name}.") for seen in imported(path))
 
 
-def names_of(paths: list[Path]) -> set[str]:
-    return {path.relative_to(ROOT).as_posix() for path in paths}
+@cache
+def arrows_from(name: str) -> frozenset[str]:
+    """Our modules that this one imports; a folder counts only where something of its `__init__` is used."""
+    targets: set[str] = set()
+    for node in ast.walk(tree_of(MODULES[name])):
+        if isinstance(node, ast.Import):
+            targets.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            inner = [f"{node.module}.{alias.name}" for alias in node.names]
+            targets.update(full if full.removeprefix(f"{NAME}.") in MODULES else node.module or "" for full in inner)
+    ours = {"__init__" if target == NAME else target.removeprefix(f"{NAME}.") for target in targets}
+    return frozenset(ours & set(MODULES))
+
+
+def arrows() -> Iterator[tuple[str, str]]:
+    return ((name, target) for name in MODULES for target in arrows_from(name))
+
+
+def reached_from(name: str) -> set[str]:
+    """A module, all that it imports, and all that those import."""
+    reached, ahead = {name}, {name}
+    while ahead:
+        ahead = {target for module in ahead for target in arrows_from(module)} - reached
+        reached |= ahead
+    return reached
+
+
+def may_import(name: str, target: str) -> bool:
+    if target in GROUND:
+        return True
+    if room_of(name) == ".":
+        return name in DOORS
+    return room_of(target) == room_of(name) or bool({target, room_of(target)} & ROOMS[room_of(name)])
+
+
+def library() -> set[str]:
+    """Everything that plain PyTorch can use."""
+    return {name for name in MODULES if name.split(".")[0] not in TUNE_SIDE}
 
 
 def dotted_uses(path: Path) -> Iterator[str]:
     """Attribute chains such as `torch.distributed.all_reduce`, which need no import of their own."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
-            yield ast.unparse(node)
+    return (ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute))
 
 
 def test_the_rules_see_the_whole_project() -> None:
-    assert names_of(MODULES) > {
-        "torchtune_adaptive/stepping.py",
-        "torchtune_adaptive/host/launch.py",
-        "torchtune_adaptive/demo/dataset.py",
-    }
+    assert {"step.runner", "limits.packing", "errors"} < library() < set(MODULES)
+    assert {"tune.start.launch", "demo.dataset"} <= set(MODULES) - library()
     assert {path.stem for path in RECIPES} >= {
         "adaptive_full_finetune_distributed",
         "adaptive_lora_finetune_distributed",
     }
-    assert {module(name) for name in ("stepping", "limits", "packing", "config")} <= set(BELOW_HOST)
-    assert module("host/launch") not in BELOW_HOST
+    assert len(list(arrows())) > 150
+    assert ("tune.run.fitting", "search.find") in arrows()
 
 
-def test_only_host_and_demo_and_recipes_know_torchtune() -> None:
-    assert imports(module("host/launch"), "torchtune")
-    assert names_of([path for path in BELOW_HOST if imports(path, "torchtune")]) == set()
+def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:
+    assert {room_of(name) for name in MODULES} == {*ROOMS, "."}
+    assert {name for name in MODULES if room_of(name) == "."} == GROUND | DOORS
+    assert all(modules_in(allowed) for allowed in ROOMS.values() if allowed)
+    assert modules_in(NEEDS_TORCH) == NEEDS_TORCH
 
 
-def test_nothing_below_host_imports_host_or_demo() -> None:
-    upwards = [
-        path
-        for path in BELOW_HOST
-        if imports(path, "torchtune_adaptive.host") or imports(path, "torchtune_adaptive.demo")
-    ]
-    assert names_of(upwards) == set()
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_folder_says_what_lives_there(room: str) -> None:
+    assert ast.get_docstring(tree_of(PACKAGE / room / "__init__.py"))
 
 
-def test_below_host_only_three_modules_speak_to_other_ranks() -> None:
-    speaking = [path for path in BELOW_HOST if imports(path, "torch.distributed")]
-    speakers = ("collectives", "fsdp", "ledger")
-    assert names_of(speaking) == {f"torchtune_adaptive/{name}.py" for name in speakers}
-    quiet = [path for path in BELOW_HOST if path not in speaking]
-    around = [path for path in quiet if any(use.startswith("torch.distributed") for use in dotted_uses(path))]
-    assert names_of(around) == set()
+def test_arrows_go_where_the_rules_allow() -> None:
+    assert {arrow for arrow in arrows() if not may_import(*arrow)} - TO_MEND == set()
 
 
-@pytest.mark.parametrize("name", [name for name in DECIDING if (PACKAGE / f"{name}.py") in MODULES])
+def test_what_is_to_be_mended_is_still_broken() -> None:
+    mended = {arrow for arrow in TO_MEND if arrow not in set(arrows()) or may_import(*arrow)}
+    assert mended == set(), "mended: take it off the list"
+
+
+def test_no_circle_between_rooms() -> None:
+    rooms = {room: {room_of(name) for name in modules_in(allowed)} for room, allowed in ROOMS.items()}
+    assert len(list(TopologicalSorter(rooms).static_order())) == len(ROOMS)
+    assert "tune/plan" not in rooms["tune/run"]
+    assert "tune/run" not in rooms["tune/plan"]
+
+
+def test_no_circle_between_modules() -> None:
+    try:
+        order = list(TopologicalSorter({name: arrows_from(name) for name in MODULES}).static_order())
+    except CycleError as circle:
+        pytest.fail(" -> ".join(circle.args[1]))
+    assert set(order) == set(MODULES)
+
+
+def test_only_tune_demo_and_recipes_know_torchtune() -> None:
+    assert imports(MODULES["tune.start.launch"], "torchtune")
+    assert {name for name in library() if imports(MODULES[name], "torchtune")} == set()
+
+
+def test_below_tune_only_comm_speaks_to_other_ranks() -> None:
+    def speaks(path: Path) -> bool:
+        return any(name.startswith("torch.distributed") for name in [*imported(path), *dotted_uses(path)])
+
+    speaking = {name for name in library() if speaks(MODULES[name])}
+    assert speaking
+    assert speaking <= modules_in({"comm"})
+
+
+@pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH) - NEEDS_TORCH))
 def test_what_decides_needs_no_torch(name: str) -> None:
-    seen = imported(module(name))
-    assert seen, f"{name} imports nothing at all, so this test would see nothing either"
-    assert not imports(module(name), "torch")
+    """Nor does anything that it imports."""
+    assert {module for module in reached_from(name) if imports(MODULES[module], "torch")} == set()
 
 
-def test_only_fsdp_knows_the_insides_of_fsdp2() -> None:
+@pytest.mark.parametrize("name", sorted(NEEDS_TORCH))
+def test_what_is_said_to_need_torch_does(name: str) -> None:
+    assert any(imports(MODULES[module], "torch") for module in reached_from(name))
+
+
+def test_only_one_module_knows_the_insides_of_fsdp2() -> None:
     def reaches_inside(path: Path) -> bool:
         names = [*imported(path), *dotted_uses(path)]
         return any("._" in name for name in names if name.startswith(FSDP_INSIDES))
 
-    assert names_of([path for path in [*MODULES, *RECIPES] if reaches_inside(path)]) == {"torchtune_adaptive/fsdp.py"}
+    assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["comm.fsdp"]}
 
 
 def test_nothing_in_the_package_imports_a_recipe() -> None:
     names = [path.stem for path in RECIPES] + ["recipes"]
-    assert names_of([path for path in MODULES if any(imports(path, name) for name in names)]) == set()
+    assert {path for path in FILES if any(imports(path, name) for name in names)} == set()
 
 
-@pytest.mark.parametrize("path", [*MODULES, *RECIPES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_no_folder_is_too_full() -> None:
+    folders = [PACKAGE, *(PACKAGE / room for room in ROOMS)]
+    assert {folder for folder in folders if len(list(folder.glob("*.py"))) > FULLEST_FOLDER} == set()
+
+
+def test_the_unit_tests_have_the_same_folders() -> None:
+    unit = Path(__file__).parent
+    folders = {path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.py")}
+    assert {"limits", "tune/start"} < folders
+    assert folders <= {*ROOMS, "."}
+
+
+@pytest.mark.parametrize("path", [*FILES, *RECIPES], ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_functions_and_modules_stay_short(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
+    functions = (n for n in ast.walk(tree_of(path)) if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef)))
     too_long = {f.name for f in functions if (f.end_lineno or f.lineno) - f.lineno >= LONGEST_FUNCTION}
     assert too_long == set()
-    assert len(source.splitlines()) <= LONGEST_MODULE
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_MODULE
