@@ -1,6 +1,7 @@
 """The record of a run: what is written, what is read back, and the picture of it."""
 
 import json
+import runpy
 import sys
 from pathlib import Path
 
@@ -124,7 +125,7 @@ def test_a_folder_without_a_run_is_said_to_be_one(
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["run_picture", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
-        main()
+        runpy.run_module("torchtune_adaptive.run_picture", run_name="__main__")
     assert ended.value.code == 1
     assert f"nothing to draw: {tmp_path} holds no record of a run" in capsys.readouterr().err
 
