@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TextIO
+from dataclasses import dataclass
 
 EVENTS_FILE = "adaptive_events.jsonl"
 STEPS_FILE = "adaptive_steps.jsonl"
@@ -45,27 +40,3 @@ class Event:
     """Of the rank that was fullest, of its own budget."""
     budget_bytes: int | None = None
     """Of that rank."""
-
-
-class Journal:
-    """Appends to the two files of a run. Whole lines, at once: what was written before a crash stays readable."""
-
-    def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        # Kept open, since a line is written at every step; line by line, so that nothing waits in a buffer.
-        self._events = (directory / EVENTS_FILE).open("a", buffering=1, encoding="utf-8")
-        self._steps = (directory / STEPS_FILE).open("a", buffering=1, encoding="utf-8")
-
-    def event(self, event: Event) -> None:
-        _append(self._events, {name: value for name, value in asdict(event).items() if value is not None})
-
-    def step(self, step: int, figures: Mapping[str, Any]) -> None:
-        _append(self._steps, {"step": step, **figures})
-
-    def close(self) -> None:
-        self._events.close()
-        self._steps.close()
-
-
-def _append(file: TextIO, record: Mapping[str, Any]) -> None:
-    file.write(json.dumps({"time": round(time.time(), 3), **record}) + "\n")

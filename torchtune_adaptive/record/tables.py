@@ -1,7 +1,6 @@
 """What a search and a batch schedule tell people: tables and `batch_search.json` (charts/searches.py: the picture)."""
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from torchtune_adaptive.record.events import SEARCH, Event
+from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochPlan
 from torchtune_adaptive.search.lengths import Point, Profile
@@ -103,34 +103,28 @@ def schedule_table(plans: Sequence[EpochPlan], ranks: int, *, by_tokens: bool = 
 
 def write_search(
     directory: Path, result: SearchResult | Profile, sequence_length: int, fingerprint: Mapping[str, Any]
-) -> Path:
-    """Writes `batch_search.json`, whole or not at all, for `read_search` and for people."""
+) -> None:
+    """Writes `batch_search.json`, for `read_search` and for people; a line says so where that is not possible."""
     record = {
         "fingerprint": dict(fingerprint),
         "sequence_length": sequence_length,
         "result": result.to_json(),
     }
-    directory.mkdir(parents=True, exist_ok=True)
-    path = directory / SEARCH_FILE
-    unfinished = path.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(record, indent=2) + "\n")
-    os.replace(unfinished, path)
-    return path
+    content = (json.dumps(record, indent=2) + "\n").encode()
+    keep_file(directory / SEARCH_FILE, content, "the next run will search again")
 
 
 def read_search(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answer]) -> Answer | None:
     """The answer of an earlier search under the same fingerprint.
 
-    None if there is none, or one of another fingerprint. Raises ValueError for a file that `write_search` did
-    not write.
+    None if there is none, or one of another fingerprint. Raises ValueError for a file that cannot be read, or that
+    `write_search` did not write.
     """
     path = directory / SEARCH_FILE
-    if not path.is_file():
-        return None
     try:
-        record = json.loads(path.read_text())
+        record = read_json(path)
         # The fingerprint first: a file of another version may hold a result that this one cannot read.
-        if record["fingerprint"] != json.loads(json.dumps(dict(fingerprint))):
+        if record is None or record["fingerprint"] != json.loads(json.dumps(dict(fingerprint))):
             return None
         return kind.from_json(record["result"])
     except (KeyError, TypeError, ValueError) as error:

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import logging
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE
+from torchtune_adaptive.record.events import EVENTS_FILE, SCHEDULE, START, STEPS_FILE
+from torchtune_adaptive.record.files import reason
+
+logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+"""With a `step` and a `time`; events have a `kind` as well. Nothing is promised of the other values."""
 
 
 @dataclass(frozen=True)
@@ -20,36 +26,80 @@ class Timeline:
     steps: tuple[Record, ...]
     events: tuple[Record, ...]
 
-    def series(self, figure: str) -> tuple[list[int], list[float]]:
-        """Step numbers and values, where the figure was measured."""
-        known = [record for record in self.steps if figure in record]
-        return [record["step"] for record in known], [record[figure] for record in known]
+    def series(self, *figures: str) -> tuple[list[Any], ...]:
+        """Step numbers, then the values of each figure, where all of them were measured."""
+        known = [record for record in self.steps if all(_is_number(record.get(figure)) for figure in figures)]
+        return tuple([record[name] for record in known] for name in ("step", *figures))
 
 
 def read_timeline(directory: Path) -> Timeline:
-    """The run that is in this directory."""
-    events = _lines(directory / EVENTS_FILE)
-    starts = [event for event in events if event["kind"] == START]
-    steps = {record["step"]: record for record in _lines(directory / STEPS_FILE) if _counts(record, starts)}
-    return Timeline(
-        tuple(steps[number] for number in sorted(steps)), tuple(event for event in events if _counts(event, starts))
-    )
+    """The run that is in this directory. Never raises: what cannot be read is left out, and a line says so."""
+    steps = _read(directory / STEPS_FILE, lambda kind: kind is None or kind == START)
+    events = _read(directory / EVENTS_FILE, lambda kind: isinstance(kind, str))
+    return Timeline(tuple(_steps_that_count(steps)), tuple(_events_that_count(events)))
 
 
-def _counts(record: Record, starts: Sequence[Record]) -> bool:
-    """Whether it is part of the run: not of another one before it, nor of steps that were lost and trained again."""
-    later = [start["step"] for start in starts if start["time"] > record["time"]]
-    return 0 not in later and all(record["step"] <= step for step in later)
+def _steps_that_count(lines: Iterable[Record]) -> list[Record]:
+    """In the order in which they were written, whatever the clock of the machine said: a step that comes again was
+    lost with all that followed it, and trained again."""
+    kept: list[Record] = []
+    for line in lines:
+        begins = line.get("kind") == START
+        last_before = line["step"] if begins else line["step"] - 1
+        while kept and kept[-1]["step"] > last_before:
+            kept.pop()
+        if not begins:
+            kept.append(line)
+    return kept
 
 
-def _lines(path: Path) -> list[Record]:
-    """Every whole line; a crash may have left the last one unfinished."""
-    if not path.is_file():
+def _events_that_count(lines: Iterable[Record]) -> list[Record]:
+    """All but those of another run in the same place, and of steps that were lost."""
+    kept: list[Record] = []
+    for line in lines:
+        if line["kind"] == START:
+            kept = [event for event in kept if _lasts(event, line["step"])]
+        kept.append(line)
+    return kept
+
+
+def _lasts(event: Record, steps_done: int) -> bool:
+    """Whether it is part of the run that goes on after so many steps; after none, that is another run."""
+    if event["kind"] == SCHEDULE:  # told when an epoch begins: if that is next, it will be told again
+        return bool(event["step"] < steps_done)
+    return steps_done > 0 and event["step"] <= steps_done
+
+
+def _read(path: Path, belongs: Callable[[object], bool]) -> list[Record]:
+    """Every line that is a record of a kind that belongs there; a crash may have left some unfinished."""
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait
+            raise OSError("not a file")
+        with path.open("rb") as file:
+            lines = [line for line in file if line.strip()]
+    except FileNotFoundError:
         return []
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", path, reason(error))
+        return []
+    records = [record for line in lines if (record := _record_of(line)) and belongs(record.get("kind"))]
+    if missing := len(lines) - len(records):
+        logger.warning("%s: %d of %d lines cannot be read and are left out", path, missing, len(lines))
     return records
+
+
+def _record_of(line: bytes) -> Record | None:
+    """None for whatever no run has written."""
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):  # a line can nest deeper than Python's stack
+        return None
+    if not isinstance(record, dict) or not _is_number(record.get("time")):
+        return None
+    step = record.get("step")
+    return record if type(step) is int and _is_number(step) and step >= 0 else None
+
+
+def _is_number(value: object) -> bool:
+    """Finite, and small enough for a picture."""
+    return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]

@@ -1,6 +1,7 @@
 import json
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -119,7 +120,8 @@ def test_a_search_of_another_fingerprint_or_none_is_no_answer(tmp_path: Path) ->
 def test_a_result_that_this_version_cannot_read_is_no_answer_under_another_fingerprint(
     tmp_path: Path,
 ) -> None:
-    path = write_search(tmp_path, example(), 4096, {"version": 0})
+    write_search(tmp_path, example(), 4096, {"version": 0})
+    path = tmp_path / "batch_search.json"
     record = json.loads(path.read_text())
     del record["result"]["rows"]
     path.write_text(json.dumps(record))
@@ -131,6 +133,33 @@ def test_a_file_that_is_not_a_search_is_an_error_that_names_it(tmp_path: Path, c
     (tmp_path / "batch_search.json").write_text(content)
     with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search .*; delete it"):
         read_search(tmp_path, FINGERPRINT, SearchResult)
+
+
+@pytest.mark.parametrize("content", [b"null", b"\xff", b"[" * 100_000], ids=["null", "no UTF-8", "deep"])
+def test_neither_is_one_that_no_text_is_in(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "batch_search.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search .*; delete it"):
+        read_search(tmp_path, FINGERPRINT, SearchResult)
+
+
+def test_a_folder_in_its_place_is_an_error_when_read_and_one_line_when_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "batch_search.json").mkdir()
+    with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search \(Is a directory\)"):
+        read_search(tmp_path, FINGERPRINT, SearchResult)
+    write_search(tmp_path, example(), 4096, FINGERPRINT)
+    path = tmp_path / "batch_search.json"
+    assert caplog.messages == [f"{path} was not written (Is a directory): the next run will search again"]
+
+
+@pytest.mark.parametrize("draw", [lambda at: draw_search(at, example(), 1), lambda at: draw_profile(at, profiled())])
+def test_a_picture_that_cannot_be_drawn_is_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, draw: Callable[[Path], Path | None]
+) -> None:
+    (tmp_path / "batch_search.png").mkdir()
+    assert draw(tmp_path) is None
+    assert caplog.messages == ["batch_search.png is not drawn: Is a directory"]
 
 
 @pytest.mark.parametrize("result", [example(), failing()], ids=["linear", "failures"])

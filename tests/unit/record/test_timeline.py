@@ -2,13 +2,17 @@
 
 import json
 import runpy
+import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from torchtune_adaptive.record.charts.run import draw_run, main
-from torchtune_adaptive.record.events import EVENTS_FILE, GROWTH, RECOVERY, START, STEPS_FILE, Event, Journal
+from torchtune_adaptive.record.charts.run import REPORT_FILE, draw_run, main
+from torchtune_adaptive.record.events import EVENTS_FILE, GROWTH, RECOVERY, START, STEPS_FILE, Event
+from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 
 
@@ -17,7 +21,7 @@ def figures(rows: int, **others: float) -> dict[str, float]:
 
 
 def start(journal: Journal, step: int) -> None:
-    journal.event(Event(kind=START, step=step, reason="training starts"))
+    journal.start(Event(kind=START, step=step, reason="training starts"))
 
 
 def trained(directory: Path, first: int = 1, last: int = 20, rows: int = 8) -> Journal:
@@ -48,7 +52,7 @@ def test_an_event_is_one_line_without_what_does_not_apply(tmp_path: Path) -> Non
     }
 
 
-def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, ticking: None) -> None:
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
     journal = trained(tmp_path, last=20, rows=8)
     journal.event(Event(kind=RECOVERY, step=18, reason="lost", before=8, after=4, unit="rows"))
     journal.event(Event(kind=RECOVERY, step=9, reason="kept", before=8, after=4, unit="rows"))
@@ -57,7 +61,7 @@ def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path, ticking:
     assert [event["reason"] for event in read_timeline(tmp_path).events if event["kind"] == RECOVERY] == ["kept"]
 
 
-def test_a_new_run_in_the_same_place_is_another_one(tmp_path: Path, ticking: None) -> None:
+def test_a_new_run_in_the_same_place_is_another_one(tmp_path: Path) -> None:
     trained(tmp_path, last=20, rows=8)
     trained(tmp_path, last=5, rows=4)
     assert steps_and_rows(tmp_path) == [(step, 4) for step in range(1, 6)]
@@ -71,13 +75,6 @@ def test_a_line_that_a_crash_left_unfinished_is_passed_over(tmp_path: Path) -> N
     assert [step for step, _ in steps_and_rows(tmp_path)] == [1, 2, 3]
 
 
-@pytest.fixture
-def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock by which no two lines are of one time."""
-    seconds = iter(range(10**6))
-    monkeypatch.setattr("torchtune_adaptive.record.events.time.time", lambda: float(next(seconds)))
-
-
 def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the axes of the picture are called."""
     from matplotlib.figure import Figure
@@ -85,7 +82,7 @@ def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     drawn: list[Figure] = []
     save = Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: (drawn.append(self), save(self, *args))[1])
-    path = draw_run(directory)
+    path = draw_run(directory, read_timeline(directory))
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
     return [axes.get_ylabel() for axes in drawn[0].axes]
@@ -114,7 +111,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     trained(tmp_path)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level("INFO"):
-        assert draw_run(tmp_path) is None
+        assert draw_run(tmp_path, read_timeline(tmp_path)) is None
     assert [record.getMessage() for record in caplog.records] == [
         "adaptive_report.png is not drawn: pip install 'torchtune-adaptive[plot]'"
     ]
@@ -144,3 +141,101 @@ def test_a_run_without_matplotlib_is_not_said_to_be_none(
     assert ended.value.code == 1
     assert "nothing to draw" not in capsys.readouterr().err
     assert "pip install" in caplog.text
+
+
+LINES: dict[str, bytes] = {
+    "no UTF-8": b'{"time": 1, "step": 2, "kind": "recovery", "reason": "\xff"}',
+    "null": b"null",
+    "a list": b"[1]",
+    "a number": b"7",
+    "no step": b'{"time": 1, "kind": "recovery"}',
+    "no time": b'{"step": 2, "kind": "recovery"}',
+    "a step that is text": b'{"time": 1, "step": "2", "kind": "recovery"}',
+    "a step that is true": b'{"time": 1, "step": true, "kind": "recovery"}',
+    "a step that is NaN": b'{"time": 1, "step": NaN, "kind": "recovery"}',
+    "a step below none": b'{"time": 1, "step": -1, "kind": "recovery"}',
+    "a step with 400 digits": b'{"time": 1, "kind": "recovery", "step": ' + b"9" * 400 + b"}",
+    "a step with 9000 digits": b'{"time": 1, "kind": "recovery", "step": ' + b"9" * 9000 + b"}",
+    "a time that is NaN": b'{"time": NaN, "step": 2, "kind": "recovery"}',
+    "a kind that is a list": b'{"time": 1, "step": 2, "kind": ["start"]}',
+    "a kind that is an object": b'{"time": 1, "step": 2, "kind": {}}',
+    "a start without a step": b'{"time": 1, "kind": "start"}',
+    "100,000 deep": b'{"time": 1, "step": 2, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "torn": b'{"time": 1, "step": 2, "ki',
+    "zeros": b"\0" * 512,
+    "a mark in front": b'\xef\xbb\xbf{"time": 1, "step": 2, "kind": "recovery"}',
+}
+
+
+@pytest.mark.parametrize("content", LINES.values(), ids=LINES)
+def test_a_line_that_no_run_has_written_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
+) -> None:
+    trained(tmp_path, last=2)
+    for name in (EVENTS_FILE, STEPS_FILE):
+        with (tmp_path / name).open("ab") as file:
+            file.write(content + b"\n" + content)
+    journal = Journal(tmp_path)
+    journal.step(3, figures(8))
+    journal.event(Event(kind=RECOVERY, step=3, reason="kept"))
+    timeline = read_timeline(tmp_path)
+    assert [record["step"] for record in timeline.steps] == [1, 2, 3]
+    assert [event["kind"] for event in timeline.events] == [START, RECOVERY]
+    assert caplog.messages == [
+        f"{tmp_path / STEPS_FILE}: 2 of 5 lines cannot be read and are left out",
+        f"{tmp_path / EVENTS_FILE}: 2 of 4 lines cannot be read and are left out",
+    ]
+
+
+def test_a_folder_in_the_place_of_a_file_is_said_to_be_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path, last=2)
+    (tmp_path / EVENTS_FILE).unlink()
+    (tmp_path / EVENTS_FILE).mkdir()
+    timeline = read_timeline(tmp_path)
+    assert (len(timeline.steps), timeline.events) == (2, ())
+    assert caplog.messages == [f"{tmp_path / EVENTS_FILE} cannot be read: not a file"]
+
+
+@pytest.mark.parametrize("value", [None, "8", [8], {}, True, float("nan"), float("-inf"), 10**400], ids=str)
+def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    journal = trained(tmp_path, last=5)
+    journal.step(6, dict.fromkeys(["samples", "microbatch_rows", "target_tokens_per_second"], value))
+    journal.step(7, {"peak_bytes": value, "budget_bytes": 2**30})
+    assert panels_of(tmp_path, monkeypatch) == ["batch size", "target tokens / s"]
+
+
+def break_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no font found\nand much more about it")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    return "no font found"
+
+
+def put_a_folder_there(tmp_path: Path, _: pytest.MonkeyPatch) -> str:
+    (tmp_path / REPORT_FILE).mkdir()
+    return "Is a directory"
+
+
+@pytest.mark.parametrize("spoil", [break_matplotlib, put_a_folder_there])
+def test_a_picture_that_cannot_be_drawn_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path, pytest.MonkeyPatch], str],
+) -> None:
+    trained(tmp_path)
+    cause = spoil(tmp_path, monkeypatch)
+    assert draw_run(tmp_path, read_timeline(tmp_path)) is None
+    assert caplog.messages == [f"adaptive_report.png is not drawn: {cause}"]
+
+
+def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: Path) -> None:
+    trained(tmp_path)
+    with (tmp_path / STEPS_FILE).open("ab") as file:
+        file.write(b'null\n{"step": 21, "micro\xff')
+    command = [sys.executable, "-m", "torchtune_adaptive.run_picture", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{tmp_path / STEPS_FILE}: 2 of 22 lines cannot be read and are left out" in ended.stderr
+    assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")

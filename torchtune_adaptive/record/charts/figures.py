@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
+
+from torchtune_adaptive.record.files import reason, replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _log = logging.getLogger(__name__)
+
+Arguments = ParamSpec("Arguments")
+
 # Okabe and Ito's: told apart with any colour vision, and in print.
 BLUE, ORANGE, GREEN, PINK, SKY, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
 ALARM = "#D55E00"
@@ -30,9 +38,30 @@ def new_figure(path: Path, width: float, height: float) -> Figure | None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=200)
+    """In the format that the file's name asks for."""
+    image = io.BytesIO()
+    figure.savefig(image, format=path.suffix[1:] or "png", dpi=200)
+    replace_file(path, image.getvalue())
     return path
+
+
+def no_run_ends_over(
+    name: str,
+) -> Callable[[Callable[Arguments, Path | None]], Callable[Arguments, Path | None]]:
+    """For what draws this picture: if that fails, in whatever way, one line says why, and the answer is None."""
+
+    def decorate(draw: Callable[Arguments, Path | None]) -> Callable[Arguments, Path | None]:
+        @wraps(draw)
+        def draw_if_possible(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Path | None:
+            try:
+                return draw(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001 - matplotlib, its fonts, its cache, the disk
+                _log.warning("%s is not drawn: %s", name, reason(error))
+                return None
+
+        return draw_if_possible
+
+    return decorate
 
 
 def unit_of(count: float) -> tuple[str, int]:

@@ -1,6 +1,6 @@
 """Draws what became of a run: `adaptive_report.png`.
 
-    python -m torchtune_adaptive.run_picture OUTPUT_DIR
+    python -m torchtune_adaptive.record.charts.run OUTPUT_DIR
 
 From the record in the run's `output_dir`, so a run that is still going, or has failed, can be drawn as well.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import logging
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from torchtune_adaptive.record.charts.figures import (
     SKY,
     legend_beside,
     new_figure,
+    no_run_ends_over,
     save,
     tidy,
     unit_of,
@@ -45,12 +47,12 @@ _EVENTS = {
 }
 
 
-def draw_run(directory: Path) -> Path | None:
-    """Draws the run in this directory; without matplotlib one line on how to get it, without steps nothing: None."""
-    timeline = read_timeline(directory)
-    if not timeline.steps:
+@no_run_ends_over(REPORT_FILE)
+def draw_run(directory: Path, timeline: Timeline) -> Path | None:
+    """Draws the run into its directory. None without matplotlib or without steps, or if it fails: a line says why."""
+    panels = [draw for draw, figures in _PANELS.items() if timeline.series(*figures)[0]]
+    if not panels:
         return None
-    panels = [_draw_sizes, *([_draw_memory] if timeline.series("peak_bytes")[0] else []), _draw_speed]
     figure = new_figure(directory / REPORT_FILE, 8.4, 1.2 + 2.0 * len(panels))
     if figure is None:
         return None
@@ -80,8 +82,7 @@ def _draw_sizes(axes: Axes, timeline: Timeline) -> None:
 
 
 def _draw_memory(axes: Axes, timeline: Timeline) -> None:
-    steps, peaks = timeline.series("peak_bytes")
-    budgets = timeline.series("budget_bytes")[1]
+    steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
     unit, unit_bytes = unit_of(max(budgets))
     used, allowed = ([count / unit_bytes for count in counts] for counts in (peaks, budgets))
     axes.plot(steps, used, color=BLUE, linewidth=1.2, label="peak of the fullest rank")
@@ -97,6 +98,14 @@ def _draw_speed(axes: Axes, timeline: Timeline) -> None:
     axes.plot(steps, smooth, color=BLUE, linewidth=1.4, label="all ranks, median of 11 steps")
     axes.set_ylim(0, 1.15 * max(rates))
     axes.set_ylabel("target tokens / s")
+
+
+_PANELS: dict[Callable[[Axes, Timeline], None], tuple[str, ...]] = {
+    _draw_sizes: (),
+    _draw_memory: ("peak_bytes", "budget_bytes"),
+    _draw_speed: ("target_tokens_per_second",),
+}
+"""Each with the figures that it cannot do without."""
 
 
 def _mark_events(axes: Axes, timeline: Timeline) -> None:
@@ -124,9 +133,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output_dir", type=Path)
     directory = parser.parse_args().output_dir
-    if not read_timeline(directory).steps:
-        parser.exit(1, f"nothing to draw: {directory} holds no record of a run\n")
+    # or nobody would learn what is missing: lines of the record, or matplotlib
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)  # or nobody would learn that matplotlib is missing
-    path = draw_run(directory)
+    logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)
+    timeline = read_timeline(directory)
+    if not timeline.steps:
+        parser.exit(1, f"nothing to draw: {directory} holds no record of a run\n")
+    path = draw_run(directory, timeline)
     parser.exit(0 if path else 1, f"{path}\n" if path else None)
+
+
+if __name__ == "__main__":
+    main()

@@ -14,6 +14,7 @@ from torchtune_adaptive.record.charts.figures import (
     YELLOW,
     legend_beside,
     new_figure,
+    no_run_ends_over,
     save,
     tidy,
     unit_of,
@@ -30,6 +31,7 @@ PLOT_FILE = "batch_search.png"
 _PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)
 
 
+@no_run_ends_over(PLOT_FILE)
 def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> Path | None:
     """Draws `batch_search.png`; without matplotlib, logs one line on how to get it, and returns None."""
     if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:
@@ -48,6 +50,7 @@ def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> 
     return save(figure, directory / PLOT_FILE)
 
 
+@no_run_ends_over(PLOT_FILE)
 def draw_profile(directory: Path, result: Profile) -> Path | None:
     """Draws `batch_search.png`: what was measured at each length, and the surfaces there; None without matplotlib."""
     if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:

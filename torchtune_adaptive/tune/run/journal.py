@@ -10,8 +10,10 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtune_adaptive.record.charts.run import draw_run
-from torchtune_adaptive.record.events import SCHEDULE, START, Event, Journal
-from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.record.events import SCHEDULE, START, Event
+from torchtune_adaptive.record.journal import Journal
+from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.schedules.growth import EpochPlan, total_steps
 from torchtune_adaptive.tune.start.settings import Settings
 
 
@@ -34,7 +36,8 @@ class RunJournal:
     def start(self, steps_done: int) -> None:
         """What the files hold of later steps, from a run that ended early, does not count any more."""
         how = f"training starts after step {steps_done}" if steps_done else "training starts"
-        self.event(Event(kind=START, step=steps_done, reason=how))
+        if self._journal is not None:
+            self._journal.start(Event(kind=START, step=steps_done, reason=how))
         self._steps_before = steps_done
 
     def found(self, event: Event) -> None:
@@ -45,6 +48,8 @@ class RunJournal:
         """Where the samples of a step are not those of the epoch before."""
         if not past or past[-1].samples_per_step == plan.samples_per_step:
             return
+        if step > total_steps(past):  # resumed in the middle of the epoch, which was told when it began
+            return
         before, after = past[-1].samples_per_step * ranks, plan.samples_per_step * ranks
         reason = f"epoch {plan.epoch}: batch size {past[-1].batch_size} -> {plan.batch_size}, samples a step {after}"
         self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
@@ -52,5 +57,4 @@ class RunJournal:
     def close(self) -> None:
         """Once training has ended: the picture."""
         if self._journal is not None:
-            self._journal.close()
-            draw_run(self._directory)
+            draw_run(self._directory, read_timeline(self._directory))

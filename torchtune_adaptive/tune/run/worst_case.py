@@ -14,6 +14,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample, length_of
 
@@ -53,9 +54,8 @@ def longest_sample(cfg: DictConfig, dataset: Any) -> Longest:
     if not all(length for length, _ in Agreement(2).gather(known)):
         known = _scan(dataset)
         if dist.get_rank() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
             record = {"key": key, "longest": known.length, "index": known.at}
-            path.write_text(json.dumps(record) + "\n", encoding="utf-8")
+            keep_file(path, (json.dumps(record) + "\n").encode(), "the next run will look for the longest sample again")
     return known
 
 
@@ -75,9 +75,9 @@ def _by_length(sample: Longest) -> tuple[int, int]:
 def _read(path: Path, key: str) -> Longest:
     """The answer of an earlier scan of the same data; of length 0 if there is none."""
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        return Longest(int(record["longest"]), int(record["index"])) if record["key"] == key else Longest(0, 0)
-    except (OSError, ValueError, KeyError, TypeError):
+        record = read_json(path) or {}
+        return Longest(int(record["longest"]), int(record["index"])) if record.get("key") == key else Longest(0, 0)
+    except (ValueError, KeyError, TypeError, OverflowError):  # the last one for Infinity, which JSON in Python can say
         return Longest(0, 0)
 
 

@@ -1,0 +1,97 @@
+"""Small files: whole or not there, and never the end of a run."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.record import files
+from torchtune_adaptive.record.files import keep_file, read_json, replace_file
+
+WRITING_FOREVER = """
+import runpy, sys
+from pathlib import Path
+replace_file = runpy.run_path(sys.argv[1])["replace_file"]
+while True:
+    for letter in (b"a", b"b"):
+        replace_file(Path(sys.argv[2]), letter * 2_000_000)
+"""
+
+
+def test_killed_at_any_moment_it_holds_the_old_content_or_the_new(tmp_path: Path) -> None:
+    path, seconds = tmp_path / "folder" / "file", random.Random(0)
+    seen = set()
+    for _ in range(12):
+        writer = subprocess.Popen([sys.executable, "-c", WRITING_FOREVER, files.__file__, str(path)])
+        try:
+            deadline = time.monotonic() + 60
+            while not path.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(seconds.uniform(0.05, 0.15))
+        finally:
+            writer.kill()
+            writer.wait()
+        content = path.read_bytes()
+        assert content in (b"a" * 2_000_000, b"b" * 2_000_000)
+        seen.add(content[:1])
+    assert {entry.name for entry in path.parent.iterdir()} <= {"file", "file.tmp"}
+    replace_file(path, b"c")
+    assert [entry.name for entry in path.parent.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace"])
+def test_what_fails_leaves_the_old_content_and_nothing_besides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    replace_file(tmp_path / "file", b"old")
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="No space left"):
+        replace_file(tmp_path / "file", b"new")
+    assert (tmp_path / "file").read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_others_may_read_it_as_the_users_umask_says(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        replace_file(tmp_path / "file", b"")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_file_that_a_run_can_do_without_is_told_of_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").mkdir()
+    keep_file(tmp_path / "file", b"", "nobody will know")
+    assert caplog.messages == [f"{tmp_path / 'file'} was not written (Is a directory): nobody will know"]
+
+
+def test_no_file_is_no_json_and_no_error(tmp_path: Path) -> None:
+    assert read_json(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"null", b"[1]", b"\xff", b"\0" * 9, b"[" * 100_000],
+    ids=["empty", "torn", "null", "list", "no UTF-8", "zeros", "deep"],
+)
+def test_a_file_that_is_no_json_object_is_one_kind_of_error(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "file").write_bytes(content)
+    with pytest.raises(ValueError, match=r"."):
+        read_json(tmp_path / "file")
+
+
+def test_a_folder_is_no_json_either(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="Is a directory"):
+        read_json(tmp_path)

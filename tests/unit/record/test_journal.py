@@ -1,0 +1,260 @@
+"""Writing the record of a run: never an error, one line if something is missing, whole lines whatever comes between."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchtune_adaptive.record.events import EVENTS_FILE, RECOVERY, START, STEPS_FILE, Event
+from torchtune_adaptive.record.journal import Journal
+from torchtune_adaptive.record.timeline import read_timeline
+
+FILES = (EVENTS_FILE, STEPS_FILE)
+
+
+def start(journal: Journal, step: int) -> None:
+    journal.start(Event(kind=START, step=step, reason="training starts"))
+
+
+def write_a_run(directory: Path, steps: int = 3) -> None:
+    journal = Journal(directory)
+    start(journal, 0)
+    for step in range(1, steps + 1):
+        journal.step(step, {"loss": 1.0})
+        journal.event(Event(kind=RECOVERY, step=step, reason="out of memory"))
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [record["step"] for record in read_timeline(directory).steps]
+
+
+def a_file_instead(directory: Path) -> None:
+    directory.write_text("")
+
+
+def folders_instead(directory: Path) -> None:
+    for name in FILES:
+        (directory / name).mkdir(parents=True)
+
+
+def a_full_disk(directory: Path) -> None:
+    directory.mkdir()
+    for name in FILES:
+        (directory / name).symlink_to("/dev/full")
+
+
+def nowhere(directory: Path) -> None:
+    """Where not even root may write."""
+    directory.symlink_to("/proc/nowhere")
+
+
+CAUSES = {
+    a_file_instead: "File exists",
+    folders_instead: "Is a directory",
+    a_full_disk: "No space left on device",
+    nowhere: "File exists",  # of the link, of which mkdir speaks
+}
+
+
+@pytest.mark.parametrize("spoil", CAUSES, ids=lambda spoil: spoil.__name__)
+def test_where_nothing_can_be_written_one_line_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], None]
+) -> None:
+    spoil(tmp_path / "out")
+    write_a_run(tmp_path / "out")
+    (line,) = caplog.messages
+    assert line.startswith(f"the record of this run is incomplete: {tmp_path / 'out'}")
+    assert line.endswith(f": {CAUSES[spoil]}; training goes on")
+
+
+def test_a_folder_that_vanishes_is_told_of_once_and_is_not_made_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path / "out")
+    start(journal, 0)
+    shutil.rmtree(tmp_path / "out")
+    for step in range(1, 4):
+        journal.step(step, {})
+    assert len(caplog.messages) == 1
+    assert "No such file or directory" in caplog.messages[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pipe_in_the_place_of_a_file_does_not_make_the_run_wait(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in FILES:
+        os.mkfifo(tmp_path / name)
+    write_a_run(tmp_path, steps=500)
+    assert read_timeline(tmp_path).steps == ()
+    assert any("not a file" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("figure", [object(), {object(): 1}, b"bytes"], ids=["object", "key", "bytes"])
+def test_a_figure_that_cannot_be_written_costs_its_line_only(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, figure: Any
+) -> None:
+    journal = Journal(tmp_path)
+    journal.step(1, {"loss": 1.0})
+    journal.step(2, {"loss": figure})
+    journal.step(3, {"loss": float("nan")})
+    assert steps_in(tmp_path) == [1, 3]
+    assert len(caplog.messages) == 1
+
+
+@contextmanager
+def files_no_larger_than(count: int) -> Iterator[None]:
+    """A disk that is full for every file of this size. Python ignores the signal that would come with it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", range(150, 230, 7))
+def test_after_a_full_disk_has_room_again_the_record_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, room: int
+) -> None:
+    journal = Journal(tmp_path)
+    start(journal, 0)
+    with files_no_larger_than(room):
+        for step in range(1, 11):
+            journal.step(step, {"loss": 1.0})
+    assert [line.partition(":")[0] for line in caplog.messages] == ["the record of this run is incomplete"]
+    for step in (11, 12):
+        journal.step(step, {"loss": 1.0})
+    assert (tmp_path / STEPS_FILE).stat().st_size > room
+    steps = steps_in(tmp_path)
+    assert steps[-2:] == [11, 12]
+    assert steps[:-2] == list(range(1, len(steps) - 1))
+    assert 2 <= len(steps[:-2]) < 10
+
+
+sessions = st.lists(
+    st.tuples(
+        st.floats(0, 1),  # from which checkpoint it goes on
+        st.lists(st.booleans(), max_size=6),  # its steps, and which of them run out of memory
+        st.floats(0, 1),  # when it is killed: which write
+        st.floats(0, 1),  # and which byte of it
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+class Story:
+    """What a run went through, beside the files that it left."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.steps: dict[int, int] = {}
+        """Which session trained it."""
+        self.recoveries: list[tuple[int, int]] = []
+        self.sessions = 0
+
+    def session(self, resume_at: float, steps: list[bool], killed_at: float, byte: float, *, last: bool) -> None:
+        """Trains these steps after one that it has trained before; only the last session ends by itself."""
+        done = round(resume_at * len(self.steps))
+        self.steps = {step: by for step, by in self.steps.items() if step <= done}
+        self.recoveries = [(step, by) for step, by in self.recoveries if 0 < step <= done]
+        self.sessions += 1
+        writes = list(self._writes(done, steps))
+        killed_in = len(writes) if last else int(killed_at * len(writes))
+        for number, (write, happened) in enumerate(writes[: killed_in + 1]):
+            before = self._content()
+            write()
+            whole = self._keep_part(before, byte) if number == killed_in else True
+            if whole:
+                happened()
+
+    def _writes(self, done: int, steps: list[bool]) -> Iterator[tuple[Callable[[], None], Callable[[], None]]]:
+        """What is written, and what is true once that is on disk."""
+        journal, session = Journal(self.directory), self.sessions
+        yield lambda: start(journal, done), lambda: None
+        for step, recovers in enumerate(steps, done + 1):
+            event = Event(kind=RECOVERY, step=step, reason="", rows=session)
+            if recovers:
+                happened = (step, session)
+                yield lambda e=event: journal.event(e), lambda h=happened: self.recoveries.append(h)  # type: ignore[misc]
+            trained = {step: session}
+            yield (
+                lambda s=step: journal.step(s, {"session": session, "loss": 0.5}),  # type: ignore[misc]
+                lambda t=trained: self.steps.update(t),  # type: ignore[misc]
+            )
+
+    def _content(self) -> dict[str, bytes]:
+        return {name: (self.directory / name).read_bytes() for name in FILES if (self.directory / name).exists()}
+
+    def _keep_part(self, before: dict[str, bytes], byte: float) -> bool:
+        """Leaves the write in the middle; whether it is whole all the same, but for the end of its line."""
+        grown = {name: content[len(before.get(name, b"")) :] for name, content in self._content().items()}
+        left = kept = round(byte * sum(map(len, grown.values())))
+        for name in FILES:
+            if name in grown:
+                written = grown[name][:left]
+                (self.directory / name).write_bytes(before.get(name, b"") + written)
+                left -= len(written)
+        return kept >= sum(map(len, grown.values())) - 1
+
+
+@given(sessions)
+def test_killed_at_any_byte_and_resumed_a_run_has_each_step_once(
+    tmp_path_factory: pytest.TempPathFactory, sessions: list[tuple[float, list[bool], float, float]]
+) -> None:
+    story = Story(tmp_path_factory.mktemp("run"))
+    for number, (resume_at, steps, killed_at, byte) in enumerate(sessions, 1):
+        story.session(resume_at, steps, killed_at, byte, last=number == len(sessions))
+    timeline = read_timeline(story.directory)
+    assert [record["step"] for record in timeline.steps] == list(range(1, len(story.steps) + 1))
+    assert {record["step"]: record["session"] for record in timeline.steps} == story.steps
+    recoveries = [(event["step"], event["rows"]) for event in timeline.events if event["kind"] == RECOVERY]
+    assert recoveries == story.recoveries
+
+
+def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path) -> None:
+    """As on another machine, where the run goes on."""
+    for first, last, clock in ((1, 6, 2e9), (4, 5, 1e9)):
+        with mock.patch("torchtune_adaptive.record.journal.time.time", return_value=clock):
+            journal = Journal(tmp_path)
+            start(journal, first - 1)
+            for step in range(first, last + 1):
+                journal.step(step, {"clock": clock})
+    clocks = [record["clock"] for record in read_timeline(tmp_path).steps]
+    assert clocks == [2e9, 2e9, 2e9, 1e9, 1e9]
+
+
+def test_lost_steps_do_not_count_even_where_the_run_that_goes_on_logs_fewer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in range(1, 8):
+        journal.step(step, {})
+    start(Journal(tmp_path), 3)
+    assert steps_in(tmp_path) == [1, 2, 3]
+    Journal(tmp_path).step(10, {})
+    assert steps_in(tmp_path) == [1, 2, 3, 10]
+
+
+def test_lost_steps_do_not_count_even_where_the_start_could_not_be_written(tmp_path: Path) -> None:
+    write_a_run(tmp_path, steps=7)
+    with files_no_larger_than(1):
+        start(Journal(tmp_path), 3)
+    Journal(tmp_path).step(4, {})
+    assert steps_in(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_run_that_was_never_interrupted_has_nothing_but_steps_in_its_steps(tmp_path: Path) -> None:
+    write_a_run(tmp_path, steps=2)
+    lines = [json.loads(line) for line in (tmp_path / STEPS_FILE).read_text().splitlines()]
+    assert [set(line) for line in lines] == [{"time", "step", "loss"}] * 2

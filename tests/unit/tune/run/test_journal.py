@@ -1,0 +1,34 @@
+"""The record of a run as the recipes keep it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from torchtune_adaptive.record.events import SCHEDULE
+from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.schedules.growth import double_every, simulate
+from torchtune_adaptive.tune.run.journal import RunJournal
+
+
+def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the second epoch began and resumed where it begins; then again, in the middle of it."""
+    plans = simulate(double_every(1), epochs=2, batch_size=2, gradient_accumulation_steps=1, samples_per_rank=8)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    settings: Any = mock.Mock(output_dir=str(tmp_path))
+    for steps_done in (0, 4, 5):
+        journal = RunJournal(settings)
+        journal.start(steps_done)
+        for step in range(steps_done + 1, 4 + 1):
+            journal.step(step, {})
+        journal.epoch(plans[1], plans[:1], max(4, steps_done), ranks=2)
+        for step in range(max(4, steps_done) + 1, 6 + 1):
+            journal.step(step, {})
+    timeline = read_timeline(tmp_path)
+    assert [event["step"] for event in timeline.events if event["kind"] == SCHEDULE] == [4]
+    assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]

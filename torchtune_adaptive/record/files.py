@@ -1,0 +1,68 @@
+"""Small files that are whole or not there at all, whatever happens while they are written."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Puts a file in place, folders included: after a crash it holds the old content or the new. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Always the same name: what a kill leaves behind is overwritten by the next try.
+    beside = path.with_name(f"{path.name}.tmp")
+    try:
+        with beside.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # or the name could reach the disk before what it stands for
+        os.replace(beside, path)
+    except OSError:
+        with suppress(OSError):
+            beside.unlink()
+        raise
+    _sync_folder(path.parent)
+
+
+def keep_file(path: Path, content: bytes, otherwise: str) -> None:
+    """Writes a file that a run can do without: if that fails, one line says why, and what follows from it."""
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        logger.warning("%s was not written (%s): %s", path, reason(error), otherwise)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in a small JSON file; None if there is no file. Raises ValueError, which does not name the file."""
+    try:
+        content = json.loads(path.read_bytes().decode("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, RecursionError) as error:
+        raise ValueError(reason(error)) from error
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds a {type(content).__name__}")
+    return content
+
+
+def reason(error: BaseException) -> str:
+    """A line on what went wrong; of an OSError only its cause, since the caller names the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a renaming durable, on file systems that can."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,87 @@
+"""Writes the record of a run, and never ends the run over it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
+from torchtune_adaptive.record.files import reason
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """Appends lines to the two files of a run.
+
+    Nothing here raises. The first line that cannot be written is told of once; later ones are tried all the same, since
+    a full disk may have room again.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._incomplete = False
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self._tell(directory, error)
+
+    def start(self, event: Event) -> None:
+        """Training starts after `event.step`: in both files, what comes before this line and is of later steps is void.
+
+        A file of steps that is empty has nothing to void, so only a run that goes on has such lines among its steps.
+        """
+        self.event(event)
+        if _has_content(self._directory / STEPS_FILE):
+            self._append(STEPS_FILE, {"kind": START, "step": event.step})
+
+    def event(self, event: Event) -> None:
+        self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
+
+    def step(self, step: int, figures: Mapping[str, Any]) -> None:
+        self._append(STEPS_FILE, {"step": step, **figures})
+
+    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+        try:
+            _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **record}))
+        except Exception as error:  # noqa: BLE001 - whatever it is, a run is worth more than a line about it
+            self._tell(self._directory / name, error)
+
+    def _tell(self, path: Path, error: Exception) -> None:
+        if not self._incomplete:
+            logger.warning("the record of this run is incomplete: %s: %s; training goes on", path, reason(error))
+        self._incomplete = True
+
+
+def _append_line(path: Path, line: str) -> None:
+    """The whole line at once, so that what was written before a crash stays readable. Raises OSError.
+
+    The file is opened for every line: one that was deleted or moved away is noticed. Without waiting, because there may
+    be a pipe in its place, and nobody who reads it.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        content = f"{_line_break_if_torn(descriptor)}{line}\n".encode()
+        if os.write(descriptor, content) < len(content):
+            raise OSError("no room for a whole line")
+    finally:
+        os.close(descriptor)
+
+
+def _line_break_if_torn(descriptor: int) -> str:
+    """What ends a line that was left unfinished, which would swallow the next one."""
+    size = os.fstat(descriptor).st_size
+    return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
+
+
+def _has_content(path: Path) -> bool:
+    try:
+        return path.stat().st_size > 0
+    except OSError:
+        return False
