@@ -19,6 +19,10 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.distributed.models", "tests.recipes.running"])
 
 
+PATIENCE = 4
+"""How much longer things may take here than on two idle cores: only what hangs takes longer than that."""
+
+
 class RankFailed(AssertionError):
     """A rank raised or died."""
 
@@ -33,7 +37,9 @@ def run_on_ranks(
     """`function(*args)` on every rank of a gloo process group; what it returned, in order of rank.
 
     Like torchrun, it ends all ranks as soon as one has failed. With `in_group=False` the function joins a group itself.
+    `timeout_s` is for an idle machine.
     """
+    timeout_s *= PATIENCE
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     port = free_ports(1)[0]
     processes: list[BaseProcess] = []
@@ -115,6 +121,6 @@ def free_ports(count: int) -> list[int]:
             port = random.SystemRandom().randrange(12_000, 32_000)
             probe = open_sockets.enter_context(socket.socket())
             with suppress(OSError):
-                probe.bind(("127.0.0.1", port))
+                probe.bind(("", port))  # on all interfaces, as a store listens
                 ports.append(port)
         return ports

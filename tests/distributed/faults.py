@@ -251,7 +251,7 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
-    arguments.add_argument("--timeout", type=float, default=3600, help="seconds that one case may take")
+    arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
     options = arguments.parse_args()
     total = Outcome()
     for case in (case for case in CASES if options.case in case.name):

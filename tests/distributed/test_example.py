@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.ranks import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -11,7 +13,7 @@ def output_of(example: str) -> subprocess.CompletedProcess[str]:
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"examples/{example}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120 * PATIENCE
     )
     assert run.returncode == 0, run.stderr
     return run

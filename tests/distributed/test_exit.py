@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.ranks import PATIENCE
+
 ROOT = Path(__file__).parents[2]
 
 LETS_GO_SLOWLY = '''
@@ -50,6 +52,6 @@ def test_what_gloo_still_holds_does_not_abort_a_process_that_is_done(tmp_path: P
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=120 * PATIENCE,
     )
     assert ended.returncode == 0, ended.stderr

@@ -12,7 +12,7 @@ from torch.distributed.tensor import distribute_module
 
 from tests.distributed.injection import Injector
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
-from tests.ranks import RankFailed, run_on_ranks
+from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.limits.limit import RowLimit
@@ -73,7 +73,7 @@ def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
     started = time.monotonic()
     with pytest.raises(RankFailed, match="UnrecoverableError: rank 1 ran out of memory with nothing but its shard"):
         run_on_ranks(2, run_without_memory_to_drain)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 30 * PATIENCE  # half of what a rank waits for one that is silent
 
 
 def commit_out_of_memory() -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
+from tests.ranks import PATIENCE
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.start.configs import locate, read_command_line
 
@@ -31,6 +32,13 @@ OURS = {
     "full": ("adaptive_full_finetune_distributed", "AdaptiveFullFinetuneDistributed"),
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoraFinetuneDistributed"),
 }
+SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.fused=False")
+"""For comparing weights: Adam divides by what may be next to nothing, so that the order in which a CPU adds up can move
+a weight by a part of the learning rate."""
+RELATIVE = 1e-5
+"""By how much losses, gradient norms and, with SGD, weights may differ from CPU to CPU."""
+RELATIVE_AFTER_ADAM = 1e-4
+"""Likewise losses and gradient norms."""
 COMMAND_MARK = "TORCHTUNE_ADAPTIVE_TEST_COMMAND"
 STOCK_CLASSES = {"full": "FullFinetuneRecipeDistributed", "lora": "LoRAFinetuneRecipeDistributed"}
 
@@ -143,10 +151,12 @@ def tune_run(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout
 
 
 def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
-    """The command with a mark in its environment, so that none of its processes outlives it, nor the timeout.
+    """The command with a mark in its environment, so that none of its processes outlives it, nor the timeout, which is
+    for an idle machine.
 
     torchrun's ranks have sessions of their own, so a session would not be enough.
     """
+    timeout_s *= PATIENCE
     began = time.monotonic()
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
@@ -175,7 +185,7 @@ def end_marked(name: str, mark: str) -> list[int]:
     for process in found:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * PATIENCE
     while marked(name, mark) and time.monotonic() < deadline:  # what is killed takes a moment to end
         time.sleep(0.05)
     return found

@@ -10,6 +10,7 @@ from unittest import mock
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training.checkpointing import _checkpointer
 
+from tests.ranks import PATIENCE
 from torchtune_adaptive.tune.parts import process_group
 
 
@@ -29,7 +30,7 @@ def stopped_before(epoch: int) -> Iterator[None]:
     def begin(sampler: StatefulDistributedSampler, begun: int) -> None:
         if begun == epoch:
             for future in being_saved:
-                future.result(timeout=60)
+                future.result(timeout=60 * PATIENCE)
             raise _Stopped
         set_epoch(sampler, begun)
 

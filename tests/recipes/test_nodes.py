@@ -30,7 +30,7 @@ TIMEOUT_S = 120
 MARK = "TORCHTUNE_ADAPTIVE_TEST_OF_NODES"
 LEAVES_A_PROCESS = """
 import subprocess
-subprocess.Popen(["sleep", "60"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+subprocess.Popen(["sleep", "600"], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 """
 
 
@@ -114,7 +114,7 @@ def test_out_of_memory_on_the_second_node_costs_repeated_steps_on_both(one_node:
 
 def test_a_process_that_is_left_running_is_found_and_ended() -> None:
     with pytest.raises(AssertionError, match=r"== \[\]"), nothing_left_running():
-        subprocess.run([sys.executable, "-c", LEAVES_A_PROCESS], timeout=30, check=True)
+        subprocess.run([sys.executable, "-c", LEAVES_A_PROCESS], timeout=120, check=True)
 
 
 def test_a_command_that_ends_takes_along_what_it_has_started_in_other_sessions() -> None:

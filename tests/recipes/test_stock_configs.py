@@ -23,7 +23,7 @@ FULL = [stock for stock in ALL if not stock.is_lora]
 LORA = [stock for stock in ALL if stock.is_lora]
 MLP = {"w1", "w2", "w3"}
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(3600)
 """The first test waits for all the runs, on a machine that may be busy with others."""
 
 

@@ -30,7 +30,7 @@ def test_killed_at_any_moment_it_holds_the_old_content_or_the_new(tmp_path: Path
     for _ in range(12):
         writer = subprocess.Popen([sys.executable, "-c", WRITING_FOREVER, files.__file__, str(path)])
         try:
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 240
             while not path.exists() and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(seconds.uniform(0.05, 0.15))

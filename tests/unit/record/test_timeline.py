@@ -235,7 +235,7 @@ def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: 
     with (tmp_path / STEPS_FILE).open("ab") as file:
         file.write(b'null\n{"step": 21, "micro\xff')
     command = [sys.executable, "-m", "torchtune_adaptive.run_picture", str(tmp_path)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert ended.returncode == 0, ended.stderr
     assert f"{tmp_path / STEPS_FILE}: 2 of 22 lines cannot be read and are left out" in ended.stderr
     assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")
