@@ -154,7 +154,7 @@ def test_a_rank_with_too_little_memory_trains_to_the_losses_of_unlimited_memory(
     (expected, _, need_bytes), _ = run_on_ranks(2, train_capped, None)
     for losses, recoveries, _ in run_on_ranks(2, train_capped, int(0.6 * need_bytes)):
         assert recoveries >= 1
-        assert losses == pytest.approx(expected, rel=1e-5)
+        assert losses == pytest.approx(expected, rel=1e-4)  # after Adam, in other microbatches
 
 
 class Lines(logging.Handler):

@@ -55,7 +55,7 @@ def runner_of(model: nn.Module, limit: Limit, injector: Injector | None = None, 
 
 
 def close(left: Gradients, right: Gradients) -> bool:
-    return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-6) for name in left)
+    return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in left)
 
 
 def step_by_rows_and_by(limit: Limit) -> tuple[bool, bool, int, int]:

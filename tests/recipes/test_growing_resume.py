@@ -10,7 +10,7 @@ import pytest
 
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import demo_config, run_ours
+from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
 from tests.recipes.stopping import stopped_before, to_resume
 
 EPOCHS = 6
@@ -62,4 +62,4 @@ def test_losses_sizes_and_rates_are_those_of_the_run_that_never_stopped(folder: 
     ]
     for one, other in zip(stopped, whole, strict=True):
         for figure in ("step", "loss", "grad_norm", "lr", "microbatch_rows"):
-            assert one[figure] == pytest.approx(other[figure], rel=1e-5, abs=1e-12), figure
+            assert one[figure] == pytest.approx(other[figure], rel=RELATIVE_AFTER_ADAM, abs=1e-12), figure
