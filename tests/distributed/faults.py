@@ -50,6 +50,8 @@ class Case:
     """Whether it fails once more: "never", in the "retry" or in the "drain"."""
     first_pass: bool = False
     """Whether the failing step is the first one that the model ever runs."""
+    kind: str = "a type of torch's"
+    """The error that says so: one of injection.KINDS."""
     stride: int = 1
     """Of the exhaustive sweep: 1 is every operation."""
 
@@ -110,7 +112,7 @@ class Bench:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.samples = samples_of(dist.get_rank(), SAMPLES_PER_STEP)
-        self.injector = Injector()
+        self.injector = Injector(case.kind)
         self.expected: dict[int, Step] = {}
         self._renew()
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.faults import CASES, Case, sweep
-from tests.distributed.injection import Injector
+from tests.distributed.injection import KINDS, Injector
 from tests.distributed.models import (
     ModelConfig,
     build,
@@ -34,6 +34,12 @@ SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputatio
 def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
     for outcome in run_on_ranks(case.world_size, sweep, case, SAMPLED, timeout_s=120):
         assert outcome == (SAMPLED, SAMPLED, 0, 0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_running_out_of_memory_is_recovered_from_however_it_is_said(kind: str):
+    for outcome in run_on_ranks(2, sweep, Case(kind, kind=kind), 3, timeout_s=120):
+        assert outcome == (3, 3, 0, 0)
 
 
 @pytest.mark.parametrize("name", ["plain", "first pass"])

@@ -38,9 +38,19 @@ def explaining_failures(what: str) -> Iterator[None]:
         if is_oom(error):
             raise
         raise UnrecoverableError(
-            f"{what} failed on rank {rank()} ({error}); another rank has ended or the network has failed, "
-            "and the ranks no longer agree on where they are: start again from the last checkpoint"
+            f"{what} failed on rank {rank()} ({error}); {_meaning_of(error)}: start again from the last checkpoint"
         ) from error
+
+
+def _meaning_of(error: Exception) -> str:
+    """Of an error in a collective, for people."""
+    # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays undone.
+    if "unhandled cuda error" in str(error):
+        return (
+            "NCCL's communicator is broken after that, and no rank can go on with it. If CUDA was out of memory, leave "
+            "NCCL more of it: lower adaptive.memory_limit, say to 0.9, or batch_size"
+        )
+    return "another rank has ended or the network has failed, and the ranks no longer agree on where they are"
 
 
 class Agreement:
