@@ -2,11 +2,14 @@
 
 import gc
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.searching import (
@@ -24,6 +27,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.find import find_max_batch_size
 from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.step.reports import Totals
 
 SIZES = range(1, 15)
 
@@ -154,3 +158,34 @@ def test_a_policy_and_a_critic_are_searched_together_on_all_ranks():
     assert rows >= 2
     assert phases[0] == "policy: layers forward"
     assert phases[-1] == "critic: update"
+
+
+def search_where_rank_1_fails_in_passing(at_calls: tuple[int, ...]) -> tuple[int, str]:
+    """The rows that were found, or the error."""
+    calls = iter(range(1, 1000))
+
+    class Failing(Trained):
+        def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+            if next(calls) in at_calls and dist.get_rank() == 1:
+                raise torch.OutOfMemoryError
+            return super().forward_backward(samples)
+
+    with MemoryMeter() as meter:
+        try:
+            return search_on_rank(Failing(Shape()), meter, [10_000_000] * 2, max_rows=4).rows, ""
+        except OneRowDoesNotFitError as error:
+            return 0, str(error)
+
+
+SHORTEST, SHORTEST_AGAIN = 1, 3  # between them is the replay, which finds out what the peers still expect
+
+
+@pytest.mark.parametrize("at_calls", [(SHORTEST,), (3,)], ids=["the shortest sample", "the first whole row"])
+def test_one_row_is_tried_once_more_before_it_is_said_not_to_fit(at_calls: tuple[int, ...]):
+    assert run_on_ranks(2, search_where_rank_1_fails_in_passing, at_calls) == [(4, "")] * 2
+
+
+def test_one_row_that_fails_twice_does_not_fit_on_all_ranks():
+    first, second = run_on_ranks(2, search_where_rank_1_fails_in_passing, (SHORTEST, SHORTEST_AGAIN))
+    assert first == second
+    assert first[1].startswith("one row of 16 tokens runs out of memory on rank 1")

@@ -156,6 +156,13 @@ class Prober:
         self._probe(rows, {n: [[step.runner.stand_in(step.sample)], [self._samples[n]] * rows] for n, step in steps})
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
+        """Collective: probes, and once more if not even one row fits, which ends a run: what was in the way may pass,
+        say another process on the GPU. All ranks know that some rank failed, so all of them try again."""
+        self._probe_once(rows, microbatches)
+        if rows == 1 and self._failed:
+            self._probe_once(rows, microbatches)
+
+    def _probe_once(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
         """Collective: runs all steps, or as far as they fit, and exchanges what the ranks measured."""
         started, retries_before = perf_counter(), self._memory.retries
         peaks: dict[tuple[str, str], int] = {}
