@@ -17,6 +17,18 @@ class SampleTooLargeError(AdaptiveError):
     """A sample that alone is more than a microbatch may be."""
 
 
+class SampleError(AdaptiveError):
+    """A sample that cannot be read, or that the model cannot take; the message names it by its index."""
+
+
+class NotLearningError(AdaptiveError):
+    """A run that goes on while nothing comes of it."""
+
+
+class EarlyExitError(AdaptiveError):
+    """The process was asked to end before the run was done, with the status of success."""
+
+
 class RecoveryUnsupportedError(AdaptiveError):
     """The model communicates, or updates its weights, in a way that a step cannot be run again."""
 

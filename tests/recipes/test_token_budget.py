@@ -20,6 +20,7 @@ from tests.recipes.running import (
     run_ours,
     run_stock,
     saved_weights,
+    start_here,
 )
 from tests.recipes.stopping import stopped_before, to_resume
 from tests.recipes.test_adaptive_runs import run_and_listen
@@ -128,6 +129,24 @@ def test_auto_measures_a_few_lengths_without_running_out_of_memory(measured: Run
     assert record["result"]["budget_bytes"] == 48 * 2**20
     picture = measured.folder / "auto" / "out" / "batch_search.png"
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("growth", "most"), [((), 8), (("epochs=2", "batch_increase_function=tests.recipes.test_token_budget.twice"), 16)]
+)
+def test_auto_probes_no_more_rows_than_a_step_has_samples(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, growth: tuple[str, ...], most: int
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ample = ("adaptive.memory_limit=1GiB", "adaptive.token_budget=auto", "use_maximum_batch_size=False")
+    start_here("full", "--config", "adaptive/demo/full", *STEPS, *ample, *growth)
+    record = json.loads((tmp_path / "runs/demo/full/batch_search.json").read_text())
+    assert max(point["rows"] for point in record["result"]["points"]) == most
+
+
+def twice(epoch: int, batch_size: int) -> int:
+    """A `batch_increase_function`."""
+    return batch_size if epoch == 1 else 0
 
 
 def test_auto_says_what_it_measured_and_trains_without_running_out_of_memory(measured: Runs) -> None:

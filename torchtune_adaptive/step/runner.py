@@ -171,7 +171,8 @@ class StepRunner(Generic[Sample]):
             )
 
     def _lengths(self, samples: Sequence[Sample]) -> list[int]:
-        return [self.length_of(sample) for sample in samples]
+        # A sample without tokens is a row of padding: it takes room too, and no limit divides by its length.
+        return [max(1, self.length_of(sample)) for sample in samples]
 
     def _agree(
         self,

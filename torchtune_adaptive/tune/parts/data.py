@@ -16,6 +16,7 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.loader import StepLoader
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -27,7 +28,7 @@ Collate = Callable[[Sequence[Any]], dict[str, Any]]
 class Data:
     """The dataset of a run, and what stands between it and a microbatch."""
 
-    dataset: Any
+    dataset: NamedSamples
     packed: bool
     """All rows are of one length: several samples in each."""
     collate: Collate
@@ -41,11 +42,12 @@ class Data:
 def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
     dataset, packed = build_dataset(cfg, tokenizer)
     collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
+    samples = NamedSamples(dataset)
     return Data(
-        dataset=dataset,
+        dataset=samples,
         packed=packed,
         collate=collate,
-        loader=build_step_loader(dataset, settings, mesh),
+        loader=build_step_loader(samples, settings, mesh),
         max_seq_len=getattr(tokenizer, "max_seq_len", None),
         ignored_label=cast(int, loss_fn.ignore_index),
     )

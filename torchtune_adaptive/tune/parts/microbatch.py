@@ -49,9 +49,9 @@ class ForwardBackward:
     """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
-        batch = self.collate(samples)
-        self._check_length(batch)
         ignored = cast(int, self.loss_fn.ignore_index)
+        batch = self.collate([sample if length_of(sample) else _nothing(ignored) for sample in samples])
+        self._check_length(batch)
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
@@ -88,6 +88,11 @@ def _zero_of(logits: Logits) -> Tensor:
     """Zero loss with zero gradients: the mean over no tokens would be NaN, and no backward at all a hang."""
     chunks = [logits] if isinstance(logits, Tensor) else logits
     return torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
+
+
+def _nothing(ignored: int) -> Sample:
+    """In place of a sample without tokens, of which a model cannot run a whole microbatch: one token, not learned."""
+    return {"tokens": [0], "labels": [ignored]}
 
 
 PER_TOKEN = ("tokens", "labels", "mask", "input_pos")
@@ -173,7 +178,8 @@ def build_step_runner(
 
 def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
     """Collective: the factor that makes a sum over this rank's tokens FSDP's share of the mean over all tokens."""
-    return dist.get_world_size() / int(sum_over_ranks(torch.tensor(target_tokens, device=device)))
+    # Where there is none, the loss is zero, and so is its gradient.
+    return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
 
 
 def _recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:

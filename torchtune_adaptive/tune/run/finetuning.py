@@ -15,6 +15,7 @@ from torchtune_adaptive.schedules.growth import EpochPlan, total_steps
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.checkpoints import AdapterCheckpoints, FullCheckpoints
+from torchtune_adaptive.tune.parts.culprits import naming_unknown_tokens
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import Sample
@@ -22,6 +23,7 @@ from torchtune_adaptive.tune.parts.optimization import Optimization
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, plan_epochs
 from torchtune_adaptive.tune.run.fitting import rows_that_fit, training_step
 from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.progress import Progress
 from torchtune_adaptive.tune.run.token_budget import Microbatches, microbatches_of
@@ -52,6 +54,7 @@ class Finetuning:
     global_step: int = field(init=False, default=0)
     plans: tuple[EpochPlan, ...] = field(init=False)
     microbatches: Microbatches = field(init=False)
+    losses: LossWatch = field(init=False)
 
     def plan(self, tokenizer: Any, loss_fn: nn.Module) -> None:
         """Collective: every epoch, with microbatches of the configured rows or of as many as fit."""
@@ -65,14 +68,16 @@ class Finetuning:
         with self.limited_memory() as memory:
             found = self.journal.found
             rows = rows_that_fit(cfg, settings, adaptive, memory, worst_step, samples, found)
-            self.microbatches = microbatches_of(cfg, settings, adaptive, memory, worst_step, self.data, found)
-        increase = build_increase_function(cfg)
-        self.plans = plan_epochs(settings, adaptive, increase, rows, self.progress, samples)
+            increase = build_increase_function(cfg)
+            self.plans = plan_epochs(settings, adaptive, increase, rows, self.progress, samples)
+            most = max(plan.samples_per_step for plan in self.plans)
+            self.microbatches = microbatches_of(cfg, settings, adaptive, memory, worst_step, self.data, found, most)
         announce(self.plans, settings, self.progress, self.ranks, self.microbatches.limit)
         self._start_schedules()
 
     def train(self) -> None:
         """Collective: the epochs that are left, each with its checkpoint."""
+        self.losses = LossWatch(self.adaptive.on_nan_loss)
         self.profiler.start()
         with self.limited_memory() as memory:
             self.watch(memory)
@@ -111,8 +116,11 @@ class Finetuning:
         self.runner.use_limit(self.microbatches.limit_of(plan))
         self.optimization.use_lr_factor(plan.lr_factor)
         steps = self.microbatches.steps(self.data.loader, plan)
-        for samples, upcoming in self.metrics.epoch(plan, steps):
-            self._train_step(samples, upcoming)
+        # this step's samples, and the next one's, which may have been read already
+        with naming_unknown_tokens(self.model, self.data.dataset, last=2 * plan.samples_per_step):
+            for samples, upcoming in self.metrics.epoch(plan, steps):
+                self._train_step(samples, upcoming)
+        self.losses.check()
         self.progress = self.progress.after_epoch(plan, self.ranks, self.runner.state_dict())
         self.save_checkpoint(plan.epoch)
 
@@ -123,9 +131,10 @@ class Finetuning:
             grad_norm = self.optimization.update(result.target_tokens)
         self.global_step += 1
         learning_rate = self.optimization.learning_rate()
-        self.metrics.log_step(
+        loss = self.metrics.log_step(
             self.global_step, result, self.runner.recoveries, learning_rate=learning_rate, grad_norm=grad_norm
         )
+        self.losses.saw(self.global_step, loss, result.target_tokens, grad_norm)
         self.profiler.step()
 
     def save_checkpoint(self, epoch: int) -> None:

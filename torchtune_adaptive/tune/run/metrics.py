@@ -62,7 +62,8 @@ class Metrics:
         *,
         learning_rate: float,
         grad_norm: float | None,
-    ) -> None:
+    ) -> float:
+        """Returns the loss, which a GPU was waited for."""
         loss = float(result.loss_sum) / max(1, result.target_tokens)
         now = time.perf_counter()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
@@ -71,13 +72,14 @@ class Metrics:
             self._bar.update(1)
             self._bar.set_description(f"{self._plan.epoch + 1}|{step}|Loss: {loss:.4f}")
         if step % self._every != 0:
-            return
+            return loss
         if self._shown:
             norm = {} if grad_norm is None else {"grad_norm": grad_norm}
             figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
             self._log({**figures, "oom_recoveries": recoveries}, step, result, tokens_per_second)
         if self._memory is not None:
             self._memory.reset_peak()
+        return loss
 
     def _log(self, figures: Mapping[str, float], step: int, result: StepResult, tokens_per_second: float) -> None:
         """To the logger of the config, and to the record of the run, which needs no logger that can be read back."""

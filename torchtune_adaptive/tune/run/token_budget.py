@@ -75,11 +75,12 @@ def microbatches_of(
     worst_step: WorstStep,
     data: Data,
     found: Found,
+    most_samples: int,
 ) -> Microbatches:
-    """Collective: by tokens if the config asks for them; measured, or as it says."""
+    """Collective: by tokens if the config asks for them, measured or as it says; a step has `most_samples` at most."""
     if adaptive.token_budget is None:
         return Microbatches()
-    limit = _limit(cfg, settings, adaptive, memory, worst_step, data, found)
+    limit = _limit(cfg, settings, adaptive, memory, worst_step, data, found, most_samples)
     if limit is None:
         return Microbatches()
     if data.packed:
@@ -103,6 +104,7 @@ def _limit(
     worst_step: WorstStep,
     data: Data,
     found: Found,
+    most_rows: int,
 ) -> Limit | None:
     """Collective: the number of the config, or what was measured; None where nothing can be measured."""
     if isinstance(adaptive.token_budget, int):
@@ -110,7 +112,6 @@ def _limit(
     if memory is None:
         _say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
         return None
-    most_rows = data.loader.samples_per_rank
     if data.packed:
         return RowLimit(search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows, found))
     try:

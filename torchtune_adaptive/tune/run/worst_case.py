@@ -34,7 +34,7 @@ def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: i
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
     length = sequence_length or getattr(tokenizer, "max_seq_len", None) or longest_sample(cfg, data.dataset).length
-    token = int(sample["tokens"][0])
+    token, length = int(sample["tokens"][0]) if length_of(sample) else 0, max(1, length)
     return {"tokens": [token] * length, "labels": [token] * length}
 
 

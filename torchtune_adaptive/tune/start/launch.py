@@ -18,6 +18,7 @@ from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, UnrecoverableError
 from torchtune_adaptive.tune.start.configs import read_command_line
+from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.keys import check_keys
 
 FIRST_WORD_S = 10.0
@@ -40,10 +41,11 @@ def main(recipe_type: type[Recipe]) -> None:
         check_keys(cfg, aloud=_rank() == 0)
         if _rank() == 0:
             config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
-        recipe = recipe_type(cfg)
-        recipe.setup()
-        recipe.train()
-        recipe.cleanup()
+        with refusing_early_exits():
+            recipe = recipe_type(cfg)
+            recipe.setup()
+            recipe.train()
+            recipe.cleanup()
     except AdaptiveError as error:
         if _rank() != 0 or isinstance(error, UnrecoverableError):  # rank 0 has most likely met the same error
             _let_peers_speak_first()

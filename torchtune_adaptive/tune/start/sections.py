@@ -74,6 +74,8 @@ class AdaptiveConfig:
 
     recover_from_oom: bool | None = option(BOOL | NULL, None)
     """Repeat a step that ran out of memory with smaller microbatches; null: wherever that is possible."""
+    on_nan_loss: str = option(one_of("warn", "stop"), "warn")
+    """What happens at the first step whose loss, or gradient norm, is NaN or infinite."""
     regrow_after: int = option(COUNT_OR_0, 200)
     """Steps without trouble after which a limit that has shrunk tries the next larger size; 0: never."""
     memory_limit: tuple[MemorySize, ...] | None = option(ANY, None, convert=_sizes)

@@ -1,0 +1,214 @@
+"""How a run ends that cannot go on, or that has trained nothing: by one message, and never like a success."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from tests.distributed.injection import as_dtensor_does
+from tests.ranks import run_on_ranks
+from tests.recipes.running import Finished, demo_config, run_ours, start_here, tune_run
+from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
+from torchtune_adaptive.tune.run.loss_watch import LossWatch
+from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
+
+HERE = "tests.recipes.test_endings"
+BAD = 13
+"""A sample of rank 1, where two ranks share the samples in order."""
+KNOWN_TOKENS = 128
+SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
+CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
+
+
+class Flawed(DemoDataset):
+    """The demo's, with one bad sample."""
+
+    def __init__(self, tokenizer: DemoTokenizer, samples: int, flaw: str) -> None:
+        super().__init__(tokenizer, samples=samples, seed=0, train_on_input=False)
+        self._flaw = flaw
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        sample = super().__getitem__(index)
+        if self._flaw == "masked":
+            return {**sample, "labels": [-100] * len(sample["labels"])}
+        if index == BAD and self._flaw == "raises":
+            raise KeyError("no such column")
+        if index == BAD and self._flaw == "exits":
+            sys.exit(0)
+        if index == BAD and self._flaw == "token":
+            return {**sample, "tokens": [*sample["tokens"][:-1], 999_999]}
+        return sample
+
+
+def flawed(tokenizer: DemoTokenizer, *, samples: int, flaw: str, packed: bool) -> Flawed:
+    """Component for a config's `dataset:`."""
+    return Flawed(tokenizer, samples, flaw)
+
+
+class NotANumber(CEWithChunkedOutputLoss):
+    """What weights that are no numbers come to."""
+
+    def forward(self, logits: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(logits, labels) * torch.nan
+
+
+def with_flaw(flaw: str) -> tuple[str, str]:
+    return f"dataset._component_={HERE}.flawed", f"dataset.flaw={flaw}"
+
+
+def exits_in_a_schedule(epoch: int, batch_size: int) -> int:
+    sys.exit(0)
+
+
+def how_it_ends(folder: Path, *overrides: str) -> tuple[str, str]:
+    """Collective: the error that this rank ends with."""
+    try:
+        run_ours("full", demo_config("full", folder, *SMALL, *overrides))
+    except AdaptiveError as error:
+        return type(error).__name__, str(error)
+    return "", "trained"
+
+
+def saved(folder: Path) -> list[Path]:
+    return list((folder / "out").glob("epoch_*"))
+
+
+def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) -> None:
+    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", *with_flaw("masked"), timeout_s=100, in_group=False)
+    assert ends[0] == ends[1]
+    kind, message = ends[0]
+    assert kind == NotLearningError.__name__
+    assert "nothing was trained in 4 steps" in message
+    assert "all labels are masked" in message
+    assert saved(tmp_path / "run") == []
+
+
+def test_a_run_whose_every_loss_is_nan_is_no_success_on_any_rank(tmp_path: Path) -> None:
+    loss = f"loss._component_={HERE}.NotANumber"
+    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", loss, "epochs=2", timeout_s=100, in_group=False)
+    assert ends[0] == ends[1]
+    kind, message = ends[0]
+    assert kind == NotLearningError.__name__
+    assert "the loss was NaN or infinite every time" in message
+    assert saved(tmp_path / "run") == []
+
+
+EXPLODES = ("optimizer.lr=1e30", "lr_scheduler=null", "clip_grad_norm=null")
+
+
+def test_a_loss_that_becomes_nan_stops_all_ranks_at_that_step(tmp_path: Path) -> None:
+    stop = (*EXPLODES, "adaptive.on_nan_loss=stop")
+    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", *stop, timeout_s=100, in_group=False)
+    assert ends[0] == ends[1]
+    kind, message = ends[0]
+    assert kind == NotLearningError.__name__
+    assert re.match(r"step [23]: the loss is (nan|inf), and adaptive.on_nan_loss is stop", message)
+
+
+def test_by_default_it_is_said_once_with_the_key_that_stops_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start_here("full", "--config", "adaptive/demo/full", *CHEAP, *EXPLODES, train=True)
+    said = [record.getMessage() for record in caplog.records if "adaptive.on_nan_loss" in record.getMessage()]
+    assert len(said) == 1
+    assert re.match("step [23]: the loss is (nan|inf)", said[0])
+
+
+def losses_of(watch: LossWatch, *losses: float) -> None:
+    for step, loss in enumerate(losses, 1):
+        watch.saw(step, loss, target_tokens=10)
+    watch.check()
+
+
+@pytest.mark.parametrize("losses", [(2.0, torch.nan), (torch.nan, 2.0), (0.0, 0.0), ()])
+def test_a_run_that_has_learned_in_some_step_may_end(
+    losses: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    losses_of(LossWatch("warn"), *losses)
+
+
+def test_a_gradient_that_is_nan_stops_too() -> None:
+    with pytest.raises(NotLearningError, match="step 3: the norm of the gradient is nan"):
+        LossWatch("stop").saw(3, 2.5, target_tokens=10, grad_norm=float("nan"))
+
+
+def tune(tmp_path: Path, *overrides: str, ranks: int | None) -> Finished:
+    config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
+    os.symlink(Path(__file__).parents[1], tmp_path / "tests")
+    return tune_run(*config, *CHEAP, *overrides, ranks=ranks, cwd=tmp_path, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(
+            with_flaw("raises"),
+            rf"error \(rank 1\): sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)",
+            id="a-sample-that-raises",
+        ),
+        pytest.param(
+            with_flaw("token"),
+            rf"error \(rank 1\): sample {BAD} of the dataset has token 999999 \(on rank 1\)",
+            id="a-token-that-the-model-does-not-know",
+        ),
+        pytest.param(
+            ("adaptive.memory_limit=[64MiB,6MiB]",),
+            r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be half updated",
+            id="the-update-out-of-memory",
+        ),
+    ],
+)
+def test_what_only_rank_1_meets_ends_both_with_its_message(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    ended = tune(tmp_path, *(each for each in overrides), ranks=2)
+    assert ended.status != 0
+    assert len(re.findall(message, ended.output)) == 1, ended.output
+    before_the_launcher = re.split("torch[./]distributed[./]elastic", ended.output, maxsplit=1)[0]
+    assert "Traceback" not in before_the_launcher, ended.output
+
+
+def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(optimizer: Any, *_: Any) -> None:
+        raise as_dtensor_does("out of memory")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
+    with pytest.raises(UnrecoverableError, match="out of memory in the optimizer step on rank 0"):
+        start_here("full", "--config", "adaptive/demo/full", *CHEAP, train=True)
+
+
+def test_a_schedule_that_exits_is_no_success(tmp_path: Path) -> None:
+    ended = tune(tmp_path, f"batch_increase_function={HERE}.exits_in_a_schedule", ranks=None)
+    assert ended.status not in (0, None)
+    assert re.search(r"error: sys.exit\(0\) ended .* in exits_in_a_schedule", ended.output), ended.output
+    assert "Traceback" not in ended.output
+
+
+def test_a_dataset_that_exits_is_a_bad_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SampleError, match=rf"sample {BAD} of the dataset cannot be read on rank 0 \(SystemExit: 0\)"):
+        start_here("full", "--config", "adaptive/demo/full", *CHEAP, *with_flaw("exits"), train=True)
+
+
+@pytest.mark.parametrize("status", [None, 0])
+def test_leaving_with_success_from_inside_is_an_error(status: Any) -> None:
+    with pytest.raises(EarlyExitError), refusing_early_exits():
+        sys.exit(status)
+
+
+def test_leaving_with_an_error_is_left_alone() -> None:
+    with pytest.raises(SystemExit) as left, refusing_early_exits():
+        sys.exit(3)
+    assert left.value.code == 3

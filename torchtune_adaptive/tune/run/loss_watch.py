@@ -1,0 +1,67 @@
+"""Tells a run that learns from one that only goes on: NaN losses, and nothing to learn at all."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch.distributed as dist
+
+from torchtune_adaptive.errors import NotLearningError
+
+logger = logging.getLogger(__name__)
+
+STOP = "stop"
+
+
+class LossWatch:
+    """Follows the losses of a run. They are those of all ranks together, so every rank comes to the same verdict.
+
+    Call it once the loss is a number on the host anyway, that is for the log: nothing here waits for a GPU.
+    """
+
+    def __init__(self, on_nan_loss: str) -> None:
+        self._stops = on_nan_loss == STOP
+        self._steps = 0
+        self._learning_steps = 0
+        self._nan_steps = 0
+        self._said = False
+
+    def saw(self, step: int, loss: float, target_tokens: int, grad_norm: float | None = None) -> None:
+        """Says so, or raises NotLearningError, where the loss or the norm of the gradient is NaN or infinite."""
+        self._steps += 1
+        self._learning_steps += target_tokens > 0
+        self._nan_steps += not math.isfinite(loss)
+        for what, value in (("loss", loss), ("norm of the gradient", grad_norm)):
+            if value is not None and not math.isfinite(value):
+                self._found(f"step {step}: the {what} is {value}")
+                return
+
+    def _found(self, fact: str) -> None:
+        if self._stops:
+            raise NotLearningError(
+                f"{fact}, and adaptive.on_nan_loss is stop: start again from the last checkpoint with a lower "
+                "optimizer.lr, a clip_grad_norm, or dtype: fp32"
+            )
+        if not self._said and dist.get_rank() == 0:
+            logger.warning(
+                "%s; the weights are most likely NaN from here on (adaptive.on_nan_loss: stop ends a run there)", fact
+            )
+        self._said = True
+
+    def check(self) -> None:
+        """Raises NotLearningError if no step so far has trained anything. Call it before weights are saved."""
+        if self._steps == 0:
+            return
+        so_far = f"in {self._steps} step{'s' * (self._steps > 1)}"
+        if self._learning_steps == 0:
+            raise NotLearningError(
+                f"nothing was trained {so_far}: no sample has a token to learn, all labels are masked; see whether the "
+                "dataset's columns and its prompt template are those of the data, and whether tokenizer.max_seq_len "
+                "cuts every answer off"
+            )
+        if self._nan_steps == self._steps:
+            raise NotLearningError(
+                f"nothing was trained {so_far}: the loss was NaN or infinite every time, so the weights most likely "
+                "were before the run began; check checkpointer.checkpoint_files, or lower optimizer.lr"
+            )
