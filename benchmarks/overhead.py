@@ -94,7 +94,7 @@ def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[float, float]]
     ours = load_ours(case.recipe)(demo_config(case.recipe, folder / "ours", *MODEL))
     with sharding_always() if case.sharded else nullcontext():
         ours.setup()
-    ours.training.save_checkpoint = lambda epoch: None
+    ours.save_checkpoint = lambda: None
     with stock_on_cpu(), mock.patch("torch.distributed.init_process_group"):
         config = demo_config(case.recipe, folder / "stock", *MODEL)
         stock = load_stock(case.recipe)(config)
@@ -130,8 +130,9 @@ def _stock_epoch(recipe: Any) -> float:
 
 
 def _our_epoch(recipe: Any) -> float:
-    done = recipe.training.progress.epochs_run
-    recipe.training.plans = tuple(replace(recipe.training.plans[0], epoch=epoch) for epoch in range(done + 1))
+    done = recipe.progress.epochs_run
+    epochs = tuple(replace(recipe.course.epochs[0], epoch=epoch) for epoch in range(done + 1))
+    recipe.course = replace(recipe.course, epochs=epochs)
     return _median_step(recipe)
 
 

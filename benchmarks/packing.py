@@ -15,7 +15,8 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -140,9 +141,9 @@ class Contender:
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, *overrides))
         self.recipe.setup()
-        self.recipe.training.save_checkpoint = lambda epoch: None
-        self._run, self.recipe.training.runner.run = self.recipe.training.runner.run, self._count
-        self._epochs = iter(self.recipe.training.plans)
+        self.recipe.save_checkpoint = lambda: None
+        self._run, self.recipe.runner.run = self.recipe.runner.run, self._count
+        self._course = self.recipe.course
         self.target_tokens = 0
 
     def _count(self, samples: Any, **options: Any) -> Any:
@@ -150,13 +151,15 @@ class Contender:
         self.target_tokens += result.target_tokens
         return result
 
-    def epoch(self) -> Epoch:
-        """Collective: the next one."""
+    def epoch(self, *, limited: bool = False) -> Epoch:
+        """Collective: the next one; within its memory limit, or free of what the limit costs."""
         Figures.steps.clear()
         self.target_tokens = 0
         dist.barrier()
         began = time.perf_counter()
-        self.recipe.training.train_epoch(next(self._epochs))
+        self.recipe.course = replace(self._course, epochs=self._course.epochs[: self.recipe.progress.epochs_run + 1])
+        with nullcontext() if limited else mock.patch.object(self.recipe, "limited_memory", nullcontext):
+            self.recipe.train()
         dist.barrier()
         return Epoch(time.perf_counter() - began, self.target_tokens, list(Figures.steps))
 
@@ -189,12 +192,11 @@ def compare(lengths: Lengths, folder: Path, pairs: int) -> dict[str, Any]:
     contenders = set_up(lengths, folder, epochs=pairs + 1)
     recoveries = []
     for contender in contenders:
-        with contender.recipe.training.limited_memory():
-            contender.epoch()
-        recoveries.append(contender.recipe.training.runner.recoveries)
+        contender.epoch(limited=True)
+        recoveries.append(contender.recipe.runner.recoveries)
     rounds = [Round(*(contender.epoch() for contender in contenders)) for _ in range(pairs)]
     by_rows, by_tokens, _ = (contender.recipe for contender in contenders)
-    limit, balance = by_tokens.training.runner.limit, balance_of(by_tokens.training, by_rows.training)
+    limit, balance = by_tokens.runner.limit, balance_of(by_tokens, by_rows)
     if not rounds[0].stock.steps:
         return {}
     assert all(each.stock.target_tokens == each.budget.target_tokens for each in rounds), "both train the same samples"
@@ -240,13 +242,13 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 def balance_of(*runs: Any) -> dict[str, float]:
     """Collective: padded tokens of the fullest rank over the mean of the ranks, microbatch by microbatch."""
     names = ("budget balance", "stock balance")
-    return {name: _balance(training) for name, training in zip(names, runs, strict=True)}
+    return {name: _balance(recipe) for name, recipe in zip(names, runs, strict=True)}
 
 
-def _balance(training: Any) -> float:
-    plan, runner = training.plans[0], training.runner
+def _balance(recipe: Any) -> float:
+    course, runner = recipe.course, recipe.runner
     fullest = mean = 0.0
-    for samples, _ in training.microbatches.steps(training.data.loader, plan):
+    for samples, _ in course.microbatches.steps(recipe.data.loader, course.epochs[0]):
         lengths = [runner.length_of(sample) for sample in samples]
         sizes = [
             len(rows) * max(lengths[index] for index in rows) for rows in runner._planner.plan(lengths, runner.limit)

@@ -7,20 +7,25 @@ Takes every config of torchtune's full_finetune_distributed unchanged.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
 from omegaconf import DictConfig
 
+from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.checkpoints import FullCheckpoints
+from torchtune_adaptive.tune.parts.checkpoints import Checkpoints, FullContents, find_start
+from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.data import build_data
 from torchtune_adaptive.tune.parts.loss import build_loss
+from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_step_runner
 from torchtune_adaptive.tune.parts.model import build_full_model
 from torchtune_adaptive.tune.parts.optimization import build_optimization
 from torchtune_adaptive.tune.parts.profiling import build_profiler
-from torchtune_adaptive.tune.run.finetuning import Finetuning
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.progress import start_progress
+from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -38,51 +43,95 @@ class AdaptiveFullFinetuneDistributed:
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, self._settings.tensor_parallel_dim)
-        self._checkpoints = FullCheckpoints(cfg, self._settings)
         self._ranks = self._mesh["dp"].size()
-        self._progress = start_progress(self._settings, self._ranks)
+        self._start = find_start(cfg, self._settings, recipe="full")
+        contents = FullContents()
+        stops = self._adaptive.on_save_error == "stop"
+        self._checkpoints = Checkpoints(cfg, self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
         cfg, settings, device, mesh = self._cfg, self._settings, self._device, self._mesh
         devices.prepare(settings)
         journal = RunJournal(settings)
-        metrics = Metrics(cfg, settings, device, journal)
+        self._metrics = Metrics(cfg, settings, device, journal)
 
         checkpoint = self._checkpoints.load()
-        model = build_full_model(cfg, settings, device, mesh, checkpoint)
+        self.model = build_full_model(cfg, settings, device, mesh, checkpoint)
         tokenizer = components.build("tokenizer", cfg)
-        optimization = build_optimization(cfg, settings, model, checkpoint, device)
-        if settings.resume_from_checkpoint:
-            checkpoint = self._checkpoints.resume(checkpoint, model, optimization.checkpointed)
-            self._progress = self._progress.resumed(checkpoint)
-        loss_fn = build_loss(cfg, settings, model)
+        self.optimization = build_optimization(cfg, settings, self.model, checkpoint, device)
+        if self._start.resumes:
+            checkpoint = self._checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
+            self.progress = self.progress.resumed(checkpoint)
+        loss_fn = build_loss(cfg, settings, self.model)
 
-        data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
-        runner = build_step_runner(model, loss_fn, data.collate, settings, self._adaptive, device, journal.event)
-        self.training = Finetuning(
+        self.data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
+        self.runner = build_step_runner(
+            self.model, loss_fn, self.data.collate, settings, self._adaptive, device, journal.event
+        )
+        self._profiler = build_profiler(cfg, device)
+        self.parts = Parts(
             cfg=cfg,
             settings=settings,
             adaptive=self._adaptive,
-            device=device,
             ranks=self._ranks,
+            tokenizer=tokenizer,
+            loss_fn=loss_fn,
+            data=self.data,
+            optimization=self.optimization,
+            runner=self.runner,
             checkpoints=self._checkpoints,
-            model=model,
-            optimization=optimization,
-            data=data,
-            runner=runner,
-            metrics=metrics,
             journal=journal,
-            profiler=build_profiler(cfg, device),
-            progress=self._progress,
         )
-        self.training.plan(tokenizer, loss_fn)
+        with self.limited_memory() as memory:
+            self.course, self.progress = plot_course(self.parts, self.progress, memory)
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        self.training.train()
+        self._profiler.start()
+        with self.limited_memory() as memory:
+            self.watch(memory)
+            for plan in self.course.epochs[self.progress.epochs_run :]:
+                steps = begin_epoch(self.parts, self.course, self.progress, plan)
+                for samples, upcoming in self._metrics.epoch(plan, steps, self.progress.steps_in_epoch):
+                    result = self.runner.run(samples, step=self.progress.step + 1, upcoming=upcoming)
+                    with self.runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
+                        grad_norm = self.optimization.update(result.target_tokens)
+                    self.progress = self.progress.after_step(plan, self._ranks)
+                    learning_rate = self.optimization.learning_rate()
+                    self._metrics.log_step(
+                        self.progress.step,
+                        result,
+                        self.runner.recoveries,
+                        learning_rate=learning_rate,
+                        grad_norm=grad_norm,
+                    )
+                    self._profiler.step()
+                    if self._checkpoints.due(self.progress):
+                        self.save_checkpoint()
+                self.progress = self.progress.after_epoch(plan)
+                self.save_checkpoint()
+        self._profiler.stop()
+
+    def save_checkpoint(self) -> None:
+        """Collective: all that is needed to go on from here."""
+        progress = replace(self.progress, limit=self.runner.state_dict())
+        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
+        self._checkpoints.save(progress, self.model, optimizer, loader_state)
+
+    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        resident = resident_tensors(self.model, self.optimization.optimizers)
+        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        self.runner.watch(memory)
+        self._metrics.watch(memory)
 
     def cleanup(self) -> None:
-        self.training.close()
+        self._checkpoints.close()
+        self.runner.close()
+        self._metrics.close()
+        self.parts.journal.close()
         process_group.leave()
 
 

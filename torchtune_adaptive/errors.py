@@ -47,5 +47,13 @@ class OneRowDoesNotFitError(AdaptiveError):
         self.budget_bytes = budget_bytes
 
 
+class RunFinished(Exception):
+    """There is nothing left to train; the message says so."""
+
+
 class PredictionError(AdaptiveError):
     """What a step allocates cannot be predicted."""
+
+
+class CheckpointError(AdaptiveError):
+    """A checkpoint could not be written or read."""

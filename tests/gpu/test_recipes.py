@@ -47,7 +47,7 @@ def train(kind: str, folder: Path, *changes: str) -> bool:
     """The whole life of a recipe; whether its optimizer was fused."""
     use("cuda")
     recipe = run_ours(kind, demo_config(kind, folder, *MODEL, *PLAIN, *changes))
-    return bool(recipe.training.optimization.checkpointed.defaults["fused"])
+    return bool(recipe.optimization.checkpointed.defaults["fused"])
 
 
 def train_stock(kind: str, folder: Path) -> None:

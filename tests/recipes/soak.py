@@ -96,16 +96,16 @@ class Storm:
     """Changes the memory of this rank, or lets an operation fail, before every step; and notes how steps were cut."""
 
     def __init__(self, recipe: Any, weather: Weather, splits: Path) -> None:
-        self._recipe, self._runner = recipe, recipe.training.runner
-        self._together = random.Random(f"{weather.seed}/{recipe.training.global_step}")  # draws alike on all ranks
-        self._alone = random.Random(f"{weather.seed}/{recipe.training.global_step}/{dist.get_rank()}")
+        self._recipe, self._runner = recipe, recipe.runner
+        self._together = random.Random(f"{weather.seed}/{recipe.progress.step}")  # draws alike on all ranks
+        self._alone = random.Random(f"{weather.seed}/{recipe.progress.step}/{dist.get_rank()}")
         self._injector = Injector()
         self._storm, self._left_of_spell = False, 0
         self._splits = splits
         self._run, self._runner.run = self._runner.run, self.run
         self._plan, self._runner._planner.plan = self._runner._planner.plan, self.plan
         self._pass, self._runner._attempts.forward_backward = self._runner._attempts.forward_backward, self.forward
-        self._watch, recipe.training.watch = recipe.training.watch, self.watch
+        self._watch, recipe.watch = recipe.watch, self.watch
 
     def watch(self, memory: Any) -> None:
         self._memory = memory
@@ -180,9 +180,9 @@ def train_in_fair_weather(weather: Weather, folder: Path, reference: Path) -> No
 
     def run(samples: Sequence[Any], *, step: int, **_: Any) -> Any:
         by_number = {sample["number"]: sample for sample in samples}
-        return recipe.training.runner.attempt([[by_number[number] for number in rows] for rows in cuts[step]]).result
+        return recipe.runner.attempt([[by_number[number] for number in rows] for rows in cuts[step]]).result
 
-    recipe.training.runner.run = run
+    recipe.runner.run = run
     recipe.train()
     recipe.cleanup()
 

@@ -12,6 +12,7 @@ from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.checkpoints import background
 
 
 class _Stopped(Exception):
@@ -37,6 +38,7 @@ def stopped_before(epoch: int) -> Iterator[None]:
     async_save, set_epoch = _checkpointer.async_save, StatefulDistributedSampler.set_epoch
     with (
         mock.patch.object(_checkpointer, "async_save", save),
+        mock.patch.object(background, "async_save", save),
         mock.patch.object(StatefulDistributedSampler, "set_epoch", begin),
     ):
         try:

@@ -65,8 +65,8 @@ def recipe_step(kind: str, cfg: DictConfig) -> Iterator[tuple[Any, Callable[[int
     def step(rows: int, tokens: int) -> None:
         sample = {"tokens": [0] * tokens, "labels": [0] * tokens}
         first = [[stand_in(sample)]] if cfg.gradient_accumulation_steps > 1 else []
-        result = recipe.training.runner.attempt([*first, [sample] * rows]).result
-        recipe.training.optimization.update(result.target_tokens)
+        result = recipe.runner.attempt([*first, [sample] * rows]).result
+        recipe.optimization.update(result.target_tokens)
 
     step(1, 16)
     gc.collect()
@@ -80,7 +80,7 @@ def profiled_peaks(kind: str, cfg: DictConfig) -> list[int]:
     """What torch's profiler sees of real steps, beside what is resident."""
     with recipe_step(kind, cfg) as (recipe, step):
         meter = MemoryMeter()
-        meter.count(resident_tensors(recipe.training.model, recipe.training.optimization.optimizers))
+        meter.count(resident_tensors(recipe.model, recipe.optimization.optimizers))
         return [meter.live_bytes + profiled(lambda size=size: step(*size)) for size in SIZES]
 
 
@@ -103,7 +103,7 @@ def metered_peaks(kind: str, cfg: DictConfig) -> list[int]:
         for size in SIZES:
             gc.collect()
             with MemoryMeter() as meter:
-                meter.count(resident_tensors(recipe.training.model, recipe.training.optimization.optimizers))
+                meter.count(resident_tensors(recipe.model, recipe.optimization.optimizers))
                 step(*size)
             peaks.append(meter.peak_bytes)
     return peaks

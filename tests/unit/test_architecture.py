@@ -33,9 +33,10 @@ ROOMS: dict[str, set[str]] = {
     "prediction": {"memory.device"},
     "tune": set(),
     "tune/start": set(),
-    "tune/parts": {"tune/start", "limits", "memory", "comm", "step", "record"},
+    "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
+    "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {
-        *("tune/start", "tune/parts"),
+        *("tune/start", "tune/parts", "tune/parts/checkpoints"),
         *("limits", "schedules", "memory", "comm", "step", "search", "record", "record/charts"),
     },
     "tune/plan": {"tune/start", "tune/parts", "memory", "comm", "step", "search", "prediction"},
@@ -55,8 +56,6 @@ TO_MEND: set[tuple[str, str]] = {
     ("prediction.recorder", "memory.meter"),
     # its picture shares colours and axes with those of searches and runs
     ("prediction.picture", "record.charts.figures"),
-    # checkpoints are a part, the progress that they keep belongs to the run
-    ("tune.parts.checkpoints", "tune.run.progress"),
 }
 """Arrows against the rules that are still there. The list only gets shorter."""
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
-from torchtune_adaptive.record.files import reason
+from torchtune_adaptive.record.files import reason, replace_file
+from torchtune_adaptive.record.timeline import read_timeline
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,24 @@ class Journal:
             self._tell(directory, error)
 
     def start(self, event: Event) -> None:
-        """Training starts after `event.step`: in both files, what comes before this line and is of later steps is void.
-
-        A file of steps that is empty has nothing to void, so only a run that goes on has such lines among its steps.
-        """
+        """Training starts after `event.step`: what the files hold of later steps is void."""
         self.event(event)
         if _has_content(self._directory / STEPS_FILE):
-            self._append(STEPS_FILE, {"kind": START, "step": event.step})
+            self._cut_back(event.step)
 
     def event(self, event: Event) -> None:
         self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         self._append(STEPS_FILE, {"step": step, **figures})
+
+    def _cut_back(self, steps_done: int) -> None:
+        """Leaves each step in its file once. Where the file cannot be replaced, a line in it voids the later steps."""
+        kept = [record for record in read_timeline(self._directory).steps if record["step"] <= steps_done]
+        try:
+            replace_file(self._directory / STEPS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+        except OSError:
+            self._append(STEPS_FILE, {"kind": START, "step": steps_done})
 
     def _append(self, name: str, record: Mapping[str, Any]) -> None:
         try:

@@ -40,13 +40,31 @@ class StepLoader(Generic[Sample]):
         """Samples of this rank in an epoch, the same for all ranks."""
         return len(self._sampler)
 
-    def epoch(self, epoch: int, *, samples_per_step: int, steps: int) -> Iterator[list[Sample]]:
-        """The first `steps` whole steps of an epoch."""
+    def samples_left_per_rank(self, samples_done: int) -> int:
+        """What is left of an epoch for each rank after all ranks together have trained on so many samples."""
+        return (int(self._sampler.total_size) - samples_done) // int(self._sampler.num_replicas)
+
+    def epoch(self, epoch: int, *, samples_per_step: int, steps: int, samples_done: int = 0) -> Iterator[list[Sample]]:
+        """The first `steps` whole steps of an epoch, or of what `samples_done` samples of all ranks have left of it."""
         self._sampler.set_epoch(epoch)
+        sampler = self._rest(samples_done) if samples_done else self._sampler
         self._loader = StatefulDataLoader(
-            self._dataset, batch_size=samples_per_step, sampler=self._sampler, collate_fn=list, drop_last=True
+            self._dataset, batch_size=samples_per_step, sampler=sampler, collate_fn=list, drop_last=True
         )
         return islice(iter(self._loader), steps)
+
+    def _rest(self, samples_done: int) -> list[int]:
+        """This rank's share of the rest of an epoch.
+
+        Ranks take turns through one order of all samples, so what any number of them has done is its beginning, and
+        any other number can share what follows.
+        """
+        ours = self._sampler
+        everything = StatefulDistributedSampler(self._dataset, num_replicas=1, rank=0, shuffle=ours.shuffle)
+        everything.set_epoch(ours.epoch)
+        order = list(everything)
+        padded = [*order, *order[: ours.total_size - len(order)]]  # as the sampler pads, for equal shares
+        return padded[samples_done + ours.rank :: ours.num_replicas]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the last epoch has come to, for torchtune's recipes; ours begin with a whole epoch."""

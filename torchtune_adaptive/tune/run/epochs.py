@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import pkgutil
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
 from torchtune_adaptive.schedules.growth import EpochPlan, Increase, simulate, steady
-from torchtune_adaptive.tune.run.progress import Progress
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
@@ -32,12 +34,13 @@ def plan_epochs(
     samples_per_rank: int,
 ) -> tuple[EpochPlan, ...]:
     """Every epoch of the run. With a function the configured size is the start and what fits is the bound."""
+    begun = () if progress.begun is None else (progress.begun,)
     common: dict[str, Any] = {
         "epochs": progress.total_epochs,
         "samples_per_rank": samples_per_rank,
         "max_steps_per_epoch": progress.max_steps_per_epoch,
         "lr_scaling": adaptive.lr_scaling,
-        "past": progress.past,
+        "past": (*progress.past, *begun),
     }
     if function is None:
         return steady(_step(settings, adaptive, rows_that_fit), **common)
@@ -49,6 +52,22 @@ def plan_epochs(
         beyond_memory=adaptive.beyond_memory,
         **common,
     )
+
+
+def end_of_begun_epoch(
+    progress: Progress, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
+) -> Progress:
+    """The epoch that a resumed run is in, as it ends: with the samples per step that it began with."""
+    begun = progress.begun
+    if begun is None:
+        return progress
+    steps = begun.steps
+    if ranks != progress.ranks:
+        steps = progress.steps_in_epoch + samples_left_per_rank // begun.samples_per_step
+        steps = min(steps, progress.max_steps_per_epoch or steps)
+    rows = min(begun.microbatch_rows, rows_that_fit or begun.microbatch_rows)
+    microbatches = math.ceil(begun.samples_per_step / rows)
+    return replace(progress, begun=replace(begun, steps=steps, microbatch_rows=rows, microbatches=microbatches))
 
 
 def build_increase_function(cfg: DictConfig) -> Increase | None:
@@ -72,8 +91,9 @@ def announce(
     if dist.get_rank() != 0:
         return
     plan = plans[-1]
-    if progress.past and progress.ranks != ranks:
-        was = progress.past[-1]
+    before = (*progress.past, *([progress.begun] if progress.begun else []))
+    if before and progress.ranks != ranks:
+        was = before[-1]
         logger.info(
             "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
             *(ranks, progress.ranks, plan.samples_per_step * ranks, was.samples_per_step * progress.ranks),

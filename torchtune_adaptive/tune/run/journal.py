@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from torchtune_adaptive.record.charts.run import draw_run
 from torchtune_adaptive.record.events import SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
-from torchtune_adaptive.schedules.growth import EpochPlan, total_steps
+from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start.settings import Settings
 
 
@@ -44,11 +45,10 @@ class RunJournal:
         """A search, which knows nothing of the steps that the run has taken before."""
         self.event(replace(event, step=self._steps_before))
 
-    def epoch(self, plan: EpochPlan, past: Sequence[EpochPlan], step: int, ranks: int) -> None:
-        """Where the samples of a step are not those of the epoch before."""
-        if not past or past[-1].samples_per_step == plan.samples_per_step:
-            return
-        if step > total_steps(past):  # resumed in the middle of the epoch, which was told when it began
+    def epoch(self, plan: EpochPlan, progress: Progress, ranks: int) -> None:
+        """Where an epoch begins whose steps have not as many samples as those of the epoch before."""
+        past, step = progress.past, progress.step
+        if progress.steps_in_epoch or not past or past[-1].samples_per_step == plan.samples_per_step:
             return
         before, after = past[-1].samples_per_step * ranks, plan.samples_per_step * ranks
         reason = f"epoch {plan.epoch}: batch size {past[-1].batch_size} -> {plan.batch_size}, samples a step {after}"

@@ -46,11 +46,14 @@ class Metrics:
         """The peak of this memory begins anew at every logged step."""
         self._memory = memory
 
-    def epoch(self, plan: EpochPlan, steps: Iterable[Item]) -> Iterator[Item]:
-        """The steps of an epoch, with a progress bar around them."""
+    def epoch(self, plan: EpochPlan, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
+        """The steps left of an epoch, with a progress bar around them."""
         self._plan = plan
         ours = [logging.getLogger("torchtune_adaptive")]
-        with logging_redirect_tqdm(ours), tqdm(total=plan.steps, disable=not self._shown) as self._bar:
+        with (
+            logging_redirect_tqdm(ours),
+            tqdm(total=plan.steps, initial=steps_done, disable=not self._shown) as self._bar,
+        ):
             self._step_began = time.perf_counter()
             yield from steps
 

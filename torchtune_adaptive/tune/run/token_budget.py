@@ -59,9 +59,16 @@ class Microbatches:
     def limit_of(self, plan: EpochPlan) -> Limit:
         return self.limit or RowLimit(plan.microbatch_rows)
 
-    def steps(self, loader: StepLoader[Sample], plan: EpochPlan) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
-        """The steps of an epoch: the samples of each, and of the next where it has to be planned ahead."""
-        steps = loader.epoch(plan.epoch, samples_per_step=plan.samples_per_step, steps=plan.steps)
+    def steps(
+        self, loader: StepLoader[Sample], plan: EpochPlan, *, steps_done: int = 0, samples_done: int = 0
+    ) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
+        """The steps left of an epoch: the samples of each, and of the next where it has to be planned ahead."""
+        steps = loader.epoch(
+            plan.epoch,
+            samples_per_step=plan.samples_per_step,
+            steps=plan.steps - steps_done,
+            samples_done=samples_done,
+        )
         if self.limit is None or not self.limit.by_length:
             return ((samples, None) for samples in steps)
         return looking_ahead(steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps))

@@ -16,10 +16,12 @@ from typing import Protocol
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.errors import AdaptiveError, UnrecoverableError
+from torchtune_adaptive.errors import AdaptiveError, RunFinished, UnrecoverableError
 from torchtune_adaptive.tune.start.configs import read_command_line
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.keys import check_keys
+
+logger = logging.getLogger(__name__)
 
 FIRST_WORD_S = 10.0
 """How long an error is held back that another rank may explain better: it ends first, and the launcher then ends the
@@ -46,6 +48,9 @@ def main(recipe_type: type[Recipe]) -> None:
             recipe.setup()
             recipe.train()
             recipe.cleanup()
+    except RunFinished as finished:
+        if _rank() == 0:
+            logger.info("%s", finished)
     except AdaptiveError as error:
         if _rank() != 0 or isinstance(error, UnrecoverableError):  # rank 0 has most likely met the same error
             _let_peers_speak_first()

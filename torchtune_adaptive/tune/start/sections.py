@@ -101,6 +101,9 @@ class AdaptiveConfig:
     reuse_search: bool = option(BOOL, True)
     """Take the answer from output_dir when it was found under the same circumstances."""
 
+    on_save_error: str = option(one_of("stop", "continue"), "stop")
+    """What happens when a checkpoint cannot be written."""
+
     beyond_memory: str = option(one_of("skip", "accumulate", "error"), "skip")
     """What happens to an increase of the batch size beyond what fits."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -44,7 +44,10 @@ class Settings:
     clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = option(BOOL, False)
 
-    resume_from_checkpoint: bool = option(BOOL, False)
+    resume_from_checkpoint: bool | str = option(BOOL | one_of("auto"), False)
+    save_every_n_steps: int | None = option(COUNT | NULL, None)
+    keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
+    overwrite_output_dir: bool = option(BOOL, False)
     enable_async_checkpointing: bool = option(BOOL, False)
     save_adapter_weights_only: bool = option(BOOL, False)
 
@@ -81,7 +84,7 @@ class LoraSettings:
 
 def read_full_settings(cfg: DictConfig) -> Settings:
     """Settings of a full finetune, with the combinations refused that torchtune refuses as well."""
-    settings = sections.read(Settings, cfg)
+    settings = _read_settings(cfg)
     _check_offloading(settings)
     _check_optimizer_in_bwd(settings)
     _check_tensor_parallel(settings, cfg)
@@ -90,7 +93,7 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """The same for LoRA, which knows less, and of its model's section."""
-    settings = sections.read(Settings, cfg)
+    settings = _read_settings(cfg)
     for key, value, allowed in (
         ("optimizer_in_bwd", settings.optimizer_in_bwd, False),
         ("enable_async_checkpointing", settings.enable_async_checkpointing, False),
@@ -100,6 +103,27 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
             raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: allowed is {allowed}")
     _check_offloading(settings)
     return settings, sections.read(LoraSettings, cfg.get("model"), prefix="model.")
+
+
+def _read_settings(cfg: DictConfig) -> Settings:
+    """`keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune has planned it."""
+    settings = sections.read(Settings, cfg)
+    key = "keep_last_n_checkpoints"
+    there = OmegaConf.select(cfg, f"checkpointer.{key}") if OmegaConf.is_config(cfg.get("checkpointer")) else None
+    if there is None:
+        return settings
+    if settings.keep_last_n_checkpoints not in (None, there):
+        raise ConfigError(
+            f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: leave one of them out"
+        )
+    return replace(settings, keep_last_n_checkpoints=_count(there, f"checkpointer.{key}"))
+
+
+def _count(value: object, key: str) -> int:
+    if not COUNT.accepts(value):
+        raise ConfigError(f"{key} is {value!r}: allowed is {COUNT.allowed}")
+    assert isinstance(value, int)
+    return value
 
 
 def _check_offloading(settings: Settings) -> None:

@@ -13,6 +13,7 @@ from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,8 @@ KEYS = {
 """Field -> its name in torchtune's recipe state."""
 
 ADAPTIVE_KEY = "adaptive"
-"""The name of the rest."""
+"""The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
+OURS = ("past", "begun", "steps_in_epoch", "samples_in_epoch", "step", "limit", "ranks", "dataset_samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +41,50 @@ class Progress:
     max_steps_per_epoch: int | None
     past: tuple[EpochPlan, ...] = ()
     """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
+    begun: EpochPlan | None = None
+    """The epoch that is under way, if one is: it ends as it was planned, whatever fits today."""
+    steps_in_epoch: int = 0
+    samples_in_epoch: int = 0
+    """Samples of that epoch that all ranks together have trained on. Never those that were only read ahead."""
+    step: int = 0
+    """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
     limit: Mapping[str, Any] | None = None
     """What the limit has come to, as StepRunner tells it; None before the first epoch, and from torchtune's recipes."""
     ranks: int
     """Data-parallel ranks; of a resumed run, those that it had."""
+    dataset_samples: int | None = None
 
-    def after_epoch(self, plan: EpochPlan, ranks: int, limit: Mapping[str, Any]) -> Progress:
-        return replace(self, epochs_run=self.epochs_run + 1, past=(*self.past, plan), ranks=ranks, limit=limit)
+    @property
+    def finished(self) -> bool:
+        return self.epochs_run >= self.total_epochs
+
+    @property
+    def position(self) -> Position:
+        return Position(
+            epochs=self.epochs_run,
+            steps_in_epoch=self.steps_in_epoch,
+            samples_in_epoch=self.samples_in_epoch,
+            step=self.step,
+        )
+
+    def after_step(self, plan: EpochPlan, ranks: int) -> Progress:
+        return replace(
+            self,
+            begun=plan,
+            steps_in_epoch=self.steps_in_epoch + 1,
+            samples_in_epoch=self.samples_in_epoch + plan.samples_per_step * ranks,
+            step=self.step + 1,
+        )
+
+    def after_epoch(self, plan: EpochPlan) -> Progress:
+        return replace(
+            self,
+            epochs_run=self.epochs_run + 1,
+            past=(*self.past, plan),
+            begun=None,
+            steps_in_epoch=0,
+            samples_in_epoch=0,
+        )
 
     def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
         """The progress that a checkpoint continues."""
@@ -55,15 +94,9 @@ class Progress:
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
                 "give the recipe state of an unfinished run (checkpointer.recipe_checkpoint)"
             )
-        ours = json.loads(checkpoint.get(ADAPTIVE_KEY, "{}"))
-        saved = Progress(
-            **{field: checkpoint[key] for field, key in KEYS.items()},
-            past=tuple(EpochPlan(**plan) for plan in ours.get("past", ())),
-            limit=ours.get("limit"),
-            ranks=ours.get("ranks", self.ranks),
-        )
+        saved = self._read(checkpoint)
         going_on = replace(saved, total_epochs=self.total_epochs)
-        if going_on.epochs_run >= going_on.total_epochs:
+        if going_on.finished:
             raise ConfigError(
                 f"epochs is {going_on.total_epochs}, but the checkpoint to resume from has run {going_on.epochs_run} "
                 "already: raise epochs, or set resume_from_checkpoint: False"
@@ -74,13 +107,24 @@ class Progress:
     def recipe_state(self) -> dict[str, Any]:
         """In torchtune's keys, and one of ours that its recipes ignore."""
         values = asdict(self)
-        ours = {name: values[name] for name in ("past", "limit", "ranks")}
+        ours = {name: values[name] for name in OURS}
         return {**{key: values[field] for field, key in KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
+
+    def _read(self, checkpoint: Mapping[str, Any]) -> Progress:
+        theirs = {field: checkpoint[key] for field, key in KEYS.items()}
+        if (wrong := theirs["epochs_run"]) < 0:
+            raise ConfigError(f"the checkpoint says that {wrong} epochs were run: its recipe state is damaged")
+        ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
+        past = tuple(EpochPlan(**plan) for plan in ours.pop("past", ()))
+        begun = EpochPlan(**plan) if (plan := ours.pop("begun", None)) else None
+        known = {name: value for name, value in ours.items() if name in OURS}
+        return Progress(**theirs, past=past, begun=begun, **known)
 
     def _log_differences(self, saved: Progress, going_on: Progress) -> None:
         if dist.get_rank() != 0:
             return
-        logger.info("resuming after epoch %d of %d", going_on.epochs_run, going_on.total_epochs)
+        within = f", after {going_on.steps_in_epoch} steps of the next" if going_on.steps_in_epoch else ""
+        logger.info("resuming after epoch %d of %d%s", going_on.epochs_run, going_on.total_epochs, within)
         for field in ("seed", "total_epochs", "max_steps_per_epoch"):
             configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
             if configured != kept:

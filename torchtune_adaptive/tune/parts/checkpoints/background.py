@@ -1,0 +1,63 @@
+"""Saving beside training: torch.distributed.checkpoint copies the state to the host, then writes it in a thread."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
+from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState
+
+Finished: TypeAlias = tuple[str, Manifest, list[RandomState]]
+"""What is left to be added to a checkpoint that is written: its name, its manifest, the random generators."""
+
+
+class BackgroundSave:
+    """One save at a time. Its collectives have a group of their own, where they cannot meet training's."""
+
+    def __init__(self, publish: Callable[[Finished], None]) -> None:
+        """Collective: creates the group. `publish` is called on rank 0, once every rank has written its part."""
+        self.group = dist.new_group(backend="gloo")
+        self.name: str | None = None
+        """The checkpoint that is being written, or was and has not been waited for."""
+        self.seconds = 0.0
+        self._publish = publish
+        self._ended = threading.Event()
+        self._error: Exception | None = None
+
+    def start(self, folder: Path, state: dict[str, Any], finished: Finished) -> None:
+        """Collective: returns when the state is copied, so that training may change it."""
+        self.name, self._error = finished[0], None
+        self._ended.clear()
+        began = time.perf_counter()
+        writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=True)
+        future = async_save(state, storage_writer=writer, process_group=self.group)
+        assert isinstance(future, Future)
+        future.add_done_callback(partial(self._finish, finished, began))
+
+    def wait(self) -> Exception | None:
+        """What went wrong on this rank, once it is over."""
+        self._ended.wait()
+        self.name = None
+        return self._error
+
+    def _finish(self, finished: Finished, began: float, future: Future[Any]) -> None:
+        # The coordinator's future is done after the last rank has written, so what rank 0 publishes is whole.
+        try:
+            future.result()
+            if dist.get_rank() == 0:
+                self._publish(finished)
+        except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to: `wait` hands it on
+            self._error = error
+        finally:
+            self.seconds = time.perf_counter() - began
+            self._ended.set()

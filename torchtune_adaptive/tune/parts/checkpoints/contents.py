@@ -1,0 +1,94 @@
+"""What goes into a checkpoint: gathered from all ranks on rank 0, in torchtune's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchtune import training
+from torchtune.modules import peft
+from torchtune.training.memory import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.tune.start.settings import LoraSettings
+
+State = dict[str, Any]
+
+
+class Contents(Protocol):
+    """The weights that a recipe saves."""
+
+    recipe: str
+    adapter_only: bool
+    """Whether the weights of the whole model stay out."""
+
+    def weights(self, model: nn.Module, device: torch.device) -> State:
+        """Collective: under torchtune's keys, on rank 0."""
+
+
+class FullContents:
+    """Full finetuning: the whole model."""
+
+    recipe = "full"
+    adapter_only = False
+
+    def weights(self, model: nn.Module, device: torch.device) -> State:
+        return {training.MODEL_KEY: training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=device)}
+
+
+@dataclass(frozen=True)
+class LoraContents:
+    """LoRA: the adapter, and the model with the adapter merged into it unless only the adapter is wanted."""
+
+    lora: LoraSettings
+    adapter_only: bool
+    recipe: str = "lora"
+
+    def weights(self, model: nn.Module, device: torch.device) -> State:
+        first = dist.get_rank() == 0
+        gathered = training.gather_cpu_state_dict(model, first, device=device, adapter_weights_only=self.adapter_only)
+        if not first:
+            return {}
+        state: State = {training.ADAPTER_CONFIG: self._adapter_config()}
+        if self.adapter_only:
+            return {**state, training.ADAPTER_KEY: gathered}
+        # What nothing had to be gathered for is the model's own, and torchtune merges in place.
+        own = _copies_of_what_is_shared(gathered, model)
+        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
+        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=self.lora.lora_rank, alpha=self.lora.lora_alpha)
+        return state
+
+    def _adapter_config(self) -> State:
+        """What PEFT wants to know to load the adapter."""
+        lora = self.lora
+        modules = list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
+        return {
+            "r": lora.lora_rank,
+            "lora_alpha": lora.lora_alpha,
+            "target_modules": peft.get_lora_module_names(*modules),
+            "peft_type": "LORA",
+        }
+
+
+def optimizer_state(model: nn.Module, optimizer: Any, device: torch.device) -> State:
+    """Collective: the whole state, on rank 0; of an optimizer for each parameter, by its name."""
+    first = dist.get_rank() == 0
+    if not isinstance(optimizer, OptimizerInBackwardWrapper):
+        return training.get_full_optimizer_state_dict(model, optimizer, first, device=device)  # type: ignore[no-any-return]
+    return {
+        name: training.get_full_optimizer_state_dict(model, one_of_many, first, device=device)
+        for name, one_of_many in optimizer.optim_map.items()
+    }
+
+
+def _copies_of_what_is_shared(weights: Mapping[str, torch.Tensor], model: nn.Module) -> State:
+    tensors = [*model.parameters(), *model.buffers()]
+    shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
+    return {
+        name: weight.clone() if weight.untyped_storage().data_ptr() in shared else weight
+        for name, weight in weights.items()
+    }

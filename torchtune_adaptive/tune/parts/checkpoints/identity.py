@@ -1,0 +1,42 @@
+"""What makes a run this run: changed, it is another one, and its checkpoints are no place to go on from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+RUN_KEYS = (
+    *("model", "tokenizer", "dataset", "shuffle", "seed", "batch_size", "gradient_accumulation_steps"),
+    *("optimizer", "optimizer_in_bwd"),
+)
+LIMITS = ("tokenizer.max_seq_len",)
+"""What errors advise to lower where memory is short: a run may go on with less."""
+
+
+def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
+    """The values that a run keeps for its whole life, by their dotted keys."""
+    flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
+    return {key: value for key, value in flat.items() if key not in LIMITS}
+
+
+def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+    """The first value that is not what the checkpoint's run had, with both."""
+    for key in sorted(configured.keys() | saved.keys()):
+        ours, theirs = configured.get(key), saved.get(key)
+        if ours != theirs:
+            return f"{key} is {ours!r}, and was {theirs!r}"
+    return None
+
+
+def _plain(cfg: DictConfig, key: str) -> Any:
+    value = cfg.get(key)
+    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys; what is null counts as absent, as it does for torchtune."""
+    if not isinstance(values, Mapping):
+        return {} if values is None else {prefix.rstrip("."): values}
+    return {key: value for name, part in values.items() for key, value in _flat(part, f"{prefix}{name}.").items()}

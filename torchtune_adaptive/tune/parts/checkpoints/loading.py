@@ -1,0 +1,131 @@
+"""Reading weights and state, through torchtune's checkpointers or torch.distributed.checkpoint.
+
+Every rank reads the same files. What goes wrong on one of them is told by all, since a rank that is missing looks to
+the others like anything but what it is.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torchtune import training
+from torchtune.training.memory import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.tune.parts.checkpoints.contents import State
+from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
+from torchtune_adaptive.tune.parts.checkpoints.sources import Files
+from torchtune_adaptive.tune.start import components
+
+KEEP_LAST = "keep_last_n_checkpoints"
+
+
+def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Any:
+    """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
+    section = components.require(cfg, "checkpointer")
+    _check_directory(section)
+    plain = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(plain, dict)
+    plain.pop(KEEP_LAST, None)
+    plain["output_dir"] = str(staging)
+    from_files = files is not None and not files.distributed
+    if files is not None and from_files:
+        # On resuming, torchtune looks for an adapter in the largest epoch of output_dir, and fails where there is none.
+        (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
+        plain["recipe_checkpoint"] = files.recipe_state
+        plain["adapter_checkpoint"] = files.adapter
+        if files.adapter is None:  # an adapter belongs to the weights that the run began with
+            plain["checkpoint_files"] = list(files.weights)
+    return components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files)
+
+
+def load(checkpointer: Any, files: Files | None, recipe: str) -> State:
+    """Collective: the weights to start from and, when resuming, the state that belongs to them."""
+    what = "the weights" if files is None or files.distributed else f"checkpoint {files.folder}"
+    state: State = {}
+    problem: str | None = None
+    try:
+        state = checkpointer.load_checkpoint()
+        if files is not None and not files.distributed:
+            _check_belongs_together(state, files, recipe)
+    except AdaptiveError as error:
+        problem = str(error)
+    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
+        problem = _problem(error, what)
+    _agree(problem)
+    return state
+
+
+def load_distributed(folder: Path, model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> State:
+    """Collective: fills model and optimizer, for however many ranks it was saved by; returns the recipe state."""
+    for one in optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackwardWrapper) else [optimizer]:
+        _init_optim_state(one)  # only state that exists is loaded
+    state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
+    state.update(dict.fromkeys(KEYS.values(), 0))
+    problem: str | None = None
+    try:
+        reader = FileSystemReader(folder)
+        if ADAPTIVE_KEY in reader.read_metadata().state_dict_metadata:
+            state[ADAPTIVE_KEY] = ""
+        load_parts(state, storage_reader=reader, process_group=group)
+        model.load_state_dict(state.pop(training.MODEL_KEY))
+        optimizer.load_state_dict(state.pop(training.OPT_KEY))
+    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
+        problem = _problem(error, f"checkpoint {folder}")
+    _agree(problem)
+    return state
+
+
+def _check_directory(section: DictConfig) -> None:
+    """torchtune's own checkpointers name neither key nor directory when a file is missing."""
+    directory = section.get("checkpoint_dir")
+    if not isinstance(directory, str):
+        raise ConfigError(f"checkpointer.checkpoint_dir is {directory!r}: give the directory that holds the weights")
+    component = str(section.get("_component_", ""))
+    if component.startswith("torchtune.training.") and not Path(directory).is_dir():
+        raise ConfigError(
+            f"checkpointer.checkpoint_dir is {directory!r}, which is no directory: "
+            "download the weights first (tune download) or correct the path"
+        )
+
+
+def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
+    """Of files that no manifest vouches for: that the state was saved after the epoch whose weights these are."""
+    if recipe == "lora" and training.ADAPTER_KEY not in state:
+        raise ConfigError(
+            "resume_from_checkpoint is True, but no adapter weights were found: "
+            "give checkpointer.adapter_checkpoint or the output_dir of the run to go on with"
+        )
+    if training.OPT_KEY not in state or not state[training.OPT_KEY]:
+        raise ConfigError(f"{files.recipe_state} has no optimizer state: training cannot go on from it as it was")
+    epochs_run = state.get(training.EPOCHS_KEY)
+    if files.complete or files.epoch is None or epochs_run == files.epoch + 1:
+        return
+    raise ConfigError(
+        f"resume_from_checkpoint is True, but the weights are those of {files.folder.name} and the state in "
+        f"{files.recipe_state} is that of a run after {epochs_run} epochs, whose weights would be in "
+        f"epoch_{int(epochs_run or 0) - 1}: name both of one epoch"
+    )
+
+
+def _problem(error: Exception, what: str) -> str:
+    if is_oom(error) or isinstance(error, MemoryError):
+        return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
+    return f"checkpointer: loading {what} failed on rank {dist.get_rank()}: {components.reason(error)}"
+
+
+def _agree(problem: str | None) -> None:
+    """Collective: the first rank's problem, on all of them."""
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, problem)
+    first = next((each for each in told if each is not None), None)
+    if first is not None:
+        raise CheckpointError(first)

@@ -1,0 +1,130 @@
+"""What a checkpoint says of itself: written last of all its files, so that it is complete where this is true."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MANIFEST_FILE = "adaptive_checkpoint.json"
+VERSION = 1
+CHUNK_BYTES = 2**22
+
+Fault = str
+"""Why a checkpoint cannot be used, as the rest of a sentence that begins with its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run has come. Any boundary between two steps is one."""
+
+    epochs: int
+    """Whole epochs behind it."""
+    steps_in_epoch: int
+    samples_in_epoch: int
+    """Samples of this epoch that all ranks together have trained on, however many ranks there were."""
+    step: int
+    """Steps since the run began."""
+
+    def __str__(self) -> str:
+        within = f", {self.steps_in_epoch} steps into epoch {self.epochs}" if self.steps_in_epoch else ""
+        return f"step {self.step}{within}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """One complete checkpoint."""
+
+    run: str
+    """The id of its run."""
+    serial: int
+    """Counts the checkpoints of an output directory. The newest is the one with the largest, whatever its name: a run
+    that was sent back to an earlier epoch passes the same names again."""
+    position: Position
+    finished: bool
+    """Whether the run had no epoch left. It can go on all the same if `epochs` is raised."""
+    distributed: bool
+    """Written by torch.distributed.checkpoint, a part from each rank, in place of torchtune's files."""
+    ranks: int
+    identity: Mapping[str, Any]
+    """The part of the config that makes the run this one and no other."""
+    versions: Mapping[str, str]
+    saved_at: str
+    files: Mapping[str, FileRecord]
+    """Every other file of the folder."""
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    (folder / MANIFEST_FILE).write_text(
+        json.dumps({"version": VERSION, **asdict(manifest)}, indent=1), encoding="utf-8"
+    )
+
+
+def read_manifest(folder: Path) -> Manifest | Fault:
+    """The manifest of a folder whose files are all there in full length. Their contents are not read."""
+    try:
+        manifest = _parsed(json.loads((folder / MANIFEST_FILE).read_bytes()))
+    except FileNotFoundError:
+        return f"has no {MANIFEST_FILE}: it was not written to its end, or not by these recipes"
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return f"has a {MANIFEST_FILE} that cannot be read"
+    for name, record in manifest.files.items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != record.bytes:
+            return f"is damaged: {name} has {'gone' if found is None else f'{found} bytes'}, not {record.bytes} bytes"
+    return manifest
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Size and checksum of every file in a folder, by its name in there."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor() as pool:
+        sums = list(pool.map(_crc32, paths))
+    return {
+        path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)
+        for path, crc32 in zip(paths, sums, strict=True)
+    }
+
+
+def changed_file(folder: Path, manifest: Manifest) -> str | None:
+    """The first file whose content is not what was saved: reads all of them."""
+    names = list(manifest.files)
+    with ThreadPoolExecutor() as pool:
+        sums = list(pool.map(lambda name: _crc32(folder / name), names))
+    changed = (name for name, crc32 in zip(names, sums, strict=True) if crc32 != manifest.files[name].crc32)
+    return next(changed, None)
+
+
+def _parsed(values: Any) -> Manifest:
+    version = values.pop("version")
+    if version != VERSION:
+        raise ValueError(f"version {version}")
+    files = {str(name): FileRecord(**record) for name, record in values.pop("files").items()}
+    position = Position(**values.pop("position"))
+    manifest = Manifest(files=files, position=position, **values)
+    counts = (manifest.serial, manifest.ranks, position.epochs, position.steps_in_epoch, position.step)
+    if not all(type(count) is int for count in counts):
+        raise TypeError("counts are whole numbers")
+    return manifest
+
+
+def _crc32(path: Path) -> int:
+    """A checksum against torn and rotten files; it runs at the speed of a disk, unlike a cryptographic one."""
+    crc32 = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc32 = zlib.crc32(chunk, crc32)
+    return crc32

@@ -1,0 +1,67 @@
+"""What can go wrong when a checkpoint is written or read, in words that a user can act on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torchtune.utils import get_logger
+
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.parts.checkpoints import folders
+from torchtune_adaptive.tune.start.components import reason
+
+NEARLY_FULL_BYTES = 2**20
+"""What a file system may have left when a write has failed for want of room: the rest of a block, not of a file."""
+
+
+def cause(error: Exception, directory: Path) -> str:
+    """Why a checkpoint could not be written. torch's writers fail with texts of their own when a disk is full."""
+    if not directory.is_dir():
+        return "the folder is gone"
+    free = folders.free_bytes(directory)
+    number = _errno(error)
+    if number is not None:
+        text = os.strerror(number)
+    elif free < NEARLY_FULL_BYTES:
+        text = "no space left"
+    else:
+        text = reason(error)
+    return f"{text} ({format_bytes(free)} free)"
+
+
+def require_folder(path: Path) -> None:
+    """torchtune's checkpointers would make the whole path anew, on whatever file system is left."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is gone")
+
+
+@contextmanager
+def quiet_torchtune() -> Iterator[None]:
+    """Its lines name the staging folder, where nothing stays."""
+    talker = get_logger()
+    level = talker.level
+    talker.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        talker.setLevel(level)
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torchtune-adaptive", "torch", "torchtune", "torchao")}
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """The number of the operating system's error at the bottom of this one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None

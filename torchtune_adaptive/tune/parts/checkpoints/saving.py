@@ -1,0 +1,231 @@
+"""Checkpoints of a run: saved so that a kill at any moment leaves the one before, loaded without guessing."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
+from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
+from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished
+from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, optimizer_state
+from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.parts.checkpoints.random_state import (
+    RandomState,
+    gather_random_state,
+    restore_random_state,
+    write_random_state,
+)
+from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of one run, in torchtune's formats."""
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        settings: Settings,
+        start: Start,
+        contents: Contents,
+        device: torch.device,
+        *,
+        stops_on_error: bool,
+    ) -> None:
+        """Collective: creates the group that checkpoints are saved on beside training."""
+        self._start = start
+        self._contents = contents
+        self._device = device
+        self._stops_on_error = stops_on_error
+        self._directory = checkpoint_directory(cfg, settings).absolute()
+        self._save_every = settings.save_every_n_steps
+        self._keep_last = settings.keep_last_n_checkpoints
+        self._identity = identity_of(cfg, contents.recipe)
+        self._serial = start.serial
+        self._resumed_from = start.files.folder.name if start.files else None
+        self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
+        self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
+        self.last: Path | None = start.files.folder if start.files else None
+        """The newest complete checkpoint: what a user goes on from when the run ends here."""
+
+    def load(self) -> State:
+        """Collective: the weights to start from; when resuming, the checkpoint's and its state."""
+        return loading.load(self._checkpointer, self._start.files, self._contents.recipe)
+
+    def resume(self, base: State, model: nn.Module, optimizer: Any) -> State:
+        """Collective: the recipe state to go on with; a distributed checkpoint also fills model and optimizer."""
+        files = self._start.files
+        if files is None or not files.distributed:
+            return base
+        group = self._background.group if self._background else None
+        return loading.load_distributed(files.folder, model, optimizer, group)
+
+    def restore_random_state(self) -> None:
+        """Collective: the draws of a resumed run go on where the checkpoint's stopped."""
+        if self._start.files is None:
+            return
+        reason = restore_random_state(self._start.files.folder)
+        if reason is not None and dist.get_rank() == 0:
+            logger.info("random draws (dropout) begin anew from the seed: %s", reason)
+
+    def due(self, progress: Progress) -> bool:
+        """Whether `save_every_n_steps` asks for one here; where an epoch ends, there is one anyway."""
+        every, plan = self._save_every, progress.begun
+        return (
+            every is not None
+            and plan is not None
+            and progress.step % every == 0
+            and progress.steps_in_epoch < plan.steps
+        )
+
+    def save(self, progress: Progress, model: nn.Module, optimizer: Any, loader_state: Mapping[str, Any]) -> None:
+        """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
+        began = time.perf_counter()
+        in_background = self._background is not None and not progress.finished
+        name = _name(progress, distributed=in_background)
+        self._settle_background()
+        with self._naming(name):
+            random_states = gather_random_state()
+            state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
+            manifest = self._manifest(progress, distributed=in_background)
+            if in_background:
+                assert self._background is not None
+                everything = {**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
+                self._background.start(self._staged(name), everything, (name, manifest, random_states or []))
+                return
+            state[training.OPT_KEY] = optimizer_state(model, optimizer, self._device)
+            weights = self._contents.weights(model, self._device)
+        problem = None
+        if dist.get_rank() == 0:
+            problem = self._write(name, {**weights, **state}, manifest, random_states or [])
+        self._settle(name, problem, time.perf_counter() - began)
+
+    def close(self) -> None:
+        """Collective: nothing is left to be written."""
+        self._settle_background()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self._directory / folders.SAVING, ignore_errors=True)
+
+    def _write(self, name: str, state: State, manifest: Manifest, random_states: list[RandomState]) -> str | None:
+        """On rank 0: through torchtune's checkpointer into the staging folder, then into place. What went wrong."""
+        staging = self._directory / folders.SAVING
+        epoch = manifest.position.epochs
+        try:
+            problems.require_folder(staging)
+            options = {"adapter_only": True} if self._contents.adapter_only else {}
+            with problems.quiet_torchtune():
+                self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
+            written = staging / f"epoch_{epoch}"
+            os.replace(staging / folders.RECIPE_STATE / folders.RECIPE_STATE_FILE, written / folders.RECIPE_STATE_FILE)
+            if written != self._staged(name):
+                written.rename(self._staged(name))
+            self._publish((name, manifest, random_states))
+        except Exception as error:  # noqa: BLE001 - whatever a checkpointer or a file system can raise: all ranks hear of it
+            return problems.cause(error, self._directory)
+        return None
+
+    def _publish(self, finished: Finished) -> None:
+        """On rank 0: makes a checkpoint of what lies written in the staging folder."""
+        name, manifest, random_states = finished
+        staged = self._staged(name)
+        write_random_state(staged, random_states)
+        files = record_files(staged)
+        write_manifest(staged, dataclasses.replace(manifest, files=files))
+        folders.publish(self._directory, name)
+        try:
+            folders.tidy(self._directory, self._keep_last, self._resumed_from)
+        except OSError as error:  # the checkpoint itself is there
+            logger.warning("links or older checkpoints in %s are as they were: %s", self._directory, error.strerror)
+
+    def _staged(self, name: str) -> Path:
+        return self._directory / folders.SAVING / name
+
+    def _manifest(self, progress: Progress, *, distributed: bool) -> Manifest:
+        self._serial += 1
+        return Manifest(
+            run=self._start.run,
+            serial=self._serial - 1,
+            position=progress.position,
+            finished=progress.finished,
+            distributed=distributed,
+            ranks=dist.get_world_size(),
+            identity=self._identity,
+            versions=problems.versions(),
+            saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            files={},
+        )
+
+    def _settle_background(self) -> None:
+        """Collective: waits for what is still being written, and tells all ranks how that went."""
+        if self._background is None or (name := self._background.name) is None:
+            return
+        mine = self._background.wait()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if mine is None else problems.cause(mine, self._directory))
+        problem = next((each for each in told if each is not None), None)
+        self._settle(name, problem, self._background.seconds)
+
+    def _settle(self, name: str, problem: str | None, seconds: float) -> None:
+        """Collective: every rank hears from rank 0 whether the checkpoint is there."""
+        told = [problem]
+        dist.broadcast_object_list(told)
+        if told[0] is None:
+            self.last = self._directory / name
+            if dist.get_rank() == 0:
+                logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
+            return
+        message = f"checkpoint {name} could not be saved to {self._directory}: {told[0]}; {self._last_good()}"
+        if dist.get_rank() == 0:
+            folders.discard_staged(self._directory)
+        if self._stops_on_error:
+            raise CheckpointError(
+                f"{message}; once that is mended the same command with resume_from_checkpoint=auto goes on "
+                "(adaptive.on_save_error: continue would have trained on without it)"
+            )
+        if dist.get_rank() == 0:
+            logger.warning("%s; training goes on (adaptive.on_save_error: continue)", message)
+
+    def _last_good(self) -> str:
+        if self.last is None or not self.last.is_dir():
+            return "there is no earlier checkpoint"
+        return f"the last good one is {self.last}"
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """Gathering needs memory too, and its collectives cannot be repeated on one rank alone."""
+        try:
+            yield
+        except Exception as error:
+            if not is_oom(error):
+                raise
+            raise UnrecoverableError(
+                f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {self._last_good()}: go on "
+                "from there with resume_from_checkpoint=auto and a smaller batch_size or adaptive.max_batch_size"
+            ) from error
+
+
+def _name(progress: Progress, *, distributed: bool) -> str:
+    if progress.steps_in_epoch:
+        return f"step_{progress.step}"
+    prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
+    return f"{prefix}epoch_{progress.epochs_run - 1}"

@@ -1,0 +1,164 @@
+"""Where a run starts: anew, or from which checkpoint. Rank 0 looks and decides; the others are told.
+
+resume_from_checkpoint: False    anew, in an output directory without checkpoints
+                        auto     the newest complete checkpoint of this run, or anew where there is none
+                        True     as torchtune has it: from the files that the config names
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
+from torchtune_adaptive.tune.parts.checkpoints import folders
+from torchtune_adaptive.tune.parts.checkpoints.folders import Found
+from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
+from torchtune_adaptive.tune.parts.checkpoints.named import named_files
+from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The same on all ranks."""
+
+    run: str
+    """The id of the run: a new one, or that of the run that goes on."""
+    serial: int
+    """What its next checkpoint counts as."""
+    files: Files | None = None
+    """What to go on from; None: anew."""
+
+    @property
+    def resumes(self) -> bool:
+        return self.files is not None
+
+
+def find_start(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
+    """Collective: the decision, which raises `RunFinished` or the same error on every rank."""
+    decided: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            decided = [_decide(cfg, settings, recipe)]
+        except (AdaptiveError, RunFinished) as error:
+            decided = [error]
+    dist.broadcast_object_list(decided)
+    if isinstance(decided[0], Exception):
+        raise decided[0]
+    _check_shared(Path(checkpoint_directory(cfg, settings)), settings)
+    start: Start = decided[0]
+    return start
+
+
+def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:
+    return Path(cfg.checkpointer.get("output_dir", None) or settings.output_dir)
+
+
+def _decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
+    directory = checkpoint_directory(cfg, settings)
+    found = folders.find_checkpoints(directory)
+    serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
+    mode = settings.resume_from_checkpoint
+    chosen = _newest(found, cfg, settings, recipe, directory) if mode == AUTO else None
+    files: Files | None = None
+    run: str | None = None
+    if chosen is not None and chosen.manifest is not None:
+        files, run = files_of(chosen.path, chosen.manifest), chosen.manifest.run
+    elif mode is True:
+        files, run = named_files(
+            cfg, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
+        )
+    else:
+        _make_room(found, settings, directory)
+    _prepare(directory)
+    return Start(run=run or uuid.uuid4().hex[:12], serial=serial, files=files)
+
+
+def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe: str, directory: Path) -> Found | None:
+    """The newest intact checkpoint, if it is one of this run."""
+    chosen, passed_over = folders.newest_intact(found)
+    for each in passed_over:
+        logger.warning("passed over: %s %s", each.path, each.fault)
+    if chosen is None or chosen.manifest is None:
+        if not found:
+            logger.info("fresh start: %s holds no checkpoint yet", directory)
+        return None
+    changed = difference(identity_of(cfg, recipe), chosen.manifest.identity)
+    if changed is not None:
+        if _may_overwrite(settings):
+            return None
+        raise ConfigError(
+            f"resume_from_checkpoint is auto, but {changed} in the run whose checkpoints are in {directory}; set it "
+            "back, or start a new run with another output_dir or with overwrite_output_dir: True"
+        )
+    _check_unfinished(chosen, chosen.manifest, settings)
+    logger.info("resuming from %s (%s)", chosen.path, chosen.manifest.position)
+    return chosen
+
+
+def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings) -> None:
+    if manifest.position.epochs >= settings.epochs:
+        raise RunFinished(
+            f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} "
+            f"({manifest.position}, epochs: {settings.epochs})"
+        )
+
+
+def _make_room(found: Sequence[Found], settings: Settings, directory: Path) -> None:
+    """A fresh start needs a directory without checkpoints: it never mixes its own with others."""
+    if not found:
+        return
+    if _may_overwrite(settings):
+        logger.warning("overwrite_output_dir: %d checkpoints in %s are removed", len(found), directory)
+        folders.remove_all(directory)
+        return
+    complete = any(each.manifest for each in found)
+    names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
+    how = "resume_from_checkpoint=auto" if complete else "resume_from_checkpoint=True and the files to resume from"
+    raise ConfigError(
+        f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
+        f"own: go on with that run ({how}), choose another output_dir, or set overwrite_output_dir=True to remove them"
+    )
+
+
+def _may_overwrite(settings: Settings) -> bool:
+    """Never when the launcher has started the run again: what is there is what it has saved so far."""
+    return settings.overwrite_output_dir and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+
+
+def _prepare(directory: Path) -> None:
+    """The place where checkpoints are written; raises now rather than at the first save."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        folders.clean(directory)
+        (directory / folders.SAVING).mkdir()
+    except OSError as error:
+        raise ConfigError(f"output_dir is {str(directory)!r}, which cannot be written to: {error.strerror}") from error
+
+
+def _check_shared(directory: Path, settings: Settings) -> None:
+    """Collective: a checkpoint that only one node has is lost to the others, and to the run that goes on elsewhere."""
+    seen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(seen, (directory / folders.SAVING).is_dir())
+    blind = [rank for rank, sees in enumerate(seen) if not sees]
+    if not blind:
+        return
+    message = f"output_dir {str(directory)!r} is not one that all nodes share: rank {blind[0]} does not see rank 0's"
+    if settings.resume_from_checkpoint is not False or settings.enable_async_checkpointing:
+        raise ConfigError(f"{message}; put it on a file system that all of them mount")
+    if dist.get_rank() == 0:
+        logger.warning("%s; checkpoints are on rank 0's node only", message)

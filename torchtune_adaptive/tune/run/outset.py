@@ -1,0 +1,122 @@
+"""Before the first step: how large a microbatch may be, and what every epoch of the run will be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+from torch import nn
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.schedules.growth import EpochPlan, total_steps
+from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.checkpoints import Checkpoints
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.parts.data import Data
+from torchtune_adaptive.tune.parts.microbatch import Sample
+from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, plan_epochs
+from torchtune_adaptive.tune.run.fitting import rows_that_fit, training_step
+from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.token_budget import Microbatches, microbatches_of
+from torchtune_adaptive.tune.run.worst_case import worst_sample
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What a recipe has built that the course of a run depends on."""
+
+    cfg: DictConfig
+    settings: Settings
+    adaptive: AdaptiveConfig
+    ranks: int
+    """Of the data: each trains on samples of its own."""
+    tokenizer: Any
+    loss_fn: nn.Module
+    data: Data
+    optimization: Optimization
+    runner: StepRunner[Sample]
+    checkpoints: Checkpoints
+    journal: RunJournal
+
+    def worst_step(self) -> TrainingStep[Sample]:
+        """Collective: the step that a search measures."""
+        sample = worst_sample(self.cfg, self.data, self.tokenizer, self.adaptive.sequence_length)
+        return training_step(self.runner, self.optimization, self.loss_fn, sample)
+
+
+@dataclass(frozen=True)
+class Course:
+    """The run as it will be."""
+
+    epochs: tuple[EpochPlan, ...]
+    microbatches: Microbatches
+
+
+def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -> tuple[Course, Progress]:
+    """Collective: searches where the config asks for it, plans every epoch, and sets schedules to where the run is."""
+    cfg, settings, adaptive, data = parts.cfg, parts.settings, parts.adaptive, parts.data
+    progress = _with_dataset(progress, len(data.dataset))
+    parts.journal.start(progress.step or total_steps(progress.past))
+    samples_per_rank = data.loader.samples_per_rank
+    found = parts.journal.found
+    rows = rows_that_fit(cfg, settings, adaptive, memory, parts.worst_step, samples_per_rank, found)
+    microbatches = microbatches_of(cfg, settings, adaptive, memory, parts.worst_step, data, found)
+    left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
+    before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
+    increase = build_increase_function(cfg)
+    epochs = plan_epochs(settings, adaptive, increase, rows, progress, samples_per_rank)
+    announce(epochs, settings, before, parts.ranks, microbatches.limit)
+    course = Course(epochs, microbatches)
+    return course, _start_schedules(parts, course, progress)
+
+
+def begin_epoch(parts: Parts, course: Course, progress: Progress, plan: EpochPlan) -> Steps:
+    """Collective: sets limit and learning rate, and yields the steps that are left of the epoch.
+
+    A step is the samples of this rank and, where they are planned ahead, those of the next step.
+    """
+    parts.journal.epoch(plan, progress, parts.ranks)
+    parts.runner.use_limit(course.microbatches.limit_of(plan))
+    parts.optimization.use_lr_factor(plan.lr_factor)
+    # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
+    within = progress.steps_in_epoch > 0
+    if not within:
+        parts.checkpoints.restore_random_state()
+    steps = course.microbatches.steps(
+        parts.data.loader, plan, steps_done=progress.steps_in_epoch, samples_done=progress.samples_in_epoch
+    )
+    if within:
+        parts.checkpoints.restore_random_state()
+    return steps
+
+
+def _with_dataset(progress: Progress, samples: int) -> Progress:
+    if progress.begun is not None and progress.dataset_samples not in (None, samples):
+        raise ConfigError(
+            f"dataset has {samples} samples, and had {progress.dataset_samples} when the checkpoint was saved in the "
+            "middle of an epoch, whose rest cannot be found in it: restore the dataset, or resume from an earlier epoch"
+        )
+    return replace(progress, dataset_samples=samples)
+
+
+def _start_schedules(parts: Parts, course: Course, progress: Progress) -> Progress:
+    """Learning rate and limit, from where the run has come to."""
+    # torchtune's own checkpoints do not count steps
+    step = total_steps(course.epochs[: progress.epochs_run]) + progress.steps_in_epoch
+    latest = progress.begun or (progress.past[-1] if progress.past else None)
+    parts.optimization.start_schedule(
+        total_steps=total_steps(course.epochs), steps_done=step, lr_factor=latest.lr_factor if latest else 1.0
+    )
+    parts.runner.use_limit(course.microbatches.limit_of(course.epochs[progress.epochs_run]))
+    if progress.limit is not None:
+        parts.runner.load_state_dict(progress.limit)
+    return replace(progress, step=step, ranks=parts.ranks)
