@@ -289,19 +289,13 @@ def test_a_config_of_full_finetuning_is_refused_by_lora(message: Start) -> None:
 def test_resuming_where_nothing_was_saved_is_refused(message: Start) -> None:
     for kind in (FULL, LORA):
         text = message(kind, "resume_from_checkpoint=True")
-        assert_says(text, "resume_from_checkpoint is True", f"'runs/demo/{kind}'", "no epoch was saved")
-
-
-def test_resuming_a_finished_run_is_refused(message: Start) -> None:
-    start_here(FULL, "--config", "adaptive/demo/full", "epochs=1", SMALL, train=True)
-    text = message(FULL, "resume_from_checkpoint=True", "epochs=2", SMALL)
-    assert_says(text, "recipe_checkpoint", "to resume", "an unfinished run")
+        assert_says(text, "resume_from_checkpoint is True", f"'runs/demo/{kind}'", "no checkpoint was saved")
 
 
 def test_resuming_says_that_files_are_looked_for_in_the_output(message: Start) -> None:
     start_here(FULL, "--config", "adaptive/demo/full", "epochs=2", SMALL, train=True)
     text = message(FULL, "resume_from_checkpoint=True", "epochs=2", SMALL)
-    assert_says(text, "demo.pt", "relative to it", "epoch_0/model-00001-of-00001.bin")
+    assert_says(text, "demo.pt", "relative to", "epoch_1/model-00001-of-00001.bin", "resume_from_checkpoint=auto")
 
 
 def test_resuming_with_no_epoch_left_is_refused(message: Start) -> None:
@@ -317,7 +311,7 @@ def test_resuming_lora_without_its_adapter_is_refused(message: Start, tmp_path: 
         adapter.unlink()
     files = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
     text = message(LORA, "resume_from_checkpoint=True", "epochs=2", SMALL, files)
-    assert_says(text, "no adapter weights", "checkpointer.adapter_checkpoint")
+    assert_says(text, "adapter_model.pt", "resume_from_checkpoint is True")
 
 
 HERE_ONLY = """

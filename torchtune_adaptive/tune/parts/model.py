@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,7 +20,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.start import components
@@ -158,9 +159,7 @@ def _load(
     model: nn.Module, weights: Mapping[str, Any], settings: Settings, device: torch.device, *, strict: bool
 ) -> Any:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
-    unknown = sorted(weights.keys() - model.state_dict().keys())
-    if unknown:
-        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
+    _check_weights(model, weights, strict=strict)
     try:
         if _is_quantized(model):
             return model.load_state_dict(weights, strict=strict)
@@ -168,9 +167,28 @@ def _load(
             model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
         )
     except RuntimeError as error:
-        if is_oom(error):
+        if not is_oom(error):
             raise
-        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error
+        raise UnrecoverableError(
+            f"out of memory while the weights were loaded on rank {dist.get_rank()}: use more ranks or a smaller model"
+        ) from error
+
+
+def _check_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> None:
+    """Before any rank communicates, so that what fails from here on is not the files' fault."""
+    places = model.state_dict()
+    unknown = sorted(weights.keys() - places.keys())
+    if unknown:
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
+    missing = sorted(places.keys() - weights.keys()) if strict else []
+    if missing:
+        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(missing)} of its own are missing, the first is {missing[0]}")
+    for name, weight in weights.items():
+        if weight.shape != places[name].shape:
+            raise ConfigError(
+                f"{NOT_ITS_WEIGHTS}: size mismatch for {name}, {tuple(weight.shape)} in the file and "
+                f"{tuple(places[name].shape)} in the model"
+            )
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module) -> dict[str, nn.Module]:

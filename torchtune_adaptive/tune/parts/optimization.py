@@ -133,9 +133,33 @@ def build_optimization(
 ) -> Optimization:
     """The optimizer of the config, with its state where the checkpoint has one."""
     state = checkpoint.get(training.OPT_KEY)
+    if state:
+        _check_state(cfg, settings, state, device)
     if settings.optimizer_in_bwd:
         return UpdateInBackward(cfg, model, state, device)
     return UpdateAfterBackward(cfg, settings, model, state, device)
+
+
+def _check_state(cfg: DictConfig, settings: Settings, state: State, device: torch.device) -> None:
+    """Another optimizer's state would be loaded without a word, and never used."""
+    one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
+    if not isinstance(one_state, Mapping) or "state" not in one_state:
+        return  # not saved that way: told by its name where it is loaded
+    found = {key for values in one_state["state"].values() for key in values}
+    parameter = nn.Parameter(torch.zeros(1, device=device))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = components.build("optimizer", cfg, [parameter])
+    optimizer.step()
+    needed = {str(key) for key in optimizer.state[parameter]}
+    if found != needed:
+        raise ConfigError(
+            f"optimizer is {cfg.optimizer.get('_component_')}, which keeps {_names(needed)}, but the checkpoint's "
+            f"state has {_names(found)}: resume with the optimizer of the run that saved it"
+        )
+
+
+def _names(keys: set[str]) -> str:
+    return ", ".join(sorted(keys)) or "nothing"
 
 
 class _Schedule:

@@ -26,6 +26,11 @@ def named_files(
     cfg: DictConfig, recipe: str, *, asynchronous: bool, directory: Path, found: Sequence[Found]
 ) -> tuple[Files, str | None]:
     """What the config names, and the id of the run that saved it where that is known."""
+    if not found:
+        raise ConfigError(
+            f"resume_from_checkpoint is True and checkpointer.output_dir is {str(directory)!r}, where no "
+            "checkpoint was saved: give the output_dir of the run to go on with"
+        )
     section, directory = cfg.checkpointer, directory.absolute()
     try:
         if asynchronous:
@@ -135,8 +140,12 @@ def _require(path: Path, key: str) -> None:
 def _advice(directory: Path, found: Sequence[Found]) -> str:
     complete = [each.name for each in found if each.manifest]
     if complete:
-        return f"resume_from_checkpoint=auto goes on from the newest of {', '.join(complete)}"
+        files = f"checkpointer.checkpoint_files=[{complete[0]}/model-00001-of-00001.bin]"
+        return (
+            f"resume_from_checkpoint=auto finds {complete[0]} by itself; "
+            f"names are relative to {directory}, as in {files}"
+        )
     return (
-        "checkpointer.output_dir must be that of an unfinished run, and file names are relative to it, for example "
-        "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+        "to resume, checkpointer.output_dir must be that of an unfinished run, and names are relative to it, for "
+        "example checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
     )

@@ -65,6 +65,7 @@ class Checkpoints:
         self._resumed_from = start.files.folder.name if start.files else None
         self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
+        self._draws_from = start.files.folder if start.files else None
         self.last: Path | None = start.files.folder if start.files else None
         """The newest complete checkpoint: what a user goes on from when the run ends here."""
 
@@ -81,10 +82,11 @@ class Checkpoints:
         return loading.load_distributed(files.folder, model, optimizer, group)
 
     def restore_random_state(self) -> None:
-        """Collective: the draws of a resumed run go on where the checkpoint's stopped."""
-        if self._start.files is None:
+        """Collective: the first time, a resumed run's draws go on where the checkpoint's stopped."""
+        if self._draws_from is None:
             return
-        reason = restore_random_state(self._start.files.folder)
+        reason = restore_random_state(self._draws_from)
+        self._draws_from = None
         if reason is not None and dist.get_rank() == 0:
             logger.info("random draws (dropout) begin anew from the seed: %s", reason)
 

@@ -25,6 +25,7 @@ from torchtune_adaptive.tune.parts.checkpoints.identity import difference, ident
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
+from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def find_start(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
 
 
 def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:
-    return Path(cfg.checkpointer.get("output_dir", None) or settings.output_dir)
+    section = components.require(cfg, "checkpointer")
+    return Path(section.get("output_dir", None) or settings.output_dir)
 
 
 def _decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
