@@ -13,7 +13,7 @@ from typing import Any
 
 from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
 from torchtune_adaptive.record.files import reason, replace_file
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.record.timeline import read_steps
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Journal:
 
     def _cut_back(self, steps_done: int) -> None:
         """Leaves each step in its file once. Where the file cannot be replaced, a line in it voids the later steps."""
-        kept = [record for record in read_timeline(self._directory).steps if record["step"] <= steps_done]
+        kept = [record for record in read_steps(self._directory) if record["step"] <= steps_done]
         try:
             replace_file(self._directory / STEPS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
         except OSError:
@@ -88,6 +88,6 @@ def _line_break_if_torn(descriptor: int) -> str:
 
 def _has_content(path: Path) -> bool:
     try:
-        return path.stat().st_size > 0
+        return path.is_file() and path.stat().st_size > 0
     except OSError:
         return False

@@ -34,9 +34,14 @@ class Timeline:
 
 def read_timeline(directory: Path) -> Timeline:
     """The run that is in this directory. Never raises: what cannot be read is left out, and a line says so."""
-    steps = _read(directory / STEPS_FILE, lambda kind: kind is None or kind == START)
+    steps = read_steps(directory)
     events = _read(directory / EVENTS_FILE, lambda kind: isinstance(kind, str))
-    return Timeline(tuple(_steps_that_count(steps)), tuple(_events_that_count(events)))
+    return Timeline(tuple(steps), tuple(_events_that_count(events)))
+
+
+def read_steps(directory: Path) -> list[Record]:
+    """The logged steps of that run alone."""
+    return _steps_that_count(_read(directory / STEPS_FILE, lambda kind: kind is None or kind == START))
 
 
 def _steps_that_count(lines: Iterable[Record]) -> list[Record]:
