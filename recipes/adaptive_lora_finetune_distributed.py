@@ -16,6 +16,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints import Checkpoints, LoraContents, find_start
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.culprits import naming_unknown_tokens
 from torchtune_adaptive.tune.parts.data import build_data
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
@@ -24,6 +25,7 @@ from torchtune_adaptive.tune.parts.model import build_lora_model
 from torchtune_adaptive.tune.parts.optimization import build_optimization
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
@@ -88,8 +90,11 @@ class AdaptiveLoraFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
+        losses = LossWatch(self._adaptive.on_nan_loss)
         self._profiler.start()
-        with self.limited_memory() as memory:
+        # a step's samples and, where they are read ahead, the next one's
+        suspects = 2 * self.course.most_samples_per_step
+        with self.limited_memory() as memory, naming_unknown_tokens(self.model, self.data.dataset, last=suspects):
             self.watch(memory)
             for plan in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, plan)
@@ -99,16 +104,18 @@ class AdaptiveLoraFinetuneDistributed:
                         grad_norm = self.optimization.update(result.target_tokens)
                     self.progress = self.progress.after_step(plan, self._ranks)
                     learning_rate = self.optimization.learning_rate()
-                    self._metrics.log_step(
+                    loss = self._metrics.log_step(
                         self.progress.step,
                         result,
                         self.runner.recoveries,
                         learning_rate=learning_rate,
                         grad_norm=grad_norm,
                     )
+                    losses.saw(self.progress.step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
                     if self._checkpoints.due(self.progress):
                         self.save_checkpoint()
+                losses.check()
                 self.progress = self.progress.after_epoch(plan)
                 self.save_checkpoint()
         self._profiler.stop()

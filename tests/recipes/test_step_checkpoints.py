@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora": ("lora", ("model.lora_dropout=0.1",)),
     "lora-adapter-only": ("lora", ("save_adapter_weights_only=True",)),
 }
-STOPS = (2, 4, 5, 7)
+STOPS = (2, 4, 5, 6)
 """Steps before which the run ends, one after the other: before the first checkpoint, in an epoch, right after one."""
 
 

@@ -60,6 +60,10 @@ class Course:
     epochs: tuple[EpochPlan, ...]
     microbatches: Microbatches
 
+    @property
+    def most_samples_per_step(self) -> int:
+        return max(plan.samples_per_step for plan in self.epochs)
+
 
 def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -> tuple[Course, Progress]:
     """Collective: searches where the config asks for it, plans every epoch, and sets schedules to where the run is."""
@@ -69,11 +73,12 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     samples_per_rank = data.loader.samples_per_rank
     found = parts.journal.found
     rows = rows_that_fit(cfg, settings, adaptive, memory, parts.worst_step, samples_per_rank, found)
-    microbatches = microbatches_of(cfg, settings, adaptive, memory, parts.worst_step, data, found)
     left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
     before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
     increase = build_increase_function(cfg)
     epochs = plan_epochs(settings, adaptive, increase, rows, progress, samples_per_rank)
+    most_samples = max(plan.samples_per_step for plan in epochs)
+    microbatches = microbatches_of(cfg, settings, adaptive, memory, parts.worst_step, data, found, most_samples)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     course = Course(epochs, microbatches)
     return course, _start_schedules(parts, course, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,8 +11,15 @@ import pytest
 
 from torchtune_adaptive.record.events import SCHEDULE
 from torchtune_adaptive.record.timeline import read_timeline
-from torchtune_adaptive.schedules.growth import double_every, simulate
+from torchtune_adaptive.schedules.growth import EpochPlan, double_every, simulate
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.run.journal import RunJournal
+
+
+def progress(plans: tuple[EpochPlan, ...], step: int) -> Progress:
+    """Where the second epoch begins, or in the middle of it."""
+    begun = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=plans[:1], ranks=2)
+    return replace(begun, step=step, steps_in_epoch=step - plans[0].steps)
 
 
 def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
@@ -26,7 +34,7 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        journal.epoch(plans[1], plans[:1], max(4, steps_done), ranks=2)
+        journal.epoch(plans[1], progress(plans, max(4, steps_done)), ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)
