@@ -53,11 +53,12 @@ def find_checkpoints(directory: Path) -> list[Found]:
 
 def newest_intact(found: Iterable[Found]) -> tuple[Found | None, list[Found]]:
     """The newest checkpoint whose files are what was saved, and those that were passed over for their faults."""
-    passed_over = []
-    for each in found:
+    everything = list(found)
+    passed_over = [each for each in everything if each.manifest is None]
+    for each in everything:
         if each.manifest is None:
-            passed_over.append(each)
-        elif (name := changed_file(each.path, each.manifest)) is not None:
+            continue
+        if (name := changed_file(each.path, each.manifest)) is not None:
             passed_over.append(Found(each.path, None, f"is damaged: the content of {name} is not what was saved"))
         else:
             return each, passed_over

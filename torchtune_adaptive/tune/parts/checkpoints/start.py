@@ -54,7 +54,7 @@ def find_start(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
     decided: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            decided = [_decide(cfg, settings, recipe)]
+            decided = [decide(cfg, settings, recipe)]
         except (AdaptiveError, RunFinished) as error:
             decided = [error]
     dist.broadcast_object_list(decided)
@@ -70,7 +70,8 @@ def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:
     return Path(section.get("output_dir", None) or settings.output_dir)
 
 
-def _decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
+def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
+    """On rank 0: looks at the output directory, and makes room in it for what the run will write."""
     directory = checkpoint_directory(cfg, settings)
     found = folders.find_checkpoints(directory)
     serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,50 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.unit.tune.parts.checkpoints.making import CONTENT, complete, manifest, save, stage
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.manifest import (
-    MANIFEST_FILE,
-    Manifest,
-    Position,
-    read_manifest,
-    record_files,
-    write_manifest,
-)
-
-CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", "nested/config.json": b"{}"}
-
-
-def manifest(serial: int = 0, *, finished: bool = False) -> Manifest:
-    return Manifest(
-        run="run",
-        serial=serial,
-        position=Position(epochs=1, steps_in_epoch=0, samples_in_epoch=0, step=4),
-        finished=finished,
-        distributed=False,
-        ranks=2,
-        identity={"seed": 0},
-        versions={},
-        saved_at="2026-11-20T00:00:00+00:00",
-        files={},
-    )
-
-
-def stage(directory: Path, name: str, serial: int = 0, **options: Any) -> Path:
-    folder = directory / folders.SAVING / name
-    for file, content in CONTENT.items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_bytes(content)
-    write_manifest(folder, replace(manifest(serial, **options), files=record_files(folder)))
-    return folder
-
-
-def save(directory: Path, name: str, serial: int = 0, **options: Any) -> Path:
-    stage(directory, name, serial, **options)
-    return folders.publish(directory, name)
-
-
-def complete(directory: Path) -> list[str]:
-    return [found.name for found in folders.find_checkpoints(directory) if found.manifest]
+from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE, read_manifest
 
 
 class Killed(BaseException):

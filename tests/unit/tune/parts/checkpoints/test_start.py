@@ -1,0 +1,253 @@
+"""Where a run starts: from what is complete and its own, and with an error that helps from nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from tests.unit.tune.parts.checkpoints.making import CONTENT, complete, save
+from torchtune_adaptive.errors import ConfigError, RunFinished
+from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
+from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
+from torchtune_adaptive.tune.start.settings import read_full_settings
+
+ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
+
+
+def config(directory: Path, *overrides: str) -> DictConfig:
+    base = {
+        "output_dir": str(directory),
+        "device": "cpu",
+        "dtype": "fp32",
+        "seed": 0,
+        "shuffle": True,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "epochs": 3,
+        "model": {"_component_": "m"},
+        "dataset": {"_component_": "d", "source": "a"},
+        "optimizer": {"_component_": "o", "lr": 1e-3},
+        "checkpointer": {"output_dir": "${output_dir}", "checkpoint_files": ["base.pt"]},
+        "resume_from_checkpoint": "auto",
+    }
+    merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def start(directory: Path, *overrides: str, recipe: str = "full") -> Start:
+    cfg = config(directory, *overrides)
+    return decide(cfg, read_full_settings(cfg), recipe)
+
+
+def saved(
+    directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
+) -> Path:
+    position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
+    return save(directory, name, serial, identity=identity_of(config(directory), recipe), position=position, **options)
+
+
+def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
+    begun = start(tmp_path / "new" / "out")
+    assert not begun.resumes
+    assert begun.serial == 0
+    assert start(tmp_path / "new" / "out").run != begun.run
+
+
+def test_the_newest_complete_checkpoint_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, "epoch_0", 0)
+    saved(tmp_path, "step_6", 1)
+    begun = start(tmp_path)
+    assert begun.files is not None
+    assert begun.files.folder == tmp_path / "step_6"
+    assert begun.files.weights == (str(tmp_path / "step_6" / "model-00001-of-00001.bin"),)
+    assert begun.files.recipe_state == str(tmp_path / "step_6" / "recipe_state.pt")
+    assert (begun.run, begun.serial) == ("run", 2)
+
+
+def test_a_torn_newer_one_is_passed_over_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "torchtune_adaptive")
+    saved(tmp_path, "epoch_0", 0)
+    (saved(tmp_path, "step_6", 1) / "recipe_state.pt").write_bytes(b"stat")
+    (saved(tmp_path, "step_8", 2) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
+    begun = start(tmp_path)
+    assert begun.files is not None
+    assert begun.files.folder.name == "epoch_0"
+    assert sum("passed over" in line for line in caplog.messages) == 2
+    assert any("step_8" in line and "not what was saved" in line for line in caplog.messages)
+    assert any("resuming from" in line and "epoch_0" in line for line in caplog.messages)
+
+
+CHANGES = {
+    "model._component_=other": ("model._component_", "'other'", "'m'"),
+    "dataset.source=b": ("dataset.source", "'b'", "'a'"),
+    "dataset.more=1": ("dataset.more", "1", "None"),
+    "seed=7": ("seed", "7", "0"),
+    "batch_size=4": ("batch_size", "4", "2"),
+    "optimizer.lr=0.5": ("optimizer.lr", "0.5", "0.001"),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, change: str) -> None:
+    saved(tmp_path, "epoch_0")
+    with pytest.raises(ConfigError) as error:
+        start(tmp_path, change)
+    for word in (*CHANGES[change], "overwrite_output_dir"):
+        assert word in str(error.value)
+    assert complete(tmp_path) == ["epoch_0"]
+
+
+@pytest.mark.parametrize("change", ["epochs=9", "log_every_n_steps=3", "+adaptive.memory_limit=1GiB", "dtype=bf16"])
+def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> None:
+    saved(tmp_path, "epoch_0")
+    assert start(tmp_path, change.lstrip("+")).resumes
+
+
+def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_2", epochs=3, finished=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunFinished, match="nothing left to train.*epoch_2"):
+        start(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert start(tmp_path, "epochs=4").resumes
+
+
+@pytest.mark.parametrize("mode", ["False", "auto"])
+def test_folders_without_a_manifest_are_not_touched(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "epoch_0").mkdir()
+    with pytest.raises(ConfigError, match=r"epoch_0.*resume_from_checkpoint=True.*overwrite_output_dir=True"):
+        start(tmp_path, f"resume_from_checkpoint={mode}")
+    assert (tmp_path / "epoch_0").is_dir()
+
+
+def test_a_fresh_start_among_checkpoints_is_refused_and_told_how_to_go_on(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0")
+    with pytest.raises(
+        ConfigError, match=r"resume_from_checkpoint=auto.*another output_dir.*overwrite_output_dir=True"
+    ):
+        start(tmp_path, "resume_from_checkpoint=False")
+    assert complete(tmp_path) == ["epoch_0"]
+
+
+def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overwrite = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
+    saved(tmp_path, "epoch_0")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    with pytest.raises(ConfigError, match="resume_from_checkpoint=auto"):
+        start(tmp_path, *overwrite)
+    assert complete(tmp_path) == ["epoch_0"]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    assert not start(tmp_path, *overwrite).resumes
+    assert complete(tmp_path) == []
+
+
+def test_a_run_of_this_config_goes_on_where_overwriting_is_allowed(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0")
+    assert start(tmp_path, "overwrite_output_dir=True").resumes
+    assert not start(tmp_path, "overwrite_output_dir=True", "seed=7").resumes
+    assert complete(tmp_path) == []
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+    for name in (".saving", ".removing-step_3-ab12", ".linking-ab12"):
+        (tmp_path / name / "epoch_0").mkdir(parents=True)
+    assert not start(tmp_path).resumes
+    assert [path.name for path in tmp_path.iterdir()] == [".saving"]
+    assert list((tmp_path / ".saving").iterdir()) == []
+
+
+def named(directory: Path, *overrides: str, recipe: str = "full") -> Start:
+    return start(directory, "resume_from_checkpoint=True", *overrides, recipe=recipe)
+
+
+def files(name: str) -> str:
+    return f"checkpointer.checkpoint_files=[{name}/model-00001-of-00001.bin]"
+
+
+def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
+    for epoch in range(2):
+        saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
+    (tmp_path / "recipe_state").symlink_to("epoch_1")
+    begun = named(tmp_path, files("epoch_0"))
+    assert begun.files is not None
+    assert begun.files.recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
+    assert begun.files.complete
+    assert (begun.run, begun.serial) == ("run", 2)
+
+
+def test_the_state_of_one_checkpoint_and_the_weights_of_another_are_refused(tmp_path: Path) -> None:
+    for epoch in range(2):
+        saved(tmp_path, f"epoch_{epoch}", epoch)
+    (tmp_path / "recipe_state").symlink_to("epoch_1")
+    state = "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt"
+    with pytest.raises(ConfigError, match=r"weights are those of epoch_0 and the state is that of epoch_1"):
+        named(tmp_path, files("epoch_0"), state)
+
+
+def test_a_named_checkpoint_that_is_damaged_is_refused_and_another_one_named(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0", 0)
+    (saved(tmp_path, "epoch_1", 1) / "recipe_state.pt").write_bytes(b"statE")
+    with pytest.raises(ConfigError, match=r"epoch_1 is damaged.*resume_from_checkpoint=auto"):
+        named(tmp_path, files("epoch_1"))
+
+
+def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> None:
+    folder = directory / f"epoch_{epoch}"
+    folder.mkdir(parents=True)
+    for name in content:
+        if "/" not in name and name != "recipe_state.pt":
+            (folder / name).write_bytes(content[name])
+    (directory / "recipe_state").mkdir(exist_ok=True)
+    (directory / "recipe_state" / "recipe_state.pt").write_bytes(b"state")
+
+
+def test_torchtunes_own_files_are_taken_and_left_to_be_compared_when_they_are_read(tmp_path: Path) -> None:
+    stock(tmp_path, 0)
+    begun = named(tmp_path, files("epoch_0"))
+    assert begun.files is not None
+    assert begun.files.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
+    assert not begun.files.complete
+    assert begun.files.epoch == 0
+
+
+def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_epoch(tmp_path: Path) -> None:
+    stock(tmp_path, 7, ADAPTER)
+    saved(tmp_path, "epoch_1", recipe="lora", content=ADAPTER)
+    begun = named(tmp_path, recipe="lora")
+    assert begun.files is not None
+    assert begun.files.adapter == str(tmp_path / "epoch_1" / "adapter_model.pt")
+    assert begun.files.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
+
+
+def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0")
+    with pytest.raises(ConfigError, match=r"epoch_5/model-00001-of-00001.bin, which is not there.*epoch_0"):
+        named(tmp_path, files("epoch_5"))
+
+
+def test_a_distributed_checkpoint_is_found_by_its_manifest_or_torchs_last_file(tmp_path: Path) -> None:
+    asynchronous = "enable_async_checkpointing=True"
+    (tmp_path / "dist_epoch_0").mkdir()
+    with pytest.raises(ConfigError, match="no complete dist_epoch"):
+        named(tmp_path, asynchronous)
+    (tmp_path / "dist_epoch_0" / ".metadata").write_bytes(b"")
+    begun = named(tmp_path, asynchronous)
+    assert begun.files is not None
+    assert begun.files.distributed
+    assert begun.files.folder == tmp_path / "dist_epoch_0"
+
+
+def test_the_number_of_checkpoints_to_keep_may_stand_in_the_checkpointers_section(tmp_path: Path) -> None:
+    assert read_full_settings(config(tmp_path, "keep_last_n_checkpoints=2")).keep_last_n_checkpoints == 2
+    cfg = config(tmp_path, "checkpointer.keep_last_n_checkpoints=2")
+    assert read_full_settings(cfg).keep_last_n_checkpoints == 2
+    for wrong in ("0", "many", "[2]"):
+        with pytest.raises(ConfigError, match=r"checkpointer\.keep_last_n_checkpoints"):
+            read_full_settings(config(tmp_path, f"checkpointer.keep_last_n_checkpoints={wrong}"))
+    with pytest.raises(ConfigError, match="leave one of them out"):
+        read_full_settings(config(tmp_path, "checkpointer.keep_last_n_checkpoints=2", "keep_last_n_checkpoints=3"))
