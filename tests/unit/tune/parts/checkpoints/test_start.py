@@ -111,7 +111,7 @@ def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> No
 def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_2", epochs=3, finished=True)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(RunFinished, match="nothing left to train.*epoch_2"):
+    with pytest.raises(RunFinished, match=r"nothing left to train.*epoch_2"):
         start(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
     assert start(tmp_path, "epochs=4").resumes
