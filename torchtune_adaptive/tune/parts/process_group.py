@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
 from torchtune_adaptive.errors import ConfigError
 
@@ -16,9 +18,23 @@ def join(device: torch.device) -> None:
     """Collective: joins the group that torchrun describes, or makes a group of this one process."""
     backend = "gloo" if device.type == "cpu" else _accelerator_backend(device)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, **_store_of_this_attempt())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def _store_of_this_attempt() -> dict[str, Any]:
+    """Where torchrun has restarted the ranks of one node, a part of its store that holds nothing of those that died.
+
+    torch 2.13 gives a restart a new store only with a dynamic rendezvous; without, ranks would call at the addresses of
+    the dead. Several nodes count their restarts each for itself, so there the count cannot tell attempts apart.
+    """
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0" or os.environ.get("GROUP_WORLD_SIZE") != "1":
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    mine = dist.PrefixStore(f"restart_{restart}", store)  # type: ignore[attr-defined]
+    return {"store": mine, "rank": rank, "world_size": world_size}
 
 
 def leave() -> None:
