@@ -123,9 +123,14 @@ def remove(folder: Path) -> None:
         shutil.rmtree(condemned)
 
 
+def leftovers(directory: Path) -> list[Path]:
+    """What a run removes before it ends, unless it is killed."""
+    return [path for prefix in (SAVING, REMOVING, LINKING) for path in directory.glob(f"{prefix}*")]
+
+
 def clean(directory: Path) -> None:
     """Removes what runs that were killed have left half written or half deleted."""
-    for path in [*directory.glob(f"{SAVING}*"), *directory.glob(f"{REMOVING}*"), *directory.glob(f"{LINKING}*")]:
+    for path in leftovers(directory):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:

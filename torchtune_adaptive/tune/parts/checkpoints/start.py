@@ -11,6 +11,7 @@ import logging
 import os
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,10 +116,20 @@ def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe:
 
 def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings) -> None:
     if manifest.position.epochs >= settings.epochs:
+        _finish_cleaning(chosen.path.parent, settings)
         raise RunFinished(
             f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} "
             f"({manifest.position}, epochs: {settings.epochs})"
         )
+
+
+def _finish_cleaning(directory: Path, settings: Settings) -> None:
+    """A kill may have come after the last checkpoint, but before the links pointed at it and old ones were gone."""
+    if not folders.leftovers(directory):
+        return
+    with suppress(OSError):  # the run is finished all the same
+        folders.clean(directory)
+        folders.tidy(directory, settings.keep_last_n_checkpoints, resumed_from=None)
 
 
 def _make_room(found: Sequence[Found], settings: Settings, directory: Path) -> None:
