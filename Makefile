@@ -7,7 +7,7 @@ PEERS := $(VENV)/ready-to-bench
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-gpu lint faults soak bench bench-gpu clean
+.PHONY: demo test test-gpu lint faults soak crash bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -32,6 +32,10 @@ faults: $(READY)
 # hundreds of steps while memory comes and goes: both recipes, by rows and by tokens
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
+
+# hundreds of `kill -9`: every point of a save, random moments, by tune run too; under 40 minutes on two cores
+crash: $(READY)
+	$(BIN)/python -W ignore -m tests.recipes.crash 2>$(VENV)/crash.log || { tail -n 50 $(VENV)/crash.log; exit 1; }
 
 # beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
 bench: $(PEERS)

@@ -1,0 +1,99 @@
+"""A run that is killed, resumed, killed, resumed ... until it is done, and looked at after each life."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.recipes.crash import evidence
+from tests.recipes.crash.points import Point
+from tests.recipes.crash.tally import Tally
+from tests.recipes.crash.variants import KEEP, SAVE_EVERY, STEPS, Variant
+from tests.recipes.crash.victims import FINISHED, KILLED, Life, Start, live
+
+FIRST_PRUNING = KEEP * SAVE_EVERY
+"""The step after which every save prunes."""
+
+
+@dataclass
+class Chain:
+    start: Start
+    reference: Path
+    how: str
+    """To repeat it."""
+    tally: Tally
+    pending: int = field(default=0, init=False)
+    """Kills after which no step has been logged yet."""
+    lives: int = field(default=0, init=False)
+    broken: bool = field(default=False, init=False)
+
+    @property
+    def variant(self) -> Variant:
+        return self.start.variant
+
+    @property
+    def out(self) -> Path:
+        return self.start.folder / "out"
+
+    def run(self, points: Iterator[Point]) -> None:
+        """To its end, or until it is lost. Without points left it is not killed any more."""
+        while True:
+            point = next(points, None)
+            life = self.live_once(point)
+            if life.ended != KILLED:
+                break
+        if life.ended == FINISHED:
+            self.check_end()
+
+    def live_once(self, point: Point | None) -> Life:
+        complete, logged = evidence.complete_checkpoints(self.out), evidence.logged_steps(self.start.folder)
+        newest = max(complete.values(), default=0)
+        life = live(self.start, self.lives, point, max(newest, FIRST_PRUNING))
+        self.lives += 1
+        how = f"{self.how}, life {self.lives - 1}, {point}"
+        print(f"  {how}: {life.ended} {life.where} ({life.seconds:.1f} s)", flush=True)
+        self._check_progress(logged, newest, how)
+        self._check_pruning(complete, how)
+        if life.ended == KILLED:
+            self.pending += 1
+            self.tally.kill(life.where, tune_run=self.start.tune_run)
+        elif life.ended == FINISHED:
+            self.tally.resumed += self.pending
+            self.pending = 0
+        else:
+            self.broken = True
+            self.tally.lose(f"{how}: {life.ended}\n{life.output}")
+        return life
+
+    def _check_progress(self, logged: list[int], newest: int, how: str) -> None:
+        """That the life went on where the newest checkpoint ends, as far as it has come to log a step."""
+        steps = evidence.logged_steps(self.start.folder)[len(logged) :]
+        if not steps:
+            return
+        resumed_from = steps[0] - 1
+        if resumed_from < newest:
+            self.tally.lose(f"{how}: went on after step {resumed_from}, a checkpoint of step {newest} was there")
+        elif resumed_from > newest:
+            self.tally.fault(f"{how}: went on after step {resumed_from}, the checkpoint is of step {newest}")
+        if steps != list(range(steps[0], steps[-1] + 1)):
+            self.tally.fault(f"{how}: logged steps {steps}")
+        if logged:
+            self.tally.steps(str(self.variant), logged[-1] - resumed_from, self.variant.at_risk, how)
+        self.tally.resumed += self.pending
+        self.pending = 0
+
+    def _check_pruning(self, before: dict[str, int], how: str) -> None:
+        gone = evidence.lost_to_pruning(before, evidence.complete_checkpoints(self.out))
+        if gone:
+            self.tally.fault(f"{how}: gone are {gone}")
+
+    def check_end(self) -> None:
+        """Weights, figures and record of the undisturbed run; and the command once more changes nothing."""
+        found = evidence.differences(self.start.folder, self.reference)
+        before = evidence.picture_of(self.out)
+        again = live(self.start, self.lives, None, STEPS)
+        if again.ended != FINISHED or evidence.picture_of(self.out) != before:
+            found.append(f"started again once it was done: {again.ended}, files changed\n{again.output}")
+        if found:
+            self.tally.fault(f"{self.how} (at its end): {'; '.join(found)}")

@@ -1,0 +1,118 @@
+"""A disk that is full, or that nothing can be written to: an error that says so, and afterwards the run goes on."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.recipes.crash import evidence
+from tests.recipes.crash.points import TRAIN, Point
+from tests.recipes.crash.tally import Tally
+from tests.recipes.crash.variants import FULL, LORA, STEPS, Variant, write_config
+from tests.recipes.crash.victims import FAILED, FINISHED, KILLED, Start, live
+from torchtune_adaptive.demo.weights import WEIGHTS_FILE, ensure_weights
+
+SMALL, LARGE = {FULL: "12m", LORA: "4m"}, "128m"
+"""Room for two checkpoints, and for all."""
+SMALL_FILES_BYTES = 2**20
+"""Less than the weights need."""
+
+
+def disk_cases(folder: Path, references: dict[Variant, Path], tally: Tally) -> list[str]:
+    """What was tried; a disk of its own takes the right to mount one."""
+    tried = []
+    for variant in (FULL, LORA):
+        run = DiskRun(variant, folder / str(variant).replace("/", "-"), references[variant], tally)
+        run.files_too_large()
+        tried.append(f"{variant}: files too large")
+        if may_mount(folder):
+            run.disk_full()
+            run.read_only()
+            tried.append(f"{variant}: disk full, read-only")
+    return tried
+
+
+def may_mount(folder: Path) -> bool:
+    probe = folder / "mounts"
+    probe.mkdir(parents=True, exist_ok=True)
+    try:
+        with mounted(probe, LARGE):
+            return True
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        return False
+
+
+@contextmanager
+def mounted(folder: Path, size: str) -> Iterator[None]:
+    _call("mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(folder))
+    try:
+        yield
+    finally:
+        _call("umount", "--lazy", str(folder))
+
+
+def _call(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, timeout=20)
+
+
+class DiskRun:
+    """One variant, in trouble of each kind."""
+
+    def __init__(self, variant: Variant, folder: Path, reference: Path, tally: Tally) -> None:
+        self._variant, self._folder, self._reference, self._tally = variant, folder, reference, tally
+
+    def files_too_large(self) -> None:
+        start = self._start("files")
+        self._fails(start, 0, ["File too large"], file_bytes=SMALL_FILES_BYTES)
+        self._goes_on(start, 1)
+
+    def disk_full(self) -> None:
+        start = self._start("full")
+        with mounted(start.folder / "out", SMALL[self._variant]):
+            self._fails(start, 0, ["no space left", "free", "step_4"])
+            _call("mount", "-o", f"remount,size={LARGE}", str(start.folder / "out"))
+            self._goes_on(start, 1)
+
+    def read_only(self) -> None:
+        """It has a checkpoint by then."""
+        start = self._start("read-only")
+        out = str(start.folder / "out")
+        with mounted(start.folder / "out", LARGE):
+            life = live(start, 0, Point(TRAIN, 1), 4)
+            assert life.ended == KILLED, life.output
+            _call("mount", "-o", "remount,ro", out)
+            self._fails(start, 1, ["Read-only file system"])
+            _call("mount", "-o", "remount,rw", out)
+            self._goes_on(start, 2)
+
+    def _start(self, name: str) -> Start:
+        folder = self._folder / name
+        arguments = write_config(self._variant, folder)
+        (folder / "out").mkdir(parents=True)
+        ensure_weights(folder.parent / "weights" / WEIGHTS_FILE)  # these are not what the disk has no room for
+        return Start(self._variant, folder, tuple(arguments))
+
+    def _fails(self, start: Start, number: int, words: list[str], file_bytes: int | None = None) -> None:
+        """With one message that names the folder; and what was complete stays so."""
+        before, out = evidence.complete_checkpoints(start.folder / "out"), start.folder / "out"
+        life = live(start, number, None, STEPS, file_bytes=file_bytes)
+        how = f"{self._variant} disk {start.folder.name}"
+        message = life.output.rpartition("\nerror")[2]
+        missing = [word for word in [str(out), *words] if word.lower() not in message.lower()]
+        if life.ended != FAILED or missing or "Traceback" in message:
+            self._tally.fault(f"{how}: {life.ended}, without {missing}\n{life.output}")
+        gone = evidence.lost_to_pruning(before, evidence.complete_checkpoints(out))
+        if gone:
+            self._tally.fault(f"{how}: gone are {gone}")
+
+    def _goes_on(self, start: Start, number: int) -> None:
+        """Once the trouble is over, to the end of the undisturbed run."""
+        life = live(start, number, None, STEPS)
+        how = f"{self._variant} disk {start.folder.name}, afterwards"
+        if life.ended != FINISHED:
+            self._tally.lose(f"{how}: {life.ended}\n{life.output}")
+        else:
+            for each in evidence.differences(start.folder, self._reference):
+                self._tally.fault(f"{how}: {each}")

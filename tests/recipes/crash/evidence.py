@@ -1,0 +1,104 @@
+"""What a run leaves behind: its checkpoints, its log, its record, and whether they are those of the undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.recipes.crash.variants import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH
+from torchtune_adaptive.record.events import START, STEPS_FILE
+from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
+
+LAST_EPOCH = f"epoch_{EPOCHS - 1}"
+
+
+def complete_checkpoints(out: Path) -> dict[str, int]:
+    """Name -> last step, of the folders that count as checkpoints."""
+    found = {}
+    for manifest in out.glob(f"*/{MANIFEST_FILE}"):
+        folder = manifest.parent
+        named = re.fullmatch(r"step_(\d+)|(?:dist_)?epoch_(\d+)", folder.name)
+        if named and not folder.is_symlink():
+            found[folder.name] = int(named[1]) if named[1] else (int(named[2]) + 1) * STEPS_PER_EPOCH
+    return found
+
+
+def lost_to_pruning(before: dict[str, int], after: dict[str, int]) -> list[str]:
+    """Of the newest checkpoints that are kept, those that were complete and are gone."""
+    newest = sorted((before | after).items(), key=lambda item: -item[1])[:KEEP]
+    return [name for name, _ in newest if name in before and name not in after]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def logged_steps(folder: Path) -> list[int]:
+    return [int(line["step"]) for line in read_lines(folder / "log.jsonl")]
+
+
+def differences(folder: Path, reference: Path) -> list[str]:
+    """What is not as the undisturbed run has left it."""
+    return [
+        *_different_weights(folder / "out" / LAST_EPOCH, reference / "out" / LAST_EPOCH),
+        *_different_figures(folder, reference),
+        *_different_record(folder / "out"),
+        *[f"left behind: {path.name}" for path in (folder / "out").glob(".*")],
+        *_badly_kept(folder / "out"),
+    ]
+
+
+def _badly_kept(out: Path) -> Iterator[str]:
+    """The last KEEP stay, and the one that was resumed from last."""
+    kept, latest = sorted(complete_checkpoints(out)), out / "latest"
+    if LAST_EPOCH not in kept or not KEEP <= len(kept) <= KEEP + 1:
+        yield f"checkpoints kept: {kept}"
+    if not latest.is_symlink() or latest.resolve().name != LAST_EPOCH:
+        yield f"latest is not {LAST_EPOCH}"
+
+
+def _different_weights(ours: Path, theirs: Path) -> list[str]:
+    found = []
+    names = sorted(path.name for pattern in ("model*.bin", "adapter*.pt") for path in theirs.glob(pattern))
+    assert names, f"no weights to compare in {theirs}"
+    for name in names:
+        if not (ours / name).exists():
+            found.append(f"missing: {ours.name}/{name}")
+            continue
+        one, other = (torch.load(path / name, weights_only=True) for path in (ours, theirs))
+        unlike = [key for key in other if key not in one or not torch.equal(one[key], other[key])]
+        if unlike or one.keys() != other.keys():
+            found.append(f"{name}: {len(unlike)} of {len(other)} tensors differ, {unlike[:2]}")
+    return found
+
+
+def _different_figures(folder: Path, reference: Path) -> list[str]:
+    """The figures of every step, as they were when it last was trained."""
+    last = {int(line["step"]): line for line in read_lines(folder / "log.jsonl")}
+    first = {int(line["step"]): line for line in read_lines(reference / "log.jsonl")}
+    if sorted(last) != sorted(first):
+        return [f"steps logged: {sorted(last)}"]
+    unlike = [
+        step
+        for step, figures in first.items()
+        if any(figures[name] != last[step].get(name) for name in ("loss", "lr", "grad_norm"))
+    ]
+    return [f"figures differ from step {unlike[0]} on"] if unlike else []
+
+
+def _different_record(out: Path) -> list[str]:
+    steps = [line["step"] for line in read_lines(out / STEPS_FILE) if line.get("kind") != START]
+    return [] if steps == list(range(1, STEPS + 1)) else [f"{STEPS_FILE} has steps {steps}"]
+
+
+def picture_of(out: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of every file, to see whether anything is touched."""
+    stats = {str(path.relative_to(out)): path.lstat() for path in out.rglob("*")}
+    return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()}

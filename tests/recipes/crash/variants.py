@@ -1,0 +1,69 @@
+"""The runs that are killed: small enough that a kill costs seconds, long enough that every kind of save comes often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from tests.recipes.running import OURS, demo_config
+
+EPOCHS, STEPS_PER_EPOCH = 4, 5
+STEPS = EPOCHS * STEPS_PER_EPOCH
+SAVE_EVERY, KEEP = 2, 2
+SAVES = sorted({*range(SAVE_EVERY, STEPS, SAVE_EVERY), *range(STEPS_PER_EPOCH, STEPS + 1, STEPS_PER_EPOCH)})
+"""The steps after which there is a checkpoint."""
+ROWS, MICROBATCHES = 2, 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    kind: str
+    """full or lora."""
+    ranks: int
+    budget: bool = False
+    """Microbatches by tokens, not by rows."""
+    asynchronous: bool = False
+
+    def __str__(self) -> str:
+        kind = "async" if self.asynchronous else self.kind
+        return f"{kind}/{self.ranks}/{'tokens' if self.budget else 'rows'}"
+
+    @property
+    def recipe(self) -> str:
+        return OURS[self.kind][0]
+
+    @property
+    def at_risk(self) -> int:
+        """Steps that a kill may cost. One more checkpoint may be on its way where training does not wait for it."""
+        return SAVE_EVERY * (2 if self.asynchronous else 1)
+
+
+FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchronous=True), Variant("lora", 1)
+"""Those whose every operation is aimed at."""
+VARIANTS = (
+    *(FULL, ASYNC, LORA),
+    *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
+)
+
+
+def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
+    """The arguments with which this run is started, and after each kill goes on."""
+    samples = STEPS_PER_EPOCH * ROWS * MICROBATCHES * variant.ranks
+    cfg = demo_config(
+        variant.kind,
+        folder,
+        "metric_logger._component_=tests.recipes.crash.trap.WatchedLogger",
+        f"checkpointer.checkpoint_dir={folder.parent / 'weights'}",
+        *(f"dataset.samples={samples}", "tokenizer.max_seq_len=96", "clip_grad_norm=1.0", "shuffle=True"),
+        *(f"batch_size={ROWS}", f"gradient_accumulation_steps={MICROBATCHES}", f"epochs={EPOCHS}"),
+        *("overwrite_output_dir=False", "resume_from_checkpoint=auto"),
+        *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
+        *(["adaptive.token_budget=256"] if variant.budget else []),
+        *(["enable_async_checkpointing=True"] if variant.asynchronous else []),
+        *overrides,
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    return ["--config", str(folder / "config.yaml")]

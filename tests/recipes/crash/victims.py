@@ -1,0 +1,162 @@
+"""One life of a run, by forked ranks or by `tune run`, until it ends or is killed."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from unittest import mock
+
+from tests.ranks import RankFailed, RanksHung, run_on_ranks
+from tests.recipes.crash import trap
+from tests.recipes.crash.points import ORDERS, TIME, Order, Point, write_orders
+from tests.recipes.crash.variants import Variant
+from tests.recipes.running import COMMAND_MARK, end_marked, environment, load_ours
+
+ROOT = Path(__file__).parents[3]
+IN_PROCESS_S, TUNE_RUN_S = 90, 200
+KILLED, FINISHED, FAILED, HUNG = "killed", "finished", "failed", "hung"
+EVERYTHING, LAUNCHER_FIRST, RANK_FIRST = "everything", "launcher first", "rank first"
+"""What of a `tune run` is killed: all its processes at once; the launcher, and its ranks a moment later; or a rank,
+whose peers are left to the launcher."""
+
+
+@dataclass(frozen=True)
+class Life:
+    ended: str
+    """KILLED, FINISHED, FAILED or HUNG."""
+    where: str = ""
+    """The operation at which it was killed."""
+    output: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a life begins."""
+
+    variant: Variant
+    folder: Path
+    arguments: tuple[str, ...]
+    tune_run: bool = False
+    """Through the launcher if there are several ranks, else in tune's own process."""
+    manner: str = EVERYTHING
+
+
+def live(start: Start, number: int, point: Point | None, after_step: int, *, file_bytes: int | None = None) -> Life:
+    """The same command again, killed at this point; no file can become larger than `file_bytes`."""
+    notes = start.folder / "lives" / f"{number:04}"
+    order = Order(point, str(start.folder / "out"), str(notes), after_step)
+    began = time.monotonic()
+    notes.mkdir(parents=True)
+    life = _by_tune_run(start, order) if start.tune_run else _in_process(start, order, file_bytes)
+    return replace(life, seconds=time.monotonic() - began)
+
+
+def _in_process(start: Start, order: Order, file_bytes: int | None) -> Life:
+    ended, why = FINISHED, ""
+    try:
+        run_on_ranks(start.variant.ranks, _rank, start, order, file_bytes, timeout_s=IN_PROCESS_S, in_group=False)
+    except RankFailed as error:
+        ended, why = FAILED, str(error)
+    except RanksHung as error:
+        ended, why = HUNG, str(error)
+    where = killed_at(order.notes_folder)
+    if ended == FAILED and where:
+        return Life(KILLED, where)
+    return Life(ended, where, "" if ended == FINISHED else why + _output(order.notes_folder))
+
+
+def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
+    """Collective: what `tune run` starts on each rank, its output in a file."""
+    from torchtune_adaptive.tune.start import launch
+
+    rank = int(os.environ["RANK"])
+    log = os.open(order.notes_folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if file_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
+    recipe = load_ours(start.variant.kind)
+    trap.install(order, rank)
+    with mock.patch.object(sys, "argv", [start.variant.recipe, *start.arguments]):
+        try:
+            launch.main(recipe)
+        except SystemExit as status:
+            if status.code:
+                raise RuntimeError(f"ended with status {status.code}") from None
+
+
+def killed_at(notes: Path) -> str:
+    """Where the trap, or the harness, has killed; nothing if the life ended before."""
+    for path in sorted(notes.glob("operations*")):
+        for line in path.read_text().splitlines():
+            if line.startswith("KILL "):
+                return line.removeprefix("KILL ")
+    return ""
+
+
+def _output(notes: Path) -> str:
+    return "".join(f"\n[{path.name}] {path.read_text(errors='replace')[-4000:]}" for path in notes.glob("output*"))
+
+
+def _by_tune_run(start: Start, order: Order) -> Life:
+    mark, notes = uuid.uuid4().hex, order.notes_folder
+    at_time = order.point if order.point and order.point.stage == TIME else None
+    given = replace(order, point=None) if at_time else order
+    with (notes / "output").open("w") as output:
+        process = subprocess.Popen(
+            tune_command(start), cwd=start.folder, env=tune_environment([given], mark), stdout=output, stderr=output
+        )
+        try:
+            if at_time:
+                _kill_by_hand(process, at_time, start.manner, mark, notes)
+            process.wait(timeout=TUNE_RUN_S)
+        except subprocess.TimeoutExpired:
+            return Life(HUNG, killed_at(notes), _output(notes))
+        finally:
+            left = end_marked(COMMAND_MARK, mark)
+            process.wait(timeout=10)
+    where = killed_at(notes)
+    if left:
+        return Life(HUNG, where, f"left running: {left}{_output(notes)}")
+    if where and process.returncode != 0:
+        return Life(KILLED, where, (notes / "output").read_text(errors="replace"))
+    return Life(FINISHED if process.returncode == 0 else FAILED, where, _output(notes))
+
+
+def tune_command(start: Start, *launcher: str) -> list[str]:
+    ranks = ["--nproc_per_node", str(start.variant.ranks), *launcher] if start.variant.ranks > 1 or launcher else []
+    tune = str(Path(sys.executable).parent / "tune")
+    return [tune, "run", *ranks, start.variant.recipe, *start.arguments]
+
+
+def tune_environment(orders: list[Order], mark: str) -> dict[str, str]:
+    path = f"{ROOT / 'tests' / 'recipes' / 'crash' / 'startup'}{os.pathsep}{ROOT}"
+    return {**environment(), COMMAND_MARK: mark, ORDERS: write_orders(orders), "PYTHONPATH": path}
+
+
+def _kill_by_hand(process: subprocess.Popen[bytes], point: Point, manner: str, mark: str, notes: Path) -> None:
+    """At its time, if it still runs then."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=point.at / 1000)
+        return
+    (notes / "operations").write_text(f"KILL after {point.at} ms, {manner}\n")
+    if manner == LAUNCHER_FIRST:
+        process.kill()
+        time.sleep(0.2)  # in which the ranks are nobody's
+    elif manner == RANK_FIRST:
+        ranks = [path for path in notes.glob("pid*") if path.name == f"pid{point.rank}"]
+        for path in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(int(path.read_text()), signal.SIGKILL)
+        if ranks:
+            return  # the launcher ends the others, in its own time
+    end_marked(COMMAND_MARK, mark)

@@ -1,0 +1,180 @@
+"""A few of the kills of `make crash`; and that it would notice what it is there to notice."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import RankFailed, run_on_ranks
+from tests.recipes.crash import evidence, trap
+from tests.recipes.crash.plans import Plan, Session, one_of_each, random_operations
+from tests.recipes.crash.points import START, TRAIN, Order, Point, parse_point
+from tests.recipes.crash.restarts import restarted
+from tests.recipes.crash.tally import Tally
+from tests.recipes.crash.variants import ASYNC, FULL, LORA, STEPS, Variant
+from tests.recipes.crash.victims import killed_at
+from torchtune_adaptive.record.events import STEPS_FILE
+from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
+
+SAMPLE = [
+    Plan("one of each operation", FULL, one_of_each),
+    Plan("sample", LORA, random_operations(3)),
+    Plan("sample", ASYNC, random_operations(3, ranks=2)),
+]
+LEAST_KILLED = {FULL: 5, LORA: 2, ASYNC: 2}
+"""Fewer than are aimed at: what comes last may find a run that is done."""
+
+
+@pytest.mark.parametrize("plan", SAMPLE, ids=str)
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(plan: Plan, tmp_path: Path) -> None:
+    tally = Tally()
+    Session(tmp_path, 0, time.monotonic() + 150, tally).follow(plan)
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.killed >= LEAST_KILLED[plan.variant], tally.summary()
+
+
+def test_a_rank_that_is_killed_under_a_launcher_costs_nobody_a_command(tmp_path: Path) -> None:
+    tally, variant = Tally(), Variant("full", 2)
+    reference = Session(tmp_path, 0, time.monotonic() + 150, tally).reference(variant)
+    restarted(variant, tmp_path / "restarts", reference, tally, kills=(Point(TRAIN, 3, rank=1),))
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.killed == tally.by_tune_run == 1
+
+
+def change_files(room: Path) -> None:
+    """One of each operation that a save may consist of."""
+    torch.save({"weight": torch.ones(1000)}, room / "draft.pt")
+    with (room / "draft.json").open("w") as file:
+        file.write("0123456789")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(room / "draft.json", room / "manifest.json")
+    (room / "latest").symlink_to("manifest.json")
+    (room / "old" / "inner").mkdir(parents=True)
+    shutil.rmtree(room / "old")
+    (room / "draft.pt").unlink()
+
+
+OPERATIONS = [
+    *("save room/draft.pt", "write room/draft.json", "fsync room/draft.json", "rename room/draft.json"),
+    *("link room/latest", "mkdir room/old/inner", "mkdir room/old", "mkdir room/old/inner"),
+    *("rmdir room/old/inner", "rmdir room/old", "unlink room/draft.pt"),
+]
+
+
+def trapped(order: Order) -> None:
+    trap.install(order, 0)
+    change_files(Path(order.watched) / "room")
+
+
+def spring(tmp_path: Path, point: Point | None) -> Path:
+    watched, notes = tmp_path / "watched", tmp_path / "notes"
+    (watched / "room").mkdir(parents=True)
+    order = Order(point, str(watched), str(notes), after_step=0)
+    if point is None:
+        run_on_ranks(1, trapped, order, in_group=False)
+    else:
+        with pytest.raises(RankFailed, match="died"):
+            run_on_ranks(1, trapped, order, in_group=False)
+        assert killed_at(notes)
+    return watched / "room"
+
+
+def test_the_trap_counts_every_operation(tmp_path: Path) -> None:
+    spring(tmp_path, None)
+    lines = (tmp_path / "notes" / "operations0").read_text().splitlines()
+    assert lines == [f"start:{number} {label}" for number, label in enumerate(OPERATIONS, start=1)]
+
+
+@pytest.mark.parametrize(
+    ("label", "left"),
+    [
+        ("save room/draft.pt", []),
+        ("rename room/draft.json", ["draft.json", "draft.pt"]),
+        ("link room/latest", ["draft.pt", "manifest.json"]),
+        ("rmdir room/old", ["draft.pt", "latest", "manifest.json", "old"]),
+    ],
+)
+def test_the_trap_kills_before_the_operation(label: str, left: list[str], tmp_path: Path) -> None:
+    room = spring(tmp_path, Point(START, OPERATIONS.index(label) + 1))
+    assert sorted(path.name for path in room.iterdir()) == left
+
+
+@pytest.mark.parametrize(
+    ("label", "name"), [("save room/draft.pt", "draft.pt"), ("write room/draft.json", "draft.json")]
+)
+def test_the_trap_kills_with_half_of_a_file_written(label: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / "whole").mkdir()
+    whole = (spring(tmp_path / "whole", None) / "manifest.json").stat().st_size if name == "draft.json" else 4000
+    (tmp_path / "torn").mkdir()
+    room = spring(tmp_path / "torn", Point(START, OPERATIONS.index(label) + 1, torn=True))
+    assert 0 < (room / name).stat().st_size < whole
+
+
+def test_where_the_power_fails_what_was_not_synced_is_empty(tmp_path: Path) -> None:
+    room = spring(tmp_path, Point(START, OPERATIONS.index("mkdir room/old") + 1, cut=True))
+    assert (room / "draft.pt").stat().st_size == 0
+    assert (room / "manifest.json").read_text() == "0123456789"
+
+
+@pytest.mark.parametrize("text", ["train:17", "start:3/torn", "train:4/cut", "time:1250/rank1"])
+def test_a_point_is_read_as_it_is_printed(text: str) -> None:
+    assert str(parse_point(text)) == text
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> tuple[Path, Path]:
+    """What two runs have left that are the same, as far as is looked at."""
+    folders = tmp_path / "one", tmp_path / "other"
+    for folder in folders:
+        last = folder / "out" / evidence.LAST_EPOCH
+        last.mkdir(parents=True)
+        torch.save({"weight": torch.ones(2)}, last / "model.bin")
+        (folder / "out" / "step_18").mkdir()
+        for checkpoint in (last, folder / "out" / "step_18"):
+            (checkpoint / MANIFEST_FILE).touch()
+        (folder / "out" / "latest").symlink_to(last.name)
+        steps = range(1, STEPS + 1)
+        (folder / "out" / STEPS_FILE).write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+        line = '{{"step": {}, "loss": 1.0, "lr": 0.1, "grad_norm": 2.0}}\n'
+        (folder / "log.jsonl").write_text("".join(line.format(step) for step in steps))
+    assert evidence.differences(*folders) == []
+    return folders
+
+
+def test_another_weight_is_noticed(finished: tuple[Path, Path]) -> None:
+    torch.save({"weight": torch.tensor([1.0, 1 + 2**-20])}, finished[0] / "out" / evidence.LAST_EPOCH / "model.bin")
+    assert "1 of 1 tensors differ" in evidence.differences(*finished)[0]
+
+
+def test_checkpoints_that_pruning_has_left_or_taken_are_noticed(finished: tuple[Path, Path]) -> None:
+    for name in ("step_14", "step_16"):
+        shutil.copytree(finished[0] / "out" / "step_18", finished[0] / "out" / name)
+    assert "checkpoints kept" in evidence.differences(*finished)[0]
+    shutil.rmtree(finished[1] / "out" / "step_18")
+    assert "checkpoints kept" in evidence.differences(finished[1], finished[0])[0]
+
+
+def test_a_step_that_is_recorded_twice_is_noticed(finished: tuple[Path, Path]) -> None:
+    with (finished[0] / "out" / STEPS_FILE).open("a") as file:
+        file.write(f'{{"step": {STEPS}}}\n')
+    assert STEPS_FILE in evidence.differences(*finished)[0]
+
+
+def test_another_loss_and_what_is_left_behind_are_noticed(finished: tuple[Path, Path]) -> None:
+    log = finished[0] / "log.jsonl"
+    log.write_text(log.read_text().replace('"step": 7, "loss": 1.0', '"step": 7, "loss": 1.1'))
+    (finished[0] / "out" / ".saving").mkdir()
+    assert evidence.differences(*finished) == ["figures differ from step 7 on", "left behind: .saving"]
+
+
+def test_a_checkpoint_that_is_gone_is_noticed_unless_newer_ones_are_enough() -> None:
+    before = {"step_2": 2, "step_4": 4}
+    assert evidence.lost_to_pruning(before, {"step_4": 4, "epoch_0": 5}) == []
+    assert evidence.lost_to_pruning(before, {"step_4": 4}) == ["step_2"]
+    assert evidence.lost_to_pruning(before, {"step_2": 2, "epoch_0": 5}) == ["step_4"]
