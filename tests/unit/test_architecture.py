@@ -48,10 +48,9 @@ TO_MEND: set[tuple[str, str]] = {
     # the governor and the runner tell what they decided in the words of the log
     ("limits.governor", "record.events"),
     ("step.runner", "record.events"),
-    # a prediction shares a peak's type and the rungs of the ladder with the search
+    # a prediction shares a peak's type with the search
     ("prediction.answer", "search.peaks"),
     ("prediction.law", "search.peaks"),
-    ("prediction.answer", "search.strategies"),
     # the recorder counts bytes with the meter that stands in for a device on a CPU
     ("prediction.recorder", "memory.meter"),
     # its picture shares colours and axes with those of searches and runs

@@ -10,8 +10,9 @@ from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
@@ -24,6 +25,7 @@ __all__ = [
     "FSDPModule",
     "ReduceScatter",
     "computing_on",
+    "cutting_for_rank_0",
     "initialize",
     "is_idle",
     "replace_collectives",
@@ -174,3 +176,16 @@ def computing_on(device: torch.device) -> Iterator[None]:
     """While open, what is sharded computes on this device, whatever its mesh says."""
     with mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
         yield
+
+
+@contextmanager
+def cutting_for_rank_0() -> Iterator[None]:
+    """While open, sharding makes rank 0's piece of a tensor and leaves out those that only other ranks would keep."""
+    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
+        yield
+
+
+def _first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:
+    if type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, FakeTensor):
+        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // chunks))]
+    return list(torch.chunk(tensor, chunks, dim))  # quantized weights can be cut in this way only

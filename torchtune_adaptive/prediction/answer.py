@@ -10,7 +10,9 @@ from functools import cached_property, lru_cache
 from torchtune_adaptive.prediction.law import MemoryLaw
 from torchtune_adaptive.prediction.replay import Reserved, replay
 from torchtune_adaptive.search.peaks import Peak
-from torchtune_adaptive.search.strategies import MAX_ROWS
+
+MOST_ROWS = 2**20
+"""Looked at; where as many fit, memory is hardly what bounds them."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Answer:
         def fits(rows: int) -> bool:
             return (self.peak(rows).peak_bytes or 0) <= self.budget.usable_bytes
 
-        return _most(fits, MAX_ROWS)
+        return _most(fits, MOST_ROWS)
 
     def _unlimited(self, rows: int) -> Reserved:
         reserved = self._replayed(rows, None)

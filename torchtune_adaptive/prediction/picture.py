@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
@@ -28,6 +30,23 @@ if TYPE_CHECKING:
 
 _PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 _RESIDENT = ("weights", "optimizer state")
+
+
+def check_drawable(path: Path, key: str) -> None:
+    """Refuses what cannot be saved before there is anything to draw; says nothing where matplotlib is missing."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return
+    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    if path.suffix and path.suffix.removeprefix(".").lower() not in endings:
+        raise ConfigError(f"{key} is '{path}': allowed is a file that ends in .{', .'.join(endings)}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{key} is '{path}', which cannot be written to: {error.strerror}") from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"{key} is '{path}', which cannot be written to: give a file in a folder of yours")
 
 
 def draw(path: Path, answer: Answer, frontier: Sequence[Answer], title: str) -> Path | None:
@@ -68,17 +87,36 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
 
 def _draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
     fitting = [each for each in frontier if each.most_rows]
-    for label, marker, colour, counts in (
-        ("without allocator retries", "o", _PHASE_COLOURS[0], [each.most_rows for each in fitting]),
-        ("at all", "x", ALARM, [each.most_rows_with_retries for each in fitting]),
-    ):
-        axes.plot([each.tokens for each in fitting], counts, f"-{marker}", color=colour, markersize=4.5, label=label)
+    tokens = [each.tokens for each in fitting]
+    most = [each.most_rows for each in fitting]
+    with_retries = [each.most_rows_with_retries for each in fitting]
+    axes.plot(tokens, most, "-o", color=BLUE, markersize=4.5)
+    if most != with_retries:
+        axes.plot(tokens, with_retries, "-x", color=ALARM, markersize=4.5)
+        _name_line(axes, tokens, most, "without allocator retries", BLUE, above=False)
+        _name_line(axes, tokens, with_retries, "at all", ALARM, above=True)
+    axes.margins(y=0.15)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}k")
     axes.yaxis.set_major_formatter("{x:.0f}")
     _label(axes, "what fits", "tokens in a row", "rows in a microbatch")
-    axes.legend(loc="upper right", frameon=False, fontsize=9)
+
+
+def _name_line(axes: Axes, x: Sequence[int], y: Sequence[int], name: str, colour: str, *, above: bool) -> None:
+    """Where neither line can be: both fall, so above and right of the upper one, or below and left of the lower one."""
+    at = len(x) // 3 if above else 2 * len(x) // 3
+    side = 7 if above else -7
+    axes.annotate(
+        name,
+        (x[at], y[at]),
+        xytext=(side, side),
+        textcoords="offset points",
+        horizontalalignment="left" if above else "right",
+        verticalalignment="bottom" if above else "top",
+        color=colour,
+        fontsize=9,
+    )
 
 
 def _label(axes: Axes, title: str, x: str, y: str) -> None:

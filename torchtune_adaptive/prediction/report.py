@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from torchtune_adaptive.prediction.answer import Answer, Prediction
+from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
 from torchtune_adaptive.sizes import format_bytes
 
 
@@ -64,13 +64,15 @@ def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> str:
 def _line(prediction: Prediction, answer: Answer) -> str:
     allocated = format_bytes(prediction.peak.peak_bytes or 0)
     reserved = format_bytes(prediction.reserved_bytes)
-    cells = f"  {prediction.rows:<7}{allocated:<12}{reserved:<12}{prediction.phase:<18}"
+    cells = f"  {prediction.rows:<6} {allocated:<12}{reserved:<12}{prediction.phase:<18}"
     return f"{cells}{_remark(prediction, answer)}".rstrip()
 
 
 def _remark(prediction: Prediction, answer: Answer) -> str:
     if not prediction.fits:
         return "does not fit"
+    if prediction.rows == MOST_ROWS:
+        return f"<- at least {MOST_ROWS} rows fit, the search stops here"
     if prediction.rows == answer.most_rows:
         return "<- most without allocator retries"
     if prediction.rows > answer.most_rows:

@@ -155,7 +155,7 @@ def _ask(function: Increase, epoch: int, current: int) -> int:
     fact = f"batch_increase_function: {function_name(function)} at epoch {epoch}, batch size {current},"
     try:
         increase: Any = function(epoch, current)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{fact} raised {type(error).__name__}: {error}") from error
     if type(increase) is not int:
         raise ConfigError(

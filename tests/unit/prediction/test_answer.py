@@ -11,7 +11,7 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction import report
-from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.cards import GIB_OF_CARD, limit_bytes
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law
 from torchtune_adaptive.prediction.recorder import Block, Recording
@@ -107,3 +107,12 @@ def test_cards_have_the_memory_that_their_names_say_or_less() -> None:
     named = {name: float(name.rpartition("-")[2]) for name in GIB_OF_CARD if name.startswith(("a100-", "v100-"))}
     assert named
     assert all(0.95 * gib < GIB_OF_CARD[name] < gib for name, gib in named.items())
+
+
+def test_the_table_goes_on_until_memory_is_full_or_says_where_it_stops() -> None:
+    full = answer(40 + 3 * 9000)
+    assert full.most_rows == 9000
+    assert "<- most without allocator retries" in report.table(full).splitlines()[-1]
+    endless = report.table(answer(2**30)).splitlines()[-1]
+    assert endless.split()[0] == str(MOST_ROWS)
+    assert endless.endswith(f"<- at least {MOST_ROWS} rows fit, the search stops here")

@@ -161,6 +161,7 @@ def build_step_runner(
     on_event: Callable[[Event], None],
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
+    _check_sequence_length(model, adaptive)
     split_alike = adaptive.token_budget is not None
     forward_backward = build_forward_backward(model, loss_fn, collate, settings, device, split_alike=split_alike)
     return StepRunner(
@@ -174,6 +175,16 @@ def build_step_runner(
         regrow_after=adaptive.regrow_after,
         on_event=on_event,
     )
+
+
+def _check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
+    """Before a sample of that length is made, of which an error would be about the data."""
+    wanted, allowed = adaptive.sequence_length, getattr(model, "max_seq_len", None)
+    if wanted is not None and allowed is not None and wanted > allowed:
+        raise ConfigError(
+            f"adaptive.sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): "
+            f"allowed is {allowed} or less, or null"
+        )
 
 
 def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:

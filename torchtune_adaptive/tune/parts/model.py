@@ -125,13 +125,21 @@ def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
     if not _is_sharded(settings, mesh):
         return
     layers = list(settings.custom_sharded_layers or ())
-    training.shard_model(
-        model=model,
-        shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
-        cpu_offload=settings.fsdp_cpu_offload,
-        reshard_after_forward=settings.fsdp_reshard_after_forward,
-        dp_mesh=mesh["dp"],
-    )
+    try:
+        training.shard_model(
+            model=model,
+            shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
+            cpu_offload=settings.fsdp_cpu_offload,
+            reshard_after_forward=settings.fsdp_reshard_after_forward,
+            dp_mesh=mesh["dp"],
+        )
+    except AssertionError as error:
+        if not _is_quantized(model):
+            raise
+        raise ConfigError(
+            f"model: its quantized weights cannot be sharded over {mesh['dp'].size()} ranks "
+            f"({components.reason(error)}): train on fewer, or set model.quantize_base: False"
+        ) from error
 
 
 def _init_rope(model: nn.Module, settings: Settings, device: torch.device) -> None:

@@ -9,13 +9,20 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, PredictionError
-from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.search.strategies import rungs_up_to
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, is_packed
-from torchtune_adaptive.tune.plan.settings import ASSUMED_TOKENS, PlanSettings, allocator_settings, budget, lengths
+from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, is_packed, on_gpu, read_settings
+from torchtune_adaptive.tune.plan.settings import (
+    ASSUMED_TOKENS,
+    Lengths,
+    PlanSettings,
+    allocator_settings,
+    budget,
+    lengths,
+)
 from torchtune_adaptive.tune.start.sections import read_adaptive
 
 TRACED_ROWS = (2, 3)
@@ -23,6 +30,8 @@ TRACED_ROWS = (2, 3)
 LONGEST_TRACED = 2048
 TRACED_MULTIPLE = 128
 """Kernels round lengths up to this; lengths between are rounded by less than the check allows."""
+CHECKED_TOKENS = 2**22
+"""Tokens and labels are the one thing of a traced step that is there with its data."""
 TOLERANCE = 0.005
 
 Traced = Callable[[], None]
@@ -43,13 +52,13 @@ class Plan:
 def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
     """What fits at each length; `traced` is called after each of `traces(...)` traces."""
     adaptive = read_adaptive(cfg.get("adaptive"))
-    given = lengths(cfg, plan)
+    given = lengths(cfg, adaptive, plan)
+    have = budget(cfg, plan, on_gpu=on_gpu(read_settings(cfg)[0]))
     with fake_step(cfg, plan.world_size) as step:
-        have = budget(cfg, plan, on_gpu=step.on_gpu)
         longest = _longest(step, given)
-        wanted = given or (min(ASSUMED_TOKENS, longest),)
+        wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
         law = law_of(step, traced)
-        rungs = rungs_up_to(adaptive.max_batch_size, adaptive.round_to, step.settings.samples_per_step)
+        rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, step.settings.samples_per_step)
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
         traced()
@@ -119,20 +128,18 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
     )
 
 
-def _longest(step: FakeStep, given: Sequence[int] | None) -> int:
+def _longest(step: FakeStep, given: Lengths | None) -> int:
     """What the model takes, which has to be as long as what is given."""
-    wanted = max(given) if given else ASSUMED_TOKENS
+    wanted = max(given.tokens) if given else ASSUMED_TOKENS
     allowed = int(getattr(step.model, "max_seq_len", wanted))
     if given and wanted > allowed:
-        raise ConfigError(
-            f"sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it"
-        )
+        raise ConfigError(f"{given.key} is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it")
     return allowed
 
 
 def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
-    """How far the law is from the step itself, at the answer."""
-    rows = max(2, answer.most_rows)
+    """How far the law is from the step itself, at the answer, or at as many rows as can be traced."""
+    rows = max(2, min(answer.most_rows, CHECKED_TOKENS // answer.tokens))
     recording = step.record(rows, answer.tokens)
     direct = peak_of(recording.phases, sizes_of(recording), caches=law.caches).peak_bytes or 0
     error = (law.peak(rows, answer.tokens).peak_bytes or 0) / direct - 1
@@ -145,7 +152,7 @@ def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
     return error
 
 
-def _notes_on_question(plan: PlanSettings, given: Sequence[int] | None, wanted: Sequence[int]) -> list[str]:
+def _notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
     notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
     if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
         notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")

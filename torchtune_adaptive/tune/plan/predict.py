@@ -16,7 +16,7 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._mode_utils import no_dispatch
 from torchtune import training
 from torchtune.modules.peft import get_adapter_params
@@ -27,7 +27,6 @@ from torchtune_adaptive.memory.phases import measuring_phases
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
 from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
 from torchtune_adaptive.step.runner import Totals
-from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.data import Collate, build_collate
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.loss import build_loss
@@ -117,14 +116,14 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
     settings, lora = read_settings(cfg)
     with META, quantizing_at_once():
         _check_model(components.build("model", cfg))
-    on_gpu = not settings.device.startswith("cpu")
     with rank_0_of(world_size), working_on_fakes(), ExitStack() as stack:
-        if on_gpu:
+        if on_gpu(settings):
             stack.enter_context(cuda_kernels())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
-        mesh = process_group.data_and_tensor_mesh(HOST, tensor_parallel_dim=1)
-        step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu)
+        # without a dimension for tensor parallelism, which would be a group of one for each rank
+        mesh = init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
+        step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu(settings))
         step.run_first_step()
         yield step
 
@@ -143,6 +142,10 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
         if value != allowed:
             raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
     return replace(settings, compile=False, enable_activation_offloading=False), lora
+
+
+def on_gpu(settings: Settings) -> bool:
+    return not settings.device.startswith("cpu")
 
 
 def is_lora(cfg: DictConfig) -> bool:

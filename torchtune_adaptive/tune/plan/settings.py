@@ -5,20 +5,36 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import limit_bytes
+from torchtune_adaptive.prediction.picture import check_drawable
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.sections import BOOL, COUNT, NULL, NUMBER, TEXT, Rule, one_of, option
-
-COUNTS = Rule(
-    lambda v: isinstance(v, list) and bool(v) and all(COUNT.accepts(each) for each in v),
-    "a list of whole numbers of at least 1",
+from torchtune_adaptive.tune.start.sections import (
+    BOOL,
+    MOST_TOKENS,
+    NULL,
+    NUMBER,
+    TEXT,
+    AdaptiveConfig,
+    Rule,
+    count_up_to,
+    one_of,
+    option,
 )
+
+TOKENS = count_up_to(MOST_TOKENS)
+COUNTS = Rule(
+    lambda v: isinstance(v, list) and bool(v) and all(TOKENS.accepts(each) for each in v),
+    f"a list of whole numbers from 1 to {MOST_TOKENS}",
+)
+MOST_RANKS = 65_536
 ASSUMED_TOKENS = 4096
 """Of a row, where nothing says how long rows are."""
 ONE_PROCESS_OVERHEAD = "1GiB"
@@ -27,13 +43,13 @@ MANY_RANKS_OVERHEAD = "3GiB"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    world_size: int = option(COUNT, 1)
+    world_size: int = option(count_up_to(MOST_RANKS), 1)
     """Ranks, on any number of machines."""
     memory_limit: str | float | None = option(TEXT | NUMBER | NULL, None)
     """What each rank has: an amount (24GiB, 80GB) or a card (h100); null: adaptive.memory_limit."""
     memory_overhead: str | None = option(TEXT | NULL, None)
     """Of it, what is not for tensors; null: 3GiB with NCCL, 1GiB in one process, nothing on a CPU."""
-    sequence_length: int | tuple[int, ...] | None = option(COUNT | COUNTS | NULL, None)
+    sequence_length: int | tuple[int, ...] | None = option(TOKENS | COUNTS | NULL, None)
     """Tokens of every row, or several lengths; null: adaptive.sequence_length, else tokenizer.max_seq_len, else
     4096 or the most that the model takes."""
     expandable_segments: bool | None = option(BOOL | NULL, None)
@@ -44,39 +60,72 @@ class PlanSettings:
 
 
 def read_plan_settings(cfg: DictConfig) -> PlanSettings:
-    return sections.read(PlanSettings, cfg)
+    settings = sections.read(PlanSettings, cfg)
+    if settings.picture is not None:
+        check_drawable(Path(settings.picture), "picture")
+    return settings
 
 
-def lengths(cfg: DictConfig, plan: PlanSettings) -> tuple[int, ...] | None:
-    """Tokens of a row, one or several; None where nothing says them."""
-    given = plan.sequence_length
-    for key in ("adaptive.sequence_length", "tokenizer.max_seq_len"):
-        if given is None:
-            given = OmegaConf.select(cfg, key)
-    if given is None:
-        return None
-    return given if isinstance(given, tuple) else (int(given),)
+@dataclass(frozen=True)
+class Lengths:
+    tokens: tuple[int, ...]
+    """Of a row, one length or several."""
+    key: str
+    """What says so."""
+
+
+def lengths(cfg: DictConfig, adaptive: AdaptiveConfig, plan: PlanSettings) -> Lengths | None:
+    """None where nothing says how long rows are."""
+    tokenizer = cfg.get("tokenizer")
+    for key, given in (
+        ("sequence_length", plan.sequence_length),
+        ("adaptive.sequence_length", adaptive.sequence_length),
+        ("tokenizer.max_seq_len", tokenizer.get("max_seq_len") if isinstance(tokenizer, DictConfig) else None),
+    ):
+        if isinstance(given, tuple):
+            return Lengths(given, key)
+        if given is not None:
+            return Lengths((_tokens(given, key),), key)
+    return None
+
+
+def _tokens(given: Any, key: str) -> int:
+    if not TOKENS.accepts(given):
+        raise ConfigError(f"{key} is {given!r}: allowed is {TOKENS.allowed}")
+    return int(given)
 
 
 def budget(cfg: DictConfig, plan: PlanSettings, *, on_gpu: bool) -> Budget:
-    """What one rank has."""
-    key = "memory_limit"
-    given = plan.memory_limit
-    if given is None:
-        key = "adaptive.memory_limit"
-        given = OmegaConf.select(cfg, key)
-    if given is None or not isinstance(given, str | int | float):
-        raise ConfigError(
-            f"memory_limit is {plan.memory_limit!r}, so there is nothing to fit into: "
-            "give what a rank has, as an amount (24GiB, 80GB) or a card (h100, a100-40, 4090)"
-        )
-    have, taken = limit_bytes(given, key), _overhead_bytes(plan, on_gpu=on_gpu)
+    """What the rank has that has least."""
+    if plan.memory_limit is not None:
+        key, have = "memory_limit", limit_bytes(plan.memory_limit, "memory_limit")
+    else:
+        key, have = "adaptive.memory_limit", _least_of_ranks(cfg, plan.world_size)
+    taken = _overhead_bytes(plan, on_gpu=on_gpu)
     if taken >= have:
         raise ConfigError(
             f"{key} is {format_bytes(have)}, but {format_bytes(taken)} are not for tensors (memory_overhead): "
             "nothing is left; give more"
         )
     return Budget(have, taken, on_gpu and expandable_segments(plan, os.environ))
+
+
+def _least_of_ranks(cfg: DictConfig, world_size: int) -> int:
+    """`adaptive.memory_limit`, of the rank that has least where it is a list with one for each."""
+    key, section = "adaptive.memory_limit", cfg.get("adaptive")
+    given = section.get("memory_limit") if isinstance(section, DictConfig) else None
+    if given is None:
+        raise ConfigError(
+            "memory_limit is None, so there is nothing to fit into: "
+            "give what a rank has, as an amount (24GiB, 80GB) or a card (h100, a100-40, 4090)"
+        )
+    if not isinstance(given, ListConfig):
+        return limit_bytes(given, key)
+    if len(given) != world_size:
+        raise ConfigError(
+            f"{key} has {len(given)} amounts and world_size is {world_size}: give one for each rank, or memory_limit"
+        )
+    return min(limit_bytes(each, f"{key}[{rank}]") for rank, each in enumerate(given))
 
 
 def expandable_segments(plan: PlanSettings, environment: Mapping[str, str]) -> bool:

@@ -22,7 +22,7 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
-from torchtune_adaptive.comm.fsdp import computing_on
+from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.tune.parts import process_group
 
 
@@ -53,6 +53,7 @@ def working_on_fakes() -> Iterator[None]:
         ):
             patches.enter_context(mock.patch.object(where, name, replacement))
         patches.enter_context(quantizing_at_once())
+        patches.enter_context(cutting_for_rank_0())
         patches.enter_context(_without_garbage_collection())
         yield
 

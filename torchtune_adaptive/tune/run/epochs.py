@@ -124,7 +124,7 @@ def _step(settings: Settings, adaptive: AdaptiveConfig, rows_that_fit: int | Non
 def _imported(path: str) -> Any:
     try:
         return pkgutil.resolve_name(path)
-    except (ValueError, ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             f"batch_increase_function is {path!r}, which cannot be imported ({error}): "
             "give the dotted path of a function (epoch, batch_size) -> int, or a section with a _component_"

@@ -17,6 +17,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample, length_of
+from torchtune_adaptive.tune.start.sections import MOST_TOKENS
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,13 @@ def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: i
         )
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
-    length = sequence_length or getattr(tokenizer, "max_seq_len", None) or longest_sample(cfg, data.dataset).length
+    longest = getattr(tokenizer, "max_seq_len", None)
+    if isinstance(longest, int) and longest > MOST_TOKENS and not sequence_length:
+        raise ConfigError(
+            f"tokenizer.max_seq_len is {longest}, which no model takes: lower it, or set it to null and give "
+            "adaptive.sequence_length"
+        )
+    length = sequence_length or longest or longest_sample(cfg, data.dataset).length
     token, length = int(sample["tokens"][0]) if length_of(sample) else 0, max(1, length)
     return {"tokens": [token] * length, "labels": [token] * length}
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 LONGEST_REASON = 500
 
@@ -33,8 +35,18 @@ def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
         return config.instantiate(section, *args, **kwargs)
     except AdaptiveError:
         raise
-    except Exception as error:
-        raise ConfigError(f"{key} could not be built from {_described(section)}: {reason(error)}") from error
+    except (Exception, SystemExit) as error:
+        because = f"{reason(error)}{_misplaced(section, error)}"
+        raise ConfigError(f"{key} could not be built from {_described(section)}: {because}") from error
+
+
+def _misplaced(section: Any, error: BaseException) -> str:
+    """Where a key of `adaptive:` belongs that a component was given and did not know."""
+    if not isinstance(section, DictConfig) or not isinstance(error, TypeError):
+        return ""
+    ours = [field.name for field in dataclasses.fields(AdaptiveConfig)]
+    names = [name for name in ours if name in section and f"'{name}'" in str(error)]
+    return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in names)
 
 
 def _described(section: Any) -> str:
@@ -42,7 +54,7 @@ def _described(section: Any) -> str:
     return str(component) if component else f"{section} (a section with a _component_ is needed)"
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """An error of another library in one line, without what nobody reads to the end."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > LONGEST_REASON:

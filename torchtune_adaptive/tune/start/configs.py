@@ -7,7 +7,9 @@ installed with this package.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import resources
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from torchtune import config
 from torchtune_adaptive.errors import ConfigError
 
 PREFIX = "adaptive/"
+UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError)
+"""What reading YAML may raise: RecursionError where it is nested thousands deep."""
 
 
 def read_command_line(argv: list[str]) -> DictConfig:
@@ -86,7 +90,7 @@ def _check_yaml(path: Path) -> None:
         if isinstance(content, dict) and all(isinstance(key, str) for key in content):
             OmegaConf.load(path)  # refuses what YAML lets pass, such as the same key twice
             return
-    except (yaml.YAMLError, UnicodeDecodeError, OSError, OmegaConfBaseException) as error:
+    except UNREADABLE as error:
         raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
     found = "nothing" if content is None else f"a {type(content).__name__}"
     raise ConfigError(f"--config {path} holds {found}: allowed is a mapping of keys, which are texts, to values")
@@ -104,9 +108,23 @@ def _parse() -> DictConfig:
     except SystemExit:
         if not parsed:
             raise
-    except (ValueError, AssertionError, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"the command line cannot be read: {' '.join(str(error).split())}") from error
+    except (*UNREADABLE, AssertionError, TypeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"the command line cannot be read: {_misfit()}{reason}") from error
     return parsed[0]
+
+
+def _misfit() -> str:
+    """The first override that does not go with the config, as a section cannot be replaced by a list."""
+    file = OmegaConf.load(sys.argv[sys.argv.index("--config") + 1])
+    for word in sys.argv[1:]:
+        with suppress(*UNREADABLE):
+            override = OmegaConf.from_dotlist([word])
+            try:
+                OmegaConf.merge(file, override)
+            except TypeError:
+                return f"{word}: "
+    return ""
 
 
 def _check_interpolations(cfg: DictConfig) -> None:
@@ -115,3 +133,5 @@ def _check_interpolations(cfg: DictConfig) -> None:
     except OmegaConfBaseException as error:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error
+    except RecursionError as error:
+        raise ConfigError("the config cannot be resolved: it is nested too deep") from error

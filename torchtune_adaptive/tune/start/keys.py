@@ -1,4 +1,4 @@
-"""Keys at the top of a config that nothing reads: the user's own, or misspelt ones."""
+"""Keys that nothing reads: the user's own, misspelt ones, and those of `adaptive:` in another place."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import dataclasses
 import difflib
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -19,6 +21,7 @@ SECTIONS = (
     *("model", "tokenizer", "dataset", "loss", "optimizer", "lr_scheduler", "checkpointer", "metric_logger"),
     *("profiler", "tensor_parallel_plan", "batch_increase_function", "adaptive"),
 )
+COMPONENT = "_component_"
 MISSPELT = 0.8
 """How alike two names are, of 1, before one is taken for a slip in the other."""
 
@@ -27,11 +30,35 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     """Refuses keys that look like a slip in one that is read; of others that nothing reads it tells."""
     known = {*(field.name for field in dataclasses.fields(Settings)), *SECTIONS, *more}
     unread = sorted(str(key) for key in cfg if key not in known | _referred_to(cfg))
+    _check_places(cfg, unread)
     for key in unread:
         if (meant := _meant(key, known)) is not None:
             raise ConfigError(f"{key} is not a known key: did you mean {meant}? A key of your own needs another name")
     if unread and aloud:
         logger.info("of no effect here, since nothing reads them: %s", ", ".join(unread))
+
+
+def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
+    """Refuses a key of `adaptive:` at the top of the config, or in a section, where nothing reads it.
+
+    In a section with a _component_ it is the component's own, whose constructor refuses it if it is not.
+    """
+    ours = {field.name for field in dataclasses.fields(AdaptiveConfig)}
+    for key in unread:
+        for path in _paths(key, cfg._get_node(key)):
+            if (name := path.rpartition(".")[2]) in ours:
+                raise ConfigError(
+                    f"{path} is read by nothing: write adaptive.{name} if that is meant; a key of your own needs "
+                    "another name"
+                )
+
+
+def _paths(path: str, value: Any) -> Iterator[str]:
+    """This key, and those in its section, as far as no component is in charge."""
+    yield path
+    if isinstance(value, DictConfig) and not value._is_none() and COMPONENT not in value:
+        for key in value:
+            yield from _paths(f"{path}.{key!s}", value._get_node(key))
 
 
 def _referred_to(cfg: DictConfig) -> set[str]:

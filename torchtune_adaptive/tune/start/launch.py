@@ -7,25 +7,32 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Collection
 from typing import Protocol
 
+import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, RunFinished, UnrecoverableError
 from torchtune_adaptive.tune.start.configs import read_command_line
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
+from torchtune_adaptive.tune.start.endings import (
+    FOR_THE_CAUSE_S,
+    HEAD_START_S,
+    end_silently,
+    end_with_the_launcher,
+    speaks_first,
+)
 from torchtune_adaptive.tune.start.keys import check_keys
 
 logger = logging.getLogger(__name__)
 
-FIRST_WORD_S = 10.0
-"""How long an error is held back that another rank may explain better: it ends first, and the launcher then ends the
-others before they add to its message."""
+INTERRUPTED = 130
+"""The status of a command that Ctrl-C has ended, as shells have it."""
 
 
 class Recipe(Protocol):
@@ -37,12 +44,22 @@ class Recipe(Protocol):
 
 def main(recipe_type: type[Recipe]) -> None:
     """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act."""
-    show_decisions()
+    end_with_the_launcher()
+    _ending_well(lambda: _run(recipe_type))
+
+
+def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+    """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
+    if _rank() == 0:
+        _ending_well(lambda: _ask(question, keys))
+
+
+def _run(recipe_type: type[Recipe]) -> None:
+    cfg = read_command_line(sys.argv)
+    check_keys(cfg, aloud=_rank() == 0)
+    if _rank() == 0:
+        config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:
-        cfg = read_command_line(sys.argv)
-        check_keys(cfg, aloud=_rank() == 0)
-        if _rank() == 0:
-            config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
         with refusing_early_exits():
             recipe = recipe_type(cfg)
             recipe.setup()
@@ -51,24 +68,31 @@ def main(recipe_type: type[Recipe]) -> None:
     except RunFinished as finished:
         if _rank() == 0:
             logger.info("%s", finished)
-    except AdaptiveError as error:
-        if _rank() != 0 or isinstance(error, UnrecoverableError):  # rank 0 has most likely met the same error
-            _let_peers_speak_first()
-        _end_with(error)
-    except Exception:
-        _let_peers_speak_first()  # a connection that breaks is what a rank sees of a peer that has ended
-        raise
 
 
-def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
-    """Runs what trains nothing, in one process, as the command line says; `keys` are those beside a recipe's."""
+def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+    cfg = read_command_line(sys.argv)
+    check_keys(cfg, keys, aloud=True)
+    with refusing_early_exits():
+        question(cfg)
+
+
+def _ending_well(work: Callable[[], None]) -> None:
+    """Does the work; whatever ends it too early is told once, by the rank that met it first."""
     show_decisions()
     try:
-        cfg = read_command_line(sys.argv)
-        check_keys(cfg, keys, aloud=True)
-        question(cfg)
-    except AdaptiveError as error:
-        _end_with(error)
+        try:
+            work()
+        except AdaptiveError as error:
+            consequence = isinstance(error, UnrecoverableError)
+            _end_with(error, FOR_THE_CAUSE_S if consequence else HEAD_START_S * (_rank() != 0))
+        except Exception:
+            # a connection that breaks is what a rank sees of a peer that has ended
+            if not speaks_first(FOR_THE_CAUSE_S):
+                end_silently()
+            raise
+    except KeyboardInterrupt:  # it may also come while another error is told
+        _end_interrupted()
 
 
 def show_decisions() -> None:
@@ -80,20 +104,25 @@ def show_decisions() -> None:
     logger.propagate = False
 
 
-def _end_with(error: AdaptiveError) -> None:
-    rank = _rank()
+def _end_with(error: AdaptiveError, wait_s: float) -> None:
+    if not speaks_first(wait_s):
+        end_silently()
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
-    where = "" if rank == 0 else f" (rank {rank})"
+    # until the ranks have met, an error is about the config, which is the same for all of them
+    where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
     print(f"\nerror{where}: {error}", file=sys.stderr, flush=True)
     # what was only half built complains when it is collected
     sys.unraisablehook = lambda _: None
     sys.exit(1)
 
 
-def _let_peers_speak_first() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        time.sleep(FIRST_WORD_S)
+def _end_interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if speaks_first(wait_s=0):  # all ranks are told at once, and the launcher waits for them
+        print("\ninterrupted", file=sys.stderr, flush=True)
+    sys.unraisablehook = lambda _: None
+    sys.exit(INTERRUPTED)
 
 
 def _rank() -> int:

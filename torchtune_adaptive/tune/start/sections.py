@@ -47,8 +47,16 @@ TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
 
+MOST_TOKENS = 2**24
+"""Of a row. What no model takes is refused before lists of that length are made."""
+
+
 def one_of(*choices: Any) -> Rule:
     return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
+
+
+def count_up_to(most: int) -> Rule:
+    return Rule(lambda v: COUNT.accepts(v) and v <= most, f"a whole number from 1 to {most}")
 
 
 def some_of(*choices: str) -> Rule:
@@ -90,9 +98,9 @@ class AdaptiveConfig:
     """How `use_maximum_batch_size` looks for what fits."""
     round_to: str = option(one_of("power_of_two", "divisor", "none"), "power_of_two")
     """What its answer is rounded down to; `divisor` of the configured samples per step."""
-    max_batch_size: int | None = option(COUNT | NULL, None)
+    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
     """No more rows than that, however many fit."""
-    sequence_length: int | None = option(COUNT | NULL, None)
+    sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
     """Tokens of the worst case; null: tokenizer.max_seq_len, else those of the longest sample."""
     accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
     """What the rows that fit do to gradient_accumulation_steps and to the samples per step."""

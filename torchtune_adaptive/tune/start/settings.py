@@ -16,6 +16,7 @@ from torchtune_adaptive.tune.start.sections import (
     NAMES,
     NULL,
     TEXT,
+    count_up_to,
     one_of,
     option,
     some_of,
@@ -37,7 +38,7 @@ class Settings:
     batch_size: int = option(COUNT)
     use_maximum_batch_size: bool = option(BOOL, False)
     gradient_accumulation_steps: int = option(COUNT)
-    epochs: int = option(COUNT)
+    epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
     shuffle: bool = option(BOOL)
     collate_fn: str = option(TEXT, "torchtune.data.padded_collate_sft")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.plan.settings import PlanSettings
 from torchtune_adaptive.tune.start.keys import check_keys
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,38 @@ def test_a_key_that_others_are_made_from_is_read(caplog: pytest.LogCaptureFixtur
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
         check_keys(cfg, aloud=True)
     assert caplog.messages == []
+
+
+PLAN_KEYS = [field.name for field in dataclasses.fields(PlanSettings)]
+OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("parent", ["", "training.", "training.memory."])
+def test_a_key_of_the_section_in_another_place_is_an_error_that_names_its_own(parent: str, name: str) -> None:
+    cfg = OmegaConf.create({"batch_size": 2})
+    OmegaConf.update(cfg, f"{parent}{name}", 1)
+    with pytest.raises(ConfigError, match=rf"^{parent}{name} is read by nothing: write adaptive\.{name} if"):
+        check_keys(cfg, aloud=False)
+
+
+def test_a_key_of_the_plan_is_the_plans_where_it_is_one_of_the_section_too() -> None:
+    check_keys(OmegaConf.create({"memory_limit": "h100", "sequence_length": 512}), PLAN_KEYS, aloud=False)
+    with pytest.raises(ConfigError, match=r"write adaptive\.search if"):
+        check_keys(OmegaConf.create({"search": "static"}), PLAN_KEYS, aloud=False)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"dataset": {"_component_": "mine.pairs", "search": "bm25", "sequence_length": 8}},
+        {"reward": {"_component_": "mine.Reward", "memory_limit": 3}},
+        {"sequence_length": 512, "tokenizer": {"_component_": "mine.Tokenizer", "max_seq_len": "${sequence_length}"}},
+        {"sizes": {"search": 7}, "dataset": {"_component_": "mine.pairs", "hits": "${sizes.search}"}},
+        {"limit": "8GiB", "adaptive": {"memory_limit": "${limit}", "search": "binary"}},
+        {"training": None},
+        {"training": ["search"]},
+    ],
+)
+def test_what_a_component_or_a_reference_reads_is_the_users_own(cfg: dict[str, Any]) -> None:
+    check_keys(OmegaConf.create(cfg), aloud=False)

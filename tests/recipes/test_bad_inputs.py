@@ -1,0 +1,158 @@
+"""Whatever stands in a config: one line that names the key, or a run that is set up; no traceback, no hang."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.recipes.hostile import Ended, start
+from torchtune_adaptive.tune.plan.settings import PlanSettings
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+CONFIG = ("--config", "adaptive/demo/full")
+SMALL = (*CONFIG, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")
+DEEP = "[" * 100_000 + "]" * 100_000
+EXITS = """
+import sys
+import torch
+
+def increase(*args, **kwargs):
+    sys.exit(0)
+
+class Optimizer(torch.optim.SGD):
+    def zero_grad(self, *args, **kwargs):
+        sys.exit()
+
+    step = __init__ = zero_grad
+"""
+
+
+def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
+    assert ended.status == 1, ended.output
+    assert "Traceback" not in ended.output
+    assert len(ended.errors) == 1, ended.output
+    assert [part for part in parts if part not in ended.errors[0]] == [], ended.errors
+
+
+@pytest.mark.parametrize(
+    ("override", "parts"),
+    [
+        ("adaptive=[]", ["adaptive=[]", "Cannot merge"]),
+        ("adaptive=3", ["adaptive is 3", "a section"]),
+        ("epochs=1000000000", ["epochs is 1000000000", "from 1 to 100000"]),
+        ("adaptive.sequence_length=4096", ["adaptive.sequence_length is 4096", "at most 2048 (its max_seq_len)"]),
+        ("adaptive.sequence_length=1000000000", ["adaptive.sequence_length is 1000000000", "from 1 to 16777216"]),
+        ("adaptive.max_batch_size=1000000000", ["adaptive.max_batch_size is 1000000000", "from 1 to 1048576"]),
+        ("memory_limit=32MiB", ["memory_limit is read by nothing", "write adaptive.memory_limit"]),
+        ("training.search=static", ["training.search is read by nothing", "write adaptive.search"]),
+        ("optimizer.memory_limit=32MiB", ["optimizer could not be built", "write adaptive.memory_limit"]),
+        ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
+        ("batch_increase_function=exits.increase", ["batch_increase_function: exits.increase", "SystemExit: 0"]),
+        ("optimizer=exits.Optimizer", ["optimizer could not be built", "SystemExit"]),
+        ("a=" + "[" * 3000 + "]" * 3000, ["the command line cannot be read", "recursion depth"]),
+    ],
+    ids=lambda value: value[:40] if isinstance(value, str) else "",
+)
+def test_a_known_bad_value_is_told_in_one_line(tmp_path: Path, override: str, parts: list[str]) -> None:
+    (tmp_path / "exits.py").write_text(EXITS)
+    assert_told_in_one_line(start("full", [*SMALL, "adaptive.max_batch_size=8", override], tmp_path), *parts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["adaptive=[1]"], ["adaptive=[1]", "Cannot merge"]),
+        (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
+        (["picture=plan.xyz"], ["picture is 'plan.xyz'", ".png"]),
+        (["picture=/proc/none/plan.png"], ["picture is '/proc/none/plan.png'", "cannot be written to"]),
+        (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
+        (["adaptive.sequence_length=4096"], ["adaptive.sequence_length is 4096", "at most 2048"]),
+        (
+            ["adaptive.memory_limit=[1GiB,2GiB]", "world_size=3"],
+            ["adaptive.memory_limit has 2 amounts", "world_size is 3"],
+        ),
+        (["search=static"], ["search is read by nothing", "write adaptive.search"]),
+    ],
+)
+def test_a_known_bad_question_is_told_in_one_line(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:
+    ended = start("plan", [*CONFIG, *overrides], tmp_path)
+    assert_told_in_one_line(ended, *parts)
+    assert "| 1/5" not in ended.output, "before anything is traced"
+
+
+def test_a_file_nested_a_hundred_thousand_deep_is_told_of_or_made_anew(tmp_path: Path) -> None:
+    (tmp_path / "deep.yaml").write_text(f"a: {DEEP}")
+    assert_told_in_one_line(start("full", ["--config", "deep.yaml"], tmp_path), "--config deep.yaml cannot be read")
+    (tmp_path / "out").mkdir()
+    for name in ("batch_search.json", "sample_lengths.json"):
+        (tmp_path / "out" / name).write_text(DEEP)
+    nulls = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
+    overrides = ("use_maximum_batch_size=True", "adaptive.reuse_search=True", *nulls)
+    found = start("full", [*SMALL, *overrides], tmp_path, timeout_s=120)
+    assert found.status == 0, found.output
+    assert "is not the record of a search (maximum recursion depth exceeded" in found.output
+    assert json.loads((tmp_path / "out" / "batch_search.json").read_text())["result"]
+
+
+PLAN_KEYS = {field.name for field in fields(PlanSettings)}
+SETTINGS_KEYS = [field.name for field in fields(Settings)]
+ADAPTIVE_KEYS = [field.name for field in fields(AdaptiveConfig)]
+KEYS = [
+    *SETTINGS_KEYS,
+    *ADAPTIVE_KEYS,
+    *(f"adaptive.{name}" for name in ADAPTIVE_KEYS),
+    *("adaptive", "batch_increase_function", "model", "optimizer", "dataset", "loss", "profiler", "lr_scheduler"),
+]
+NUMBERS = st.one_of(
+    st.integers(-3, 3), st.sampled_from([2**31, 2**63, 10**9, 10**30, -(10**30)]), st.floats(allow_infinity=True)
+)
+SCALARS = st.one_of(st.none(), st.booleans(), NUMBERS, st.text("ab.,:/$0 ", max_size=6), st.just("${nothing}"))
+VALUES = st.one_of(
+    SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.sampled_from(["a", "_component_"]), SCALARS, max_size=2)
+)
+
+
+def as_yaml(value: Any) -> str:
+    """JSON is YAML but for three numbers."""
+    text = json.dumps(value)
+    for json_name, yaml_name in (("-Infinity", "-.inf"), ("Infinity", ".inf"), ("NaN", ".nan")):
+        text = text.replace(json_name, yaml_name)
+    return text
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(key=st.sampled_from(KEYS), value=VALUES)
+def test_any_value_of_any_key_is_taken_or_told_by_the_name_of_the_key(key: str, value: Any) -> None:
+    with TemporaryDirectory() as folder:
+        ended = start("full", [*SMALL, f"{key}={as_yaml(value)}"], Path(folder), timeout_s=100)
+    if ended.status == 0:
+        assert "Traceback" not in ended.output
+    else:
+        assert_told_in_one_line(ended, key)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(key=st.sampled_from(sorted(PLAN_KEYS)), value=VALUES)
+def test_any_question_that_cannot_be_asked_is_told_by_the_name_of_the_key(key: str, value: Any) -> None:
+    with TemporaryDirectory() as folder:
+        ended = start("plan", [*CONFIG, f"{key}={as_yaml(value)}"], Path(folder), timeout_s=100)
+    if ended.status == 0:
+        assert "Traceback" not in ended.output
+    else:
+        assert_told_in_one_line(ended, key)
+
+
+def test_the_cost_of_a_question_does_not_grow_with_ranks(tmp_path: Path) -> None:
+    """In a minute, within 2 GiB."""
+    ended = start("plan", [*CONFIG, "world_size=65536", "memory_limit=8GiB"], tmp_path, timeout_s=60)
+    assert ended.status == 0, ended.output
+    assert "65536 ranks" in ended.output
+    assert "batch_size: " in ended.output

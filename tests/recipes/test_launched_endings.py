@@ -1,0 +1,137 @@
+"""How a run of several ranks ends: Ctrl-C, an error on some rank, a launcher that is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.running import COMMAND_MARK, end_marked, environment, marked
+
+FULL = "adaptive_full_finetune_distributed"
+LONG = ("dataset.samples=100000", "use_maximum_batch_size=False", "adaptive=null", "output_dir=out")
+TRAINS = re.compile(r"Loss: \d")
+STARTS_S = 200.0
+"""Ranks share the cores with whatever else runs."""
+RAISES = """
+import time
+import torch.distributed as dist
+from pathlib import Path
+from torchtune_adaptive.demo.tokenizer import demo_tokenizer
+
+def tokenizer(max_seq_len, ranks):
+    dist.barrier()
+    if dist.get_rank() in ranks:
+        Path(f"raised_{dist.get_rank()}").write_text(str(time.time()))
+        raise FileNotFoundError("this machine has no such file")
+    return demo_tokenizer(max_seq_len)
+"""
+
+
+@dataclass
+class Started:
+    """`tune run` in a session of its own, as a terminal starts it, and what it has written so far."""
+
+    process: subprocess.Popen[str]
+    mark: str
+    lines: list[tuple[float, str]] = field(default_factory=list)
+
+    def read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append((time.time(), line.rstrip()))
+
+    @property
+    def output(self) -> str:
+        return "\n".join(line for _, line in self.lines)
+
+    def when(self, condition: Callable[[], object], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.05)
+
+    def ranks(self) -> list[int]:
+        """Processes of the command that have a rank."""
+        found = []
+        for pid in marked(COMMAND_MARK, self.mark):
+            with suppress(OSError):  # ended in the meantime
+                found += [pid] * (b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes())
+        return found
+
+
+@contextmanager
+def tune_run_in_a_terminal(ranks: int | None, folder: Path, *overrides: str) -> Iterator[Started]:
+    tune = str(Path(sys.executable).parent / "tune")
+    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [tune, "run", *launcher, FULL, "--config", "adaptive/demo/full", *overrides],
+        cwd=folder,
+        env={**environment(), COMMAND_MARK: mark},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    started = Started(process, mark)
+    reader = threading.Thread(target=started.read, daemon=True)
+    reader.start()
+    try:
+        yield started
+    finally:
+        end_marked(COMMAND_MARK, mark)
+        process.wait(10)
+        reader.join(10)
+
+
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_ctrl_c_is_told_in_one_line(ranks: int | None, tmp_path: Path) -> None:
+    with tune_run_in_a_terminal(ranks, tmp_path, *LONG) as run:
+        run.when(lambda: TRAINS.search(run.output), STARTS_S)
+        os.killpg(run.process.pid, signal.SIGINT)
+        status = run.process.wait(60)
+    assert re.findall(r"^interrupted", run.output, re.MULTILINE) == ["interrupted"], run.output
+    launchers = run.output.partition("Traceback")[2]
+    assert "KeyboardInterrupt" not in run.output, run.output
+    if ranks is None:
+        assert (status, launchers) == (130, ""), run.output
+    else:  # the launcher's own traceback is all that it adds
+        assert "SignalException" in launchers, run.output
+        assert "Traceback" not in launchers, run.output
+        assert str(tmp_path) not in launchers, run.output
+
+
+@pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [2]), (3, [1, 2])])
+def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    overrides = ("tokenizer=raises.tokenizer", f"tokenizer.ranks={failing}".replace(" ", ""))
+    with tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides) as run:
+        assert run.process.wait(STARTS_S) == 1
+        run.when(lambda: "this machine has no such file" in run.output, 10)
+    raised = min(float(path.read_text()) for path in tmp_path.glob("raised_*"))
+    told = [(moment, line) for moment, line in run.lines if line.startswith("error")]
+    assert len(told) == 1, run.output
+    assert re.match(rf"error \(rank [{failing[0]}-{failing[-1]}]\): tokenizer could not be built", told[0][1])
+    assert told[0][0] - raised < 2.0
+    assert run.output.count("Traceback") == 1, "the launcher's"
+
+
+def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
+    """Those of the stock recipes train on without it."""
+    with tune_run_in_a_terminal(2, tmp_path, *LONG) as run:
+        run.when(lambda: TRAINS.search(run.output), STARTS_S)
+        assert len(run.ranks()) == 2
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.when(lambda: not run.ranks(), timeout_s=5)

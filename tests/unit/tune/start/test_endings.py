@@ -1,0 +1,60 @@
+"""Which rank tells of a failure, and which answers a question."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import DictConfig
+
+from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.tune.start.endings import speaks_first
+
+
+def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, as torchrun says it."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (attempt / str(rank)).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / str(rank) / "error.json"))
+
+
+def test_one_rank_speaks_in_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attempt in ("attempt_0", "attempt_1"):
+        be_rank_of(tmp_path / attempt, 1, monkeypatch)
+        assert speaks_first(0)
+        be_rank_of(tmp_path / attempt, 0, monkeypatch)
+        assert not speaks_first(0)
+
+
+def test_a_rank_that_waits_for_the_cause_stops_as_soon_as_it_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_rank_of(tmp_path, 1, monkeypatch)
+    assert speaks_first(0)
+    began = time.monotonic()
+    assert not speaks_first(60)
+    assert time.monotonic() - began < 30
+
+
+def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank_of(tmp_path, 1, monkeypatch)
+    for error_file in ("", str(tmp_path / "gone" / "1" / "error.json")):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        assert speaks_first(0)
+        assert speaks_first(0)
+
+
+def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    def question(_: DictConfig) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
+    monkeypatch.setenv("RANK", "1")
+    launch.answer(question, [])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(AssertionError, match="asked"):
+        launch.answer(question, [])

@@ -1,0 +1,67 @@
+"""How ranks end: with one message for all of them, and no later than the launcher that started them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+HEAD_START_S = 0.8
+"""How long other ranks leave it to rank 0 to tell of what all of them may have met."""
+FOR_THE_CAUSE_S = 1.5
+"""How long a rank that may only have lost a peer waits for that peer to say why."""
+UNTIL_ENDED_S = 10.0
+"""How long a rank without a message waits for the launcher to end it: the rank that spoke is to be the first to end."""
+_POLL_S = 0.05
+_PR_SET_PDEATHSIG = 1
+
+
+def speaks_first(wait_s: float) -> bool:
+    """Whether this rank is the first of its machine to tell of a failure, after giving others `wait_s` to do so.
+
+    The first to make a file in the launcher's own directory speaks. Without such a launcher nobody can tell, and every
+    rank that the wait does not see ended speaks.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return True
+    told = _told_file(os.environ)
+    until = time.monotonic() + wait_s
+    while time.monotonic() < until and not (told and told.exists()):
+        time.sleep(_POLL_S)
+    try:
+        if told is not None:
+            told.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # a message twice is better than none
+    return True
+
+
+def end_silently() -> None:
+    """Ends a rank for which another has spoken."""
+    sys.unraisablehook = lambda _: None
+    time.sleep(UNTIL_ENDED_S)
+    sys.exit(1)
+
+
+def end_with_the_launcher() -> None:
+    """From here on the kernel ends this rank as soon as torchrun is gone, even by SIGKILL."""
+    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    with suppress(OSError, AttributeError):  # a C library without prctl: as without this function
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it was gone before the kernel knew
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _told_file(environment: Mapping[str, str]) -> Path | None:
+    """Beside the folders that torchrun has made for the ranks of this attempt; there is another for each restart."""
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parents[1] / "told" if error_file else None
