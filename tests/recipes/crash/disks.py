@@ -65,7 +65,7 @@ class DiskRun:
 
     def files_too_large(self) -> None:
         start = self._start("files")
-        self._fails(start, 0, ["File too large"], file_bytes=SMALL_FILES_BYTES)
+        self._fails(start, 0, ["could not be saved"], file_bytes=SMALL_FILES_BYTES)
         self._goes_on(start, 1)
 
     def disk_full(self) -> None:

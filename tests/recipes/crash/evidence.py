@@ -50,7 +50,7 @@ def differences(folder: Path, reference: Path) -> list[str]:
         *_different_weights(folder / "out" / LAST_EPOCH, reference / "out" / LAST_EPOCH),
         *_different_figures(folder, reference),
         *_different_record(folder / "out"),
-        *[f"left behind: {path.name}" for path in (folder / "out").glob(".*")],
+        *[f"left behind: {path.name}" for pattern in (".*", "*.tmp") for path in (folder / "out").glob(pattern)],
         *_badly_kept(folder / "out"),
     ]
 

@@ -17,7 +17,6 @@ from tests.recipes.crash.tally import Tally, place
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, SAVES, Variant, write_config
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
 
-WRITES = ("write", "save")
 WHAT_COUNTS_IS_WRITTEN = ("rename", "link", "unlink", "rmdir")
 """Where a failing power would show what had not been synced before."""
 
@@ -68,7 +67,7 @@ def every_operation(every: int = 1, rank: int = 0, *, torn: bool = True, cut: bo
         operations, starts = seen.operations(TRAIN), math.ceil(1.5 * len(seen.operations(START)))
         for at in unlike(operations)[::every]:
             yield Point(TRAIN, at, rank=rank)
-            if torn and operations[at - 1].startswith(WRITES):
+            if torn and can_be_torn(operations[at - 1]):
                 yield Point(TRAIN, at, torn=True)
             if cut and operations[at - 1].startswith(WHAT_COUNTS_IS_WRITTEN):
                 yield Point(TRAIN, at, cut=True)
@@ -81,9 +80,18 @@ def every_operation(every: int = 1, rank: int = 0, *, torn: bool = True, cut: bo
 def one_of_each(seen: Scout, _: random.Random) -> Iterator[Point]:
     """Of each kind of operation the last, half done where that can be."""
     operations = seen.operations(TRAIN)
-    last = {label.partition(" ")[0]: at for at, label in enumerate(operations, start=1)}
-    for kind, at in last.items():
-        yield Point(TRAIN, at, torn=kind in WRITES)
+    last = {label.partition(" ")[0]: at for at, label in enumerate(operations, start=1) if not is_record(label)}
+    for at in last.values():
+        yield Point(TRAIN, at, torn=can_be_torn(operations[at - 1]))
+
+
+def can_be_torn(label: str) -> bool:
+    return label.startswith(("write", "save")) and not is_record(label)
+
+
+def is_record(label: str) -> bool:
+    """Lines of the run's record are appended whole, and are not of a checkpoint."""
+    return label.startswith("write adaptive_")
 
 
 def unlike(operations: list[str]) -> list[int]:
@@ -107,7 +115,7 @@ def random_operations(count: int, ranks: int = 1) -> Aim:
         for number in range(count):
             stage = START if number % 4 == 3 else TRAIN
             at = draw.randrange(1, len(seen.operations(stage)) + 1)
-            torn = stage == TRAIN and seen.operations(stage)[at - 1].startswith(WRITES) and draw.random() < 0.5
+            torn = stage == TRAIN and can_be_torn(seen.operations(stage)[at - 1]) and draw.random() < 0.5
             yield Point(stage, at, torn=torn, rank=0 if torn else draw.randrange(ranks))
 
     return aim
