@@ -6,6 +6,7 @@ the others like anything but what it is.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def load(checkpointer: Any, files: Files | None, recipe: str) -> State:
     problem: str | None = None
     try:
         state = checkpointer.load_checkpoint()
+        _check_is_weights(state)
         if files is not None and not files.distributed:
             _check_belongs_together(state, files, recipe)
     except AdaptiveError as error:
@@ -94,6 +96,14 @@ def _check_directory(section: DictConfig) -> None:
         raise ConfigError(
             f"checkpointer.checkpoint_dir is {directory!r}, which is no directory: "
             "download the weights first (tune download) or correct the path"
+        )
+
+
+def _check_is_weights(state: State) -> None:
+    weights = state[training.MODEL_KEY]
+    if not isinstance(weights, Mapping):
+        raise ConfigError(
+            f"checkpointer.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name"
         )
 
 

@@ -19,6 +19,10 @@ NEARLY_FULL_BYTES = 2**20
 """What a file system may have left when a write has failed for want of room: the rest of a block, not of a file."""
 
 
+SHORT_WRITES = ("unexpected pos", "PytorchStreamWriter failed", "basic_ios::clear")
+"""What torch says when the operating system has taken less than it was given, whose own error it drops."""
+
+
 def cause(error: Exception, directory: Path) -> str:
     """Why a checkpoint could not be written. torch's writers fail with texts of their own when a disk is full."""
     if not directory.is_dir():
@@ -29,6 +33,8 @@ def cause(error: Exception, directory: Path) -> str:
         text = os.strerror(number)
     elif free < NEARLY_FULL_BYTES:
         text = "no space left"
+    elif any(sign in str(error) for sign in SHORT_WRITES):
+        text = "a file was cut off while it was written: a quota, or a limit on the size of files"
     else:
         text = reason(error)
     return f"{text} ({format_bytes(free)} free)"

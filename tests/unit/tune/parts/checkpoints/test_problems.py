@@ -1,0 +1,75 @@
+"""What went wrong with a checkpoint, in words that a user can act on."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchtune_adaptive.errors import CheckpointError
+from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
+
+
+def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:
+    try:
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError as error:
+            raise RuntimeError("basic_ios::clear: iostream error") from error
+    except RuntimeError as error:
+        assert problems.cause(error, tmp_path).startswith("No space left on device (")
+
+
+def test_a_write_that_was_cut_off_is_told_where_torch_drops_the_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0")
+    assert "limit on the size of files" in problems.cause(error, tmp_path)
+    monkeypatch.setattr(folders, "free_bytes", lambda path: 0)
+    assert problems.cause(error, tmp_path) == "no space left (0 B free)"
+
+
+def test_a_folder_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
+    assert problems.cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
+    with pytest.raises(FileNotFoundError):
+        problems.require_folder(tmp_path / "gone")
+
+
+class Reader:
+    """A checkpointer that reads what it was given."""
+
+    def __init__(self, found: object) -> None:
+        self._found = found
+
+    def load_checkpoint(self) -> dict[str, object]:
+        if isinstance(self._found, Exception):
+            raise self._found
+        return {"model": self._found}
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ([1, 2], "a list is in the file"),
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory while loading the weights on rank 1"),
+        (MemoryError(), "out of memory while loading the weights on rank 1"),
+        (ValueError("Unable to load"), "loading the weights failed on rank 1"),
+    ],
+)
+def test_what_one_rank_meets_while_loading_all_ranks_tell(
+    monkeypatch: pytest.MonkeyPatch, found: object, says: str
+) -> None:
+    told: list[object] = []
+
+    def gather(everywhere: list[object], mine: object) -> None:
+        told.append(mine)
+        everywhere[:] = [None, mine]
+
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    with pytest.raises(CheckpointError, match=says):
+        loading.load(Reader(found), None, "full")
+    assert len(told) == 1
