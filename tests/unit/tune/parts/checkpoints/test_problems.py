@@ -13,13 +13,9 @@ from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 
 
 def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:
-    try:
-        try:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        except OSError as error:
-            raise RuntimeError("basic_ios::clear: iostream error") from error
-    except RuntimeError as error:
-        assert problems.cause(error, tmp_path).startswith("No space left on device (")
+    error = RuntimeError("basic_ios::clear: iostream error")
+    error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert problems.cause(error, tmp_path).startswith("No space left on device (")
 
 
 def test_a_write_that_was_cut_off_is_told_where_torch_drops_the_reason(
