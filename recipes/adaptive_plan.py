@@ -15,7 +15,7 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from torchtune_adaptive.prediction import report
-from torchtune_adaptive.prediction.picture import draw
+from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.tune.plan.answers import Plan, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.settings import PlanSettings, read_plan_settings
 from torchtune_adaptive.tune.start import launch

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.limits.rungs import MAX_ROWS
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.rows import SearchResult, search
-from torchtune_adaptive.search.strategies import MAX_ROWS
 
 GIB = 2**30
 MIB = 2**20

@@ -19,7 +19,7 @@ def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]
         length_of=len,
         stand_in=lambda sample: sample[:2],
         regrow_after=3,
-        on_event=lambda event: events.append((event.kind, event.ranks)),
+        on_change=lambda event: events.append((event.kind, event.ranks)),
     )
     runner.watch(memory)
     agreements, gather = [], runner._agreement.gather

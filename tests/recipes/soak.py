@@ -31,7 +31,8 @@ from tests.distributed.injection import Injector
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours, saved_weights
 from tests.recipes.stopping import stopped_before, to_resume
-from torchtune_adaptive.record.events import EVENTS_FILE, GROWTH, RECOVERY
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY
+from torchtune_adaptive.record.events import EVENTS_FILE
 
 LONGEST, MEDIAN = 256, 48
 MIB = 2**20

@@ -28,9 +28,9 @@ ROOMS: dict[str, set[str]] = {
     "comm": {"memory"},
     "step": {"limits", "memory", "comm"},
     "search": {"limits", "memory", "comm", "step"},
-    "record": {"schedules", "search"},
-    "record/charts": {"record", "search"},
-    "prediction": {"memory.device"},
+    "record": {"limits", "schedules", "memory.peak", "search"},
+    "record/charts": {"record", "limits", "search", "prediction"},
+    "prediction": {"memory"},
     "tune": set(),
     "tune/start": set(),
     "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
@@ -39,28 +39,17 @@ ROOMS: dict[str, set[str]] = {
         *("tune/start", "tune/parts", "tune/parts/checkpoints"),
         *("limits", "schedules", "memory", "comm", "step", "search", "record", "record/charts"),
     },
-    "tune/plan": {"tune/start", "tune/parts", "memory", "comm", "step", "search", "prediction"},
+    "tune/plan": {"tune/start", "tune/parts", "limits", "memory", "comm", "step", "search", "prediction"},
     "demo": set(),
 }
 """What a room may import besides the ground and itself: a room, or only one module of it."""
 
-TO_MEND: set[tuple[str, str]] = {
-    # the governor and the runner tell what they decided in the words of the log
-    ("limits.governor", "record.events"),
-    ("step.runner", "record.events"),
-    # a prediction shares a peak's type with the search
-    ("prediction.answer", "search.peaks"),
-    ("prediction.law", "search.peaks"),
-    # the recorder counts bytes with the meter that stands in for a device on a CPU
-    ("prediction.recorder", "memory.meter"),
-    # its picture shares colours and axes with those of searches and runs
-    ("prediction.picture", "record.charts.figures"),
-}
+TO_MEND: set[tuple[str, str]] = set()
 """Arrows against the rules that are still there. The list only gets shorter."""
 
 NEEDS_TORCH = {"search.find", "search.probe"}
 WITHOUT_TORCH = {
-    *("limits", "schedules", "search", "tune.start.sections"),
+    *("limits", "schedules", "memory.peak", "search", "tune.start.sections"),
     *("record.events", "record.files", "record.journal", "record.timeline"),
 }
 TUNE_SIDE = {"tune", "demo"}

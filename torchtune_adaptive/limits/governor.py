@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change
 from torchtune_adaptive.limits.limit import Limit, Microbatch
-from torchtune_adaptive.record.events import GROWTH, RECOVERY, THRASHING, TRIAL, Event
 
 TRIAL_STEPS = 4
 """Steps whose speed decides between two limits; the first after a change is not one of them."""
@@ -77,7 +77,7 @@ class Governor:
         self._allowed = limit
         self._use(self._size)
 
-    def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Event:
+    def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
         """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none."""
         what = f"step {step}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
         before = self.limit
@@ -89,9 +89,9 @@ class Governor:
         remark = self._step_down(after)
         largest = max(failed.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
         change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
-        return self._event(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
+        return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
 
-    def completed(self, step: int, seen: CompletedStep) -> Event | None:
+    def completed(self, step: int, seen: CompletedStep) -> Change | None:
         """Takes note of a step that counted, and changes the limit where that is due."""
         thrashing = bool(seen.retrying) and self._thrashed_before
         self._thrashed_before = bool(seen.retrying)
@@ -149,7 +149,7 @@ class Governor:
         self._change(min(after.size, self._before_growth))
         return f"; {self._wait} steps until the next try"
 
-    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Event:
+    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
         """The step has counted already, so it is not run again."""
         what = f"step {step}: the allocator had to flush its cache on {_ranks(retrying)} in two steps in a row"
         before, rates = self.limit, self._thrashing_rates
@@ -158,15 +158,15 @@ class Governor:
             after = _shrunk(before, retrying)
         except LimitExhaustedError:
             self._tolerated.add(before.size)
-            return self._event(THRASHING, step, f"{what}, and {before} cannot be made less: going on", before, retrying)
+            return self._note(THRASHING, step, f"{what}, and {before} cannot be made less: going on", before, retrying)
         proven = self._before_growth is not None
         remark = self._step_down(after)
         if not proven:
             self._trial = _Trial(before, statistics.median(rates))
             remark = ", on trial"
-        return self._event(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
+        return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
 
-    def _judge(self, trial: _Trial, step: int, rate: float) -> Event | None:
+    def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
         """After enough steps, the faster of the two limits stays."""
         trial.rates.append(rate)
         if len(trial.rates) <= TRIAL_STEPS:
@@ -177,9 +177,9 @@ class Governor:
             self._tolerated.add(faster.size)
         self._change(faster.size)
         speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
-        return self._event(TRIAL, step, f"step {step}: {speeds}; going on with {self.limit}", smaller)
+        return self._note(TRIAL, step, f"step {step}: {speeds}; going on with {self.limit}", smaller)
 
-    def _grow_if_due(self, step: int) -> Event | None:
+    def _grow_if_due(self, step: int) -> Change | None:
         due = self._regrow_after if self._before_growth is not None else self._wait
         if not self._regrow_after or self._quiet_steps < due:
             return None
@@ -194,16 +194,18 @@ class Governor:
         self._before_growth = before.size
         self.counters.growths += 1
         reason = f"step {step}: {quiet} steps without trouble: {before} -> {self.limit}, on probation"
-        return self._event(GROWTH, step, reason, before)
+        return self._note(GROWTH, step, reason, before)
 
-    def _event(
+    def _note(
         self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
-    ) -> Event:
-        event = Event(kind=kind, step=step, reason=reason, unit=before.unit, before=before.size, after=self.limit.size)
+    ) -> Change:
+        change = Change(
+            kind=kind, step=step, reason=reason, unit=before.unit, before=before.size, after=self.limit.size
+        )
         if not by:
-            return event
+            return change
         largest = max(by.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
-        return replace(event, ranks=tuple(by), rows=largest.rows, length=largest.length)
+        return replace(change, ranks=tuple(by), rows=largest.rows, length=largest.length)
 
 
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit:

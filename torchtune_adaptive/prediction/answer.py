@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.prediction.law import MemoryLaw
 from torchtune_adaptive.prediction.replay import Reserved, replay
-from torchtune_adaptive.search.peaks import Peak
 
 MOST_ROWS = 2**20
 """Looked at; where as many fit, memory is hardly what bounds them."""

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.errors import PredictionError
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.prediction.recorder import Recording
-from torchtune_adaptive.search.peaks import Peak
 
 GRAIN_BYTES = 512
 """CUDA's caching allocator rounds up to this."""

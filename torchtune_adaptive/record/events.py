@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchtune_adaptive.limits.change import Change
+
 EVENTS_FILE = "adaptive_events.jsonl"
 STEPS_FILE = "adaptive_steps.jsonl"
 
 START = "start"
 SEARCH = "search"
-RECOVERY = "recovery"
-THRASHING = "thrashing"
-TRIAL = "trial"
-GROWTH = "growth"
 SCHEDULE = "schedule"
-"""Kinds of event. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back."""
+"""Kinds of event, beside those of a change of the limit (limits/change.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,3 +38,8 @@ class Event:
     """Of the rank that was fullest, of its own budget."""
     budget_bytes: int | None = None
     """Of that rank."""
+
+
+def event_of(change: Change) -> Event:
+    """A change of the limit, for the record."""
+    return Event(**vars(change))

@@ -7,12 +7,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.events import SEARCH, Event
 from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochPlan
 from torchtune_adaptive.search.lengths import Point, Profile
-from torchtune_adaptive.search.peaks import Peak, Probe
+from torchtune_adaptive.search.peaks import Probe
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.sizes import format_bytes
 

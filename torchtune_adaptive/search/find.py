@@ -6,13 +6,13 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.search.lengths import Profile, profile
-from torchtune_adaptive.search.peaks import Peak
 from torchtune_adaptive.search.probe import Prober, TrainingStep
 from torchtune_adaptive.search.rows import SearchResult, search
-from torchtune_adaptive.search.strategies import MAX_ROWS
 
 Progress: TypeAlias = Callable[[int, Peak | None], object]
 """Called with the rows of a probe and None when it begins, and with what it measured when it ends."""

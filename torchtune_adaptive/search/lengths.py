@@ -14,7 +14,7 @@ from typing import Any
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.limits.limit import SurfaceLimit
 from torchtune_adaptive.limits.surface import Points, Surface, covering, fit_surface
-from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.records import checked
 from torchtune_adaptive.sizes import format_bytes
 

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 from torchtune_adaptive.comm.collectives import Agreement, rank
 from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.memory.device import MemorySource, is_oom, release
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
-from torchtune_adaptive.search.peaks import Peak
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner

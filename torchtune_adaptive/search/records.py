@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.memory.peak import Peak
 
 _NUMBER = (int, float)
 _LIST = (list, tuple)

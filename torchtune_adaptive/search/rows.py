@@ -11,9 +11,11 @@ from math import floor
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
-from torchtune_adaptive.search.peaks import Line, Peak, Probe, fit_lines
+from torchtune_adaptive.limits.rungs import MAX_ROWS, rungs_up_to
+from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.peaks import Line, Probe, fit_lines
 from torchtune_adaptive.search.records import checked
-from torchtune_adaptive.search.strategies import MAX_ROWS, STRATEGIES, History, rungs_up_to
+from torchtune_adaptive.search.strategies import STRATEGIES, History
 from torchtune_adaptive.sizes import format_bytes
 
 _ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}

@@ -9,13 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.search.peaks import Probe, fit_line, fit_lines, phase_points
-
-MAX_ROWS = 4096
-"""Searched up to where the user sets no bound; ends the search on memory that does not grow with the rows."""
-
-ROUNDINGS = ("power_of_two", "none", "divisor")
 
 _TRUSTED_JUMP = 4
 """Two measurements may predict up to this many times the larger one; a third in line, any distance."""
@@ -178,19 +172,3 @@ def static(history: History) -> int | None:
 
 
 STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "static": static, "binary": binary, "decrease": decrease}
-
-
-def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | None = None) -> Sequence[int]:
-    """The rows that may be the answer, ascending: all of them, powers of two, or divisors of the step."""
-    most = MAX_ROWS if max_rows is None else max_rows
-    if most < 1:
-        raise ConfigError(f"adaptive.max_batch_size: {most} leaves nothing to search; allowed: 1 or more, or null")
-    if round_to == "none":
-        return range(1, most + 1)
-    if round_to == "power_of_two":
-        return [1 << exponent for exponent in range(most.bit_length())]
-    if round_to == "divisor" and samples_per_step is not None:
-        return [rows for rows in range(1, min(most, samples_per_step) + 1) if samples_per_step % rows == 0]
-    raise ConfigError(
-        f"adaptive.round_to: {round_to!r} is unknown, or lacks the samples per step; allowed: {', '.join(ROUNDINGS)}"
-    )

@@ -17,12 +17,12 @@ from torch import nn
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank, sum_over_ranks
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
+from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
-from torchtune_adaptive.record.events import RECOVERY, Event
 from torchtune_adaptive.step.attempt import Attempts
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, troubling
@@ -54,7 +54,7 @@ class StepRunner(Generic[Sample]):
     same without any label: it is run where a rank has fewer samples than its peers have microbatches.
 
     `regrow_after` steps without trouble are followed by a try of the next larger limit, up to the given one; 0: never.
-    `on_event` is told whenever the limit changes, on every rank.
+    `on_change` is told whenever the limit changes, on every rank.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StepRunner(Generic[Sample]):
         filler: Callable[[Sample], Sample] | None = None,
         recover: bool = True,
         regrow_after: int = 200,
-        on_event: Callable[[Event], None] | None = None,
+        on_change: Callable[[Change], None] | None = None,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         if recover and (reason := why_recovery_is_off(model)) is not None:
@@ -80,7 +80,7 @@ class StepRunner(Generic[Sample]):
         self.length_of = length_of
         self.stand_in = stand_in
         self.recovers = recover
-        self.on_event = on_event
+        self.on_change = on_change
         self._attempts = Attempts(model, forward_backward, stand_in=stand_in, filler=filler, recover=recover)
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement)
@@ -212,14 +212,14 @@ class StepRunner(Generic[Sample]):
 
     def _reconsider(self, reports: Reports, step: int) -> None:
         """Lets the limit change after a step that counted. Without recovery no other limit can be tried."""
-        if self.recovers and (event := self._governor.completed(step, reports.completed)) is not None:
-            self._tell(event, reports)
+        if self.recovers and (change := self._governor.completed(step, reports.completed)) is not None:
+            self._tell(change, reports)
 
-    def _tell(self, event: Event, reports: Reports) -> None:
+    def _tell(self, change: Change, reports: Reports) -> None:
         if rank() == 0:
-            logger.log(logging.WARNING if event.kind == RECOVERY else logging.INFO, "%s", event.reason)
-        if self.on_event is not None:
-            self.on_event(event if (full := reports.fullest) is None else replace(event, **full._asdict()))
+            logger.log(logging.WARNING if change.kind == RECOVERY else logging.INFO, "%s", change.reason)
+        if self.on_change is not None:
+            self.on_change(change if (full := reports.fullest) is None else replace(change, **full._asdict()))
 
     @contextmanager
     def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> Iterator[None]:

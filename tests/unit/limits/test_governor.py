@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change
 from torchtune_adaptive.limits.governor import TRIAL_STEPS, CompletedStep, Governor
 from torchtune_adaptive.limits.limit import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
 from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.record.events import GROWTH, RECOVERY, THRASHING, TRIAL, Event
 
 AFTER = 10
 """Steps without trouble before a try of more."""
@@ -20,7 +20,7 @@ class Run:
 
     def __init__(self, allowed: Limit | None = None, regrow_after: int = AFTER) -> None:
         self.governor = Governor(allowed or RowLimit(8), regrow_after=regrow_after)
-        self.events: list[Event] = []
+        self.events: list[Change] = []
         self.step = 0
 
     @property

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.lengths import MOST_POINTS, Profile, profile
-from torchtune_adaptive.search.peaks import Peak
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
 surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(100, 1e6), st.floats(0, 50))

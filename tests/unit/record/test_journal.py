@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.record.events import EVENTS_FILE, RECOVERY, START, STEPS_FILE, Event
+from torchtune_adaptive.limits.change import RECOVERY
+from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 

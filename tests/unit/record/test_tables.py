@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.tables import (
     profile_table,
@@ -18,7 +19,6 @@ from torchtune_adaptive.record.tables import (
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import double_every, simulate
 from torchtune_adaptive.search.lengths import Profile, profile
-from torchtune_adaptive.search.peaks import Peak
 from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30

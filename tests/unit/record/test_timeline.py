@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY
 from torchtune_adaptive.record.charts.run import REPORT_FILE, draw_run, main
-from torchtune_adaptive.record.events import EVENTS_FILE, GROWTH, RECOVERY, START, STEPS_FILE, Event
+from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 

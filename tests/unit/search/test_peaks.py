@@ -1,7 +1,8 @@
 import pytest
 
 from tests.laws import MIB, Device, affine
-from torchtune_adaptive.search.peaks import Line, Peak, Probe, fit_line
+from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.peaks import Line, Probe, fit_line
 
 
 @pytest.mark.parametrize(

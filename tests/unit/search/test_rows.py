@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, roundings
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
-from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.rows import SearchResult, search
 from torchtune_adaptive.search.strategies import STRATEGIES
 

@@ -7,9 +7,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from tests.laws import MIB, Device, affine, budget_for, headrooms, one_row_cheaper, phase, phases, roundings
-from torchtune_adaptive.search.peaks import Peak
+from torchtune_adaptive.limits.rungs import rungs_up_to
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.rows import search
-from torchtune_adaptive.search.strategies import STRATEGIES, rungs_up_to
+from torchtune_adaptive.search.strategies import STRATEGIES
 
 
 @given(phases, headrooms)

@@ -3,8 +3,10 @@
 import pytest
 
 from tests.laws import GIB, MIB, Device, affine
-from torchtune_adaptive.search.peaks import Peak, Probe
-from torchtune_adaptive.search.strategies import MAX_ROWS, History
+from torchtune_adaptive.limits.rungs import MAX_ROWS
+from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.peaks import Probe
+from torchtune_adaptive.search.strategies import History
 
 
 def test_a_near_answer_is_measured_at_once() -> None:

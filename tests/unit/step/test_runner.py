@@ -128,7 +128,7 @@ def test_a_step_without_samples_is_refused():
 def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice():
     model, memory, events = a_model(), FakeMemory(), []
     runner = runner_of(model, 8)
-    runner.on_event = events.append
+    runner.on_change = events.append
     runner.watch(memory)
     for step in range(1, 4):
         memory.retries += step >= 2

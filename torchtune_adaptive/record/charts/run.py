@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
     BLUE,
@@ -29,7 +30,7 @@ from torchtune_adaptive.record.charts.figures import (
     tidy,
     unit_of,
 )
-from torchtune_adaptive.record.events import GROWTH, RECOVERY, SCHEDULE, THRASHING, TRIAL
+from torchtune_adaptive.record.events import SCHEDULE
 from torchtune_adaptive.record.timeline import Timeline, read_timeline
 
 if TYPE_CHECKING:

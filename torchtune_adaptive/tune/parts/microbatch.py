@@ -19,7 +19,7 @@ from torchtune.training import OffloadActivations
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.record.events import Event
+from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.data import Collate
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
@@ -173,7 +173,7 @@ def build_step_runner(
         filler=partial(filler, ignored=cast(int, loss_fn.ignore_index)),
         recover=_recovers(settings, adaptive),
         regrow_after=adaptive.regrow_after,
-        on_event=on_event,
+        on_change=lambda change: on_event(event_of(change)),
     )
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, PredictionError
+from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
-from torchtune_adaptive.search.strategies import rungs_up_to
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, is_packed, on_gpu, read_settings
 from torchtune_adaptive.tune.plan.settings import (

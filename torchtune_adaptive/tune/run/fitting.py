@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.record.tables import (
@@ -30,7 +31,6 @@ from torchtune_adaptive.record.tables import (
 )
 from torchtune_adaptive.search.find import Progress, find_max_batch_size, profile_memory
 from torchtune_adaptive.search.lengths import Profile
-from torchtune_adaptive.search.peaks import Peak
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner

@@ -1,0 +1,36 @@
+"""How a limit has changed, and why: what a log line, a record and a user's callback are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+RECOVERY = "recovery"
+THRASHING = "thrashing"
+TRIAL = "trial"
+GROWTH = "growth"
+"""Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One decision about the limit, the same on all ranks."""
+
+    kind: str
+    step: int
+    """The step that it happened in, or after."""
+    reason: str
+    """The line of the log."""
+    unit: str
+    before: int
+    """The size of the limit, in `unit`."""
+    after: int
+    ranks: tuple[int, ...] | None = None
+    """Those that caused it."""
+    rows: int | None = None
+    """Of the largest microbatch that did."""
+    length: int | None = None
+    """Tokens of its longest sample."""
+    peak_bytes: int | None = None
+    """Of the rank that was fullest, of its own budget."""
+    budget_bytes: int | None = None
+    """Of that rank."""
