@@ -6,8 +6,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.refusal import one_row_error
 from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30
@@ -44,7 +46,16 @@ class Device:
         return Peak(phases, fits=True, retries=int(rows > self.retries_above))
 
     def search(self, **options: Any) -> SearchResult:
-        return search(self.measure, self.budget_bytes, **options)
+        return search(self.measure, self.budget_bytes, refuse=self.refuse, **options)
+
+    def refuse(self, remedy: str) -> OneRowDoesNotFitError:
+        need_bytes = max(self.law(1).values()) if self.soft else None
+        return one_row_error(length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0, remedy=remedy)
+
+
+def refuse_nothing(remedy: str) -> OneRowDoesNotFitError:
+    """For laws under which one row always fits."""
+    raise AssertionError("one row did not fit")
 
 
 def affine(*phases: tuple[int, int]) -> Law:

@@ -306,5 +306,7 @@ def run_too_long(folder: Path, *overrides: str) -> None:
 def test_a_sample_that_does_not_fit_is_named_before_training_starts(tmp_path: Path, budget: str) -> None:
     limit = "adaptive.memory_limit=13MiB" if budget == "auto" else "adaptive.memory_limit=null"
     overrides = (f"adaptive.token_budget={budget}", "tokenizer.max_seq_len=null", limit)
-    with pytest.raises(RankFailed, match=r"SampleTooLargeError: sample \d+ of the dataset .* tokens"):
+    with pytest.raises(
+        RankFailed, match=r"SampleTooLargeError: sample \d+ of the dataset .* tokens.* adaptive\.oversize"
+    ):
         run_on_ranks(2, run_too_long, tmp_path / "run", *overrides, timeout_s=100, in_group=False)

@@ -23,17 +23,21 @@ _BENT = 0.01
 
 @dataclass(frozen=True)
 class Surface:
-    """fixed + rows × (per row + per token × length + per pair × length²)"""
+    """fixed + rows × (per row + per token × length + per pair × length²)
+
+    A straight line in the rows; where all have one length, only the first two parts are told apart, and no method
+    needs the length.
+    """
 
     fixed_bytes: float
     bytes_per_row: float = 0.0
     bytes_per_token: float = 0.0
     bytes_per_pair: float = 0.0
 
-    def bytes_at(self, rows: float, length: float) -> float:
+    def bytes_at(self, rows: float, length: float = 0.0) -> float:
         return self.fixed_bytes + rows * self._bytes_of_a_row(length)
 
-    def rows_within(self, budget_bytes: float, length: float) -> float:
+    def rows_within(self, budget_bytes: float, length: float = 0.0) -> float:
         """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
         # Bytes are whole: half of one keeps floating point from costing a row, and cannot add one.
         free_bytes = budget_bytes + 0.5 - self.fixed_bytes

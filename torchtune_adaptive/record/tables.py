@@ -12,7 +12,7 @@ from torchtune_adaptive.record.events import SEARCH, Event
 from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochPlan
-from torchtune_adaptive.search.lengths import Point, Profile
+from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.peaks import Probe
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.sizes import format_bytes
@@ -132,7 +132,7 @@ def read_search(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answ
         raise ValueError(f"{path} is not the record of a search ({error}); delete it to search again") from error
 
 
-def _point_line(point: Point, result: Profile) -> str:
+def _point_line(point: Probe, result: Profile) -> str:
     size = f"  {point.rows:<8}{point.length:<9}{point.rows * point.length:<10}"
     remarks = ["held out"] if point.held_out else []
     if not point.accepted(result.budget_bytes):

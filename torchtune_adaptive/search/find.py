@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
@@ -40,19 +40,17 @@ def find_max_batch_size(
     """
     with _probing(steps, memory, strategy) as prober:
         budget_bytes, resident_bytes = prober.warm_up()
-        try:
-            return search(
-                partial(_measure, prober, progress),
-                budget_bytes,
-                strategy=strategy,
-                round_to=round_to,
-                max_rows=max_rows,
-                samples_per_step=samples_per_step,
-                resident_bytes=resident_bytes,
-                expected_rows=expected_rows,
-            )
-        except OneRowDoesNotFitError:
-            raise prober.one_row_error() from None
+        return search(
+            partial(_measure, prober, progress),
+            budget_bytes,
+            refuse=prober.refuse,
+            strategy=strategy,
+            round_to=round_to,
+            max_rows=max_rows,
+            samples_per_step=samples_per_step,
+            resident_bytes=resident_bytes,
+            expected_rows=expected_rows,
+        )
 
 
 def profile_memory(
@@ -65,23 +63,21 @@ def profile_memory(
 ) -> Profile:
     """Collective: what microbatches of up to the steps' lengths need, over rows and length, the same on every rank.
 
-    As `find_max_batch_size`, but every step needs a `cut`. `shorten` and errors are those of `profile`.
+    As `find_max_batch_size`, but every step needs a `cut`. `shorten` is that of `profile`.
     """
     named = steps if isinstance(steps, Mapping) else {"": steps}
     longest = max(step.length for step in named.values())
     with _probing(named, memory, "linear") as prober:
         budget_bytes, resident_bytes = prober.warm_up()
-        try:
-            return profile(
-                partial(_measure, prober, progress),
-                budget_bytes,
-                longest=longest,
-                most_rows=most_rows,
-                resident_bytes=resident_bytes,
-                shorten=shorten,
-            )
-        except OneRowDoesNotFitError:
-            raise prober.one_row_error() from None
+        return profile(
+            partial(_measure, prober, progress),
+            budget_bytes,
+            refuse=prober.refuse,
+            longest=longest,
+            most_rows=most_rows,
+            resident_bytes=resident_bytes,
+            shorten=shorten,
+        )
 
 
 @contextmanager

@@ -7,16 +7,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.limits.limit import SurfaceLimit
 from torchtune_adaptive.limits.surface import Points, Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.records import checked
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.search import records
+from torchtune_adaptive.search.peaks import Probe
+from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Refuse
 
 MOST_POINTS = 8
 
@@ -26,26 +26,11 @@ _LEAST_LENGTH = 2
 
 
 @dataclass(frozen=True)
-class Point:
-    """One measured microbatch."""
-
-    rows: int
-    length: int
-    peak: Peak
-    held_out: bool
-    """Whether it was kept from the first fit, to see what that is worth."""
-
-    def accepted(self, budget_bytes: int) -> bool:
-        peak_bytes = self.peak.peak_bytes
-        return peak_bytes is not None and peak_bytes <= budget_bytes and self.peak.retries == 0
-
-
-@dataclass(frozen=True)
 class Profile:
     """What a profile measured and answered."""
 
     budget_bytes: int
-    points: tuple[Point, ...]
+    points: tuple[Probe, ...]
     """In the order they were measured."""
     surfaces: Mapping[str, Surface]
     """Of each phase, never below what was measured."""
@@ -61,18 +46,12 @@ class Profile:
         return SurfaceLimit(self.surfaces, self.limit_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return records.to_json(self)
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
         """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-        values = checked(cls, data)
-        values["points"] = tuple(
-            Point(**{**point, "peak": Peak(**checked(Peak, point["peak"]))})
-            for point in (checked(Point, item) for item in values["points"])
-        )
-        values["surfaces"] = {name: Surface(**checked(Surface, item)) for name, item in values["surfaces"].items()}
-        return cls(**values)
+        return records.from_json(cls, data)
 
 
 @dataclass(frozen=True)
@@ -83,7 +62,7 @@ class _Known:
     resident_bytes: int
     longest: int
     most_rows: int
-    points: tuple[Point, ...] = ()
+    points: tuple[Probe, ...] = ()
 
     def full_rows(self, length: int) -> int:
         """The most rows of this length that a measurement proves to fit.
@@ -92,7 +71,7 @@ class _Known:
         proportion to all but what is resident, a measured microbatch of rows at least as long bounds every other.
         """
         proven = [
-            point.rows * point.length * (self.budget_bytes - self.resident_bytes) / (peak_bytes - self.resident_bytes)
+            point.tokens * (self.budget_bytes - self.resident_bytes) / (peak_bytes - self.resident_bytes)
             for point in self.points
             if point.length >= length and (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
         ]
@@ -121,6 +100,7 @@ def profile(
     measure: Callable[[int, int], Peak],
     budget_bytes: int,
     *,
+    refuse: Refuse,
     longest: int,
     most_rows: int,
     resident_bytes: int = 0,
@@ -129,26 +109,28 @@ def profile(
     """Measures microbatches of up to `longest` tokens a row, and fits surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
-    `shorten`, a longest sample that does not fit alone is halved until it does; otherwise OneRowDoesNotFitError.
+    `shorten`, a longest sample that does not fit alone is halved until it does. Where one
+    row does not fit, raises what `refuse` makes of it.
     """
     known = _Known(budget_bytes, resident_bytes, longest, most_rows)
-    refused: list[Point] = []
+    refused: list[Probe] = []
     while not known.points:
-        alone = Point(1, known.longest, measure(1, known.longest), held_out=False)
+        alone = Probe(rows=1, length=known.longest, peak=measure(1, known.longest))
         if alone.accepted(budget_bytes) or (alone.peak.retries and alone.peak.fits):
             known = replace(known, points=(alone,))
         elif shorten and known.longest // 2 >= _LEAST_LENGTH and len(refused) < MOST_POINTS // 2:
             refused.append(alone)
             known = replace(known, longest=known.longest // 2)
         else:
-            raise _too_long(alone, budget_bytes)
+            raise refuse(NEEDS_LESS if shorten else NEEDS_LESS_OR_IS_CUT)
     while len(refused) + len(known.points) < MOST_POINTS and (at := known.next()) is not None:
         rows, length, held_out = at
-        known = replace(known, points=(*known.points, Point(rows, length, measure(rows, length), held_out)))
+        point = Probe(rows=rows, length=length, peak=measure(rows, length), held_out=held_out)
+        known = replace(known, points=(*known.points, point))
     return _result(known, tuple(refused))
 
 
-def _result(known: _Known, refused: tuple[Point, ...]) -> Profile:
+def _result(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     points = (*refused, *known.points)
     seen = {name: fit_surface(at) for name, at in _by_phase([p for p in points if not p.held_out]).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
@@ -177,13 +159,13 @@ def _constant_tokens(limit: SurfaceLimit, lengths: list[int]) -> int:
     return max(1, int(min(*fitting, 2**31)))
 
 
-def _miss(surfaces: Mapping[str, Surface], point: Point) -> float:
+def _miss(surfaces: Mapping[str, Surface], point: Probe) -> float:
     predicted = max(surface.bytes_at(point.rows, point.length) for surface in surfaces.values())
     measured = point.peak.peak_bytes or predicted
     return abs(predicted - measured) / measured
 
 
-def _by_phase(points: tuple[Point, ...] | list[Point]) -> dict[str, Points]:
+def _by_phase(points: Sequence[Probe]) -> dict[str, Points]:
     """What the measurements that ran to their end needed, by phase."""
     phases: dict[str, dict[tuple[int, int], int]] = {}
     for point in points:
@@ -191,14 +173,3 @@ def _by_phase(points: tuple[Point, ...] | list[Point]) -> dict[str, Points]:
             for phase, measured in point.peak.phase_bytes.items():
                 phases.setdefault(phase, {})[point.rows, point.length] = max(1, measured)
     return dict(phases)
-
-
-def _too_long(point: Point, budget_bytes: int) -> OneRowDoesNotFitError:
-    need_bytes = point.peak.peak_bytes
-    need = "runs out of memory with" if need_bytes is None else f"needs {format_bytes(need_bytes)} of"
-    return OneRowDoesNotFitError(
-        f"one row of {point.length} tokens {need} a budget of {format_bytes(budget_bytes)} a rank; lower "
-        "tokenizer.max_seq_len, set adaptive.oversize to truncate or skip, or enable_activation_checkpointing: True",
-        need_bytes=need_bytes,
-        budget_bytes=budget_bytes,
-    )

@@ -1,46 +1,36 @@
 """What probes measured, and the straight lines through it."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Probe:
-    """One measured number of rows."""
+    """One measured microbatch."""
 
     rows: int
+    length: int = 0
+    """Tokens of each row; 0 where all probes of a search have the same."""
     peak: Peak
+    held_out: bool = False
+    """Whether it was kept from the first fit, to see what that is worth."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the microbatch, padding included."""
+        return self.rows * self.length
 
     def accepted(self, budget_bytes: int) -> bool:
-        """Whether these rows can be trained with.
+        """Whether this microbatch can be trained with.
 
         One row is forgiven its allocator retries: there is nothing smaller to fall back on.
         """
         peak_bytes = self.peak.peak_bytes
         within = peak_bytes is not None and peak_bytes <= budget_bytes
         return within and (self.peak.retries == 0 or self.rows == 1)
-
-
-@dataclass(frozen=True)
-class Line:
-    """Bytes that a phase needs, as a function of rows."""
-
-    fixed_bytes: float
-    bytes_per_row: float
-
-    def bytes_at(self, rows: float) -> float:
-        return self.fixed_bytes + self.bytes_per_row * rows
-
-    def rows_within(self, budget_bytes: int) -> float:
-        """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
-        # Bytes are whole: half of one keeps floating point from costing a row, and cannot add one.
-        free_bytes = budget_bytes + 0.5 - self.fixed_bytes
-        if self.bytes_per_row == 0:
-            return math.inf if free_bytes >= 0 else 0.0
-        return max(0.0, free_bytes / self.bytes_per_row)
 
 
 def phase_points(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
@@ -55,7 +45,7 @@ def phase_points(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
     return points
 
 
-def fit_line(points: Mapping[int, int]) -> Line:
+def fit_line(points: Mapping[int, int]) -> Surface:
     """A line through the largest of two or more measurements, as steep as the steepest chord that ends there.
 
     The steepest, because a phase is the maximum of many points of the program, each affine in the rows, and
@@ -67,9 +57,9 @@ def fit_line(points: Mapping[int, int]) -> Line:
     others = [rows for rows in points if 1 < rows < last] or [rows for rows in points if rows < last]
     slope = max(0.0, *((points[last] - points[rows]) / (last - rows) for rows in others))
     fixed_bytes = points[last] - slope * last
-    return Line(fixed_bytes, slope) if fixed_bytes >= 0 else Line(0.0, points[last] / last)
+    return Surface(fixed_bytes, slope) if fixed_bytes >= 0 else Surface(0.0, points[last] / last)
 
 
-def fit_lines(probes: Sequence[Probe]) -> dict[str, Line]:
+def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
     """The line of each phase; empty before two sizes are measured."""
     return {phase: fit_line(points) for phase, points in phase_points(probes).items() if len(points) > 1}

@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.memory.device import MemorySource, is_oom, release
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.search.refusal import NEEDS_LESS, one_row_error
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
 
@@ -141,7 +141,7 @@ class Prober:
             if all(report.missing_bytes <= 0 for report in self._reports):
                 return min((report.room for report in self._reports), key=_free_bytes)
             self._probe_rows(1)  # tells what the user needs to know
-        raise self.one_row_error()
+        raise self.refuse(NEEDS_LESS)
 
     def measure(self, rows: int, length: int | None = None) -> Peak:
         """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to."""
@@ -212,7 +212,7 @@ class Prober:
         step.runner.model.zero_grad(set_to_none=True)
         return meter.peaks, attempt.failed_ranks
 
-    def one_row_error(self) -> OneRowDoesNotFitError:
+    def refuse(self, remedy: str) -> OneRowDoesNotFitError:
         """What the last probe, of one row, needed and did not have; the same on every rank."""
         if self._failed is not None:
             name, where = self._failed
@@ -221,15 +221,13 @@ class Prober:
             where = max(range(len(self._reports)), key=lambda index: self._reports[index].missing_bytes)
             need_bytes = max(self._reports[where].peaks)
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
-        budget_bytes = self._reports[where].room.budget_bytes
-        length = self._steps[name].runner.length_of(self._samples[name])
-        need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
-        return OneRowDoesNotFitError(
-            f"one row of {length} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
-            f"whose budget is {format_bytes(budget_bytes)}; lower the sequence length, set "
-            "enable_activation_checkpointing: True, or train on more ranks",
+        return one_row_error(
+            length=self._steps[name].runner.length_of(self._samples[name]),
             need_bytes=need_bytes,
-            budget_bytes=budget_bytes,
+            budget_bytes=self._reports[where].room.budget_bytes,
+            rank=where,
+            remedy=remedy,
+            of=name,
         )
 
 

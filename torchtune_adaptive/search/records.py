@@ -1,53 +1,49 @@
-"""Reading back what was written as JSON: a value of the wrong kind is an error here, and not somewhere in training."""
+"""Results of searches as JSON, and back: a value of the wrong kind is an error here, and not somewhere in training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import fields
-from typing import Any
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, fields, is_dataclass
+from functools import cache
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from torchtune_adaptive.memory.peak import Peak
-
-_NUMBER = (int, float)
-_LIST = (list, tuple)
-_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "strategy": str,
-    "round_to": str,
-    "budget_bytes": int,
-    "limit_bytes": int,
-    "probes": _LIST,
-    "points": _LIST,
-    "lines": dict,
-    "surfaces": dict,
-    "fits_rows": _NUMBER,
-    "rows": int,
-    "length": int,
-    "constant_tokens": int,
-    "held_out": bool,
-    "held_out_error": _NUMBER,
-    "reason": str,
-    "peak": dict,
-    "phase_bytes": dict,
-    "fits": bool,
-    "retries": int,
-    "seconds": _NUMBER,
-    "fixed_bytes": _NUMBER,
-    "bytes_per_row": _NUMBER,
-    "bytes_per_token": _NUMBER,
-    "bytes_per_pair": _NUMBER,
-}
-"""By the name of the field: names carry units, so a name means one type everywhere."""
+Record = TypeVar("Record")
 
 
-def checked(cls: type, data: Any) -> dict[str, Any]:
-    """`data` as the keyword arguments of `cls`: every field there, none besides, each of its type."""
-    names = {field.name for field in fields(cls)}
+def to_json(result: Any, without: Collection[str] = ()) -> dict[str, Any]:
+    """The fields of a result, and of what is in it, by their names; those in `without` are left out at every depth."""
+    return asdict(result, dict_factory=lambda pairs: {name: value for name, value in pairs if name not in without})
+
+
+def from_json(kind: type[Record], data: Any, without: Collection[str] = ()) -> Record:
+    """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
+    value: Record = _read(kind, data, kind.__name__, without)
+    return value
+
+
+def _read(kind: Any, data: Any, name: str, without: Collection[str]) -> Any:
+    if is_dataclass(kind):
+        return _read_fields(kind, data, without)
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is tuple and isinstance(data, (list, tuple)):
+        return tuple(_read(parts[0], item, name, without) for item in data)
+    if origin is Mapping and isinstance(data, dict):
+        return {key: _read(parts[1], value, f"{name}[{key!r}]", without) for key, value in data.items()}
+    if type(data) is kind or (kind is float and type(data) is int):
+        return data
+    raise ValueError(f"{name} cannot be {data!r}")
+
+
+def _read_fields(kind: Any, data: Any, without: Collection[str]) -> Any:
+    """Every field there, and none besides."""
+    names = {field.name for field in fields(kind)} - set(without)
     if not isinstance(data, dict) or set(data) != names:
         got = sorted(data) if isinstance(data, dict) else type(data).__name__
-        raise ValueError(f"{cls.__name__} has the keys {sorted(names)}, got {got}")
-    for name, value in data.items():
-        if not isinstance(value, _TYPES[name]) or (isinstance(value, bool) and _TYPES[name] is not bool):
-            raise ValueError(f"{cls.__name__}.{name} cannot be {value!r}")
-    if cls is Peak and not all(type(count) is int for count in data["phase_bytes"].values()):
-        raise ValueError(f"Peak.phase_bytes holds whole bytes, got {data['phase_bytes']}")
-    return dict(data)
+        raise ValueError(f"{kind.__name__} has the keys {sorted(names)}, got {got}")
+    hints = _types_of(kind)
+    return kind(**{name: _read(hints[name], value, f"{kind.__name__}.{name}", without) for name, value in data.items()})
+
+
+@cache
+def _types_of(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)

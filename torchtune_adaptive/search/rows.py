@@ -6,19 +6,23 @@
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import floor
 from typing import Any
 
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.rungs import MAX_ROWS, rungs_up_to
+from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.peaks import Line, Probe, fit_lines
-from torchtune_adaptive.search.records import checked
+from torchtune_adaptive.search import records
+from torchtune_adaptive.search.peaks import Probe, fit_lines
+from torchtune_adaptive.search.refusal import NEEDS_LESS, Refuse
 from torchtune_adaptive.search.strategies import STRATEGIES, History
-from torchtune_adaptive.sizes import format_bytes
 
 _ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}
+
+_OF_LENGTHS = ("length", "held_out", "bytes_per_token", "bytes_per_pair")
+"""What a record of rows leaves out: all of them have one length."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,7 @@ class SearchResult:
     budget_bytes: int
     probes: tuple[Probe, ...]
     """In the order they were measured."""
-    lines: Mapping[str, Line]
+    lines: Mapping[str, Surface]
     """Fitted to each phase; empty where fewer than two sizes ran to their end."""
     fits_rows: float
     """Before rounding: where the lines cross the budget (linear), what was predicted (static), else the most rows that
@@ -45,24 +49,19 @@ class SearchResult:
         return sum(not probe.peak.fits for probe in self.probes)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return records.to_json(self, _OF_LENGTHS)
 
     @classmethod
     def from_json(cls, data: Any) -> "SearchResult":
         """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-        values = checked(cls, data)
-        values["probes"] = tuple(
-            Probe(**{**probe, "peak": Peak(**checked(Peak, probe["peak"]))})
-            for probe in (checked(Probe, item) for item in values["probes"])
-        )
-        values["lines"] = {phase: Line(**checked(Line, line)) for phase, line in values["lines"].items()}
-        return cls(**values)
+        return records.from_json(cls, data, _OF_LENGTHS)
 
 
 def search(
     measure: Callable[[int], Peak],
     budget_bytes: int,
     *,
+    refuse: Refuse,
     strategy: str = "linear",
     round_to: str = "power_of_two",
     max_rows: int | None = None,
@@ -76,29 +75,18 @@ def search(
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
     `samples_per_step` is what `divisor` divides. `resident_bytes`, which every point of a step needs whatever its rows,
     lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
-    Raises OneRowDoesNotFitError.
+    Where one row does not fit, raises what `refuse` makes of it.
     """
     if strategy not in STRATEGIES:
         raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
     while (rows := STRATEGIES[strategy](history)) is not None:
-        probe = Probe(rows, measure(rows))
+        probe = Probe(rows=rows, peak=measure(rows))
         history = history.plus(probe)
         if rows == 1 and not probe.accepted(budget_bytes):
-            raise _one_row_error(probe, budget_bytes)
+            raise refuse(NEEDS_LESS)
     return _result(history, strategy, round_to)
-
-
-def _one_row_error(probe: Probe, budget_bytes: int) -> OneRowDoesNotFitError:
-    need_bytes = probe.peak.peak_bytes
-    need = "runs out of memory with" if need_bytes is None else f"needs {format_bytes(need_bytes)} of"
-    return OneRowDoesNotFitError(
-        f"one row {need} a budget of {format_bytes(budget_bytes)} a rank; lower the sequence length, "
-        "set enable_activation_checkpointing: True, or use more ranks",
-        need_bytes=need_bytes,
-        budget_bytes=budget_bytes,
-    )
 
 
 def _result(history: History, strategy: str, round_to: str) -> SearchResult:

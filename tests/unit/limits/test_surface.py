@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.laws import refuse_nothing
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.lengths import MOST_POINTS, Profile, profile
+from torchtune_adaptive.search.refusal import one_row_error
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
 surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(100, 1e6), st.floats(0, 50))
@@ -55,10 +57,15 @@ class Device:
             return Peak({}, fits=False)
         return Peak({str(i): int(p.bytes_at(rows, length)) for i, p in enumerate(self.phases)}, fits=True)
 
+    def refuse(self, remedy: str) -> OneRowDoesNotFitError:
+        need_bytes = self.need(1, 3000)
+        return one_row_error(length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0, remedy=remedy)
+
     def profile(self, longest: int, most_rows: int = 4096, shorten: bool = False) -> Profile:
         return profile(
             self.measure,
             self.budget_bytes,
+            refuse=self.refuse,
             longest=longest,
             most_rows=most_rows,
             resident_bytes=self.resident_bytes,
@@ -108,7 +115,7 @@ def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> Non
         strange = 1.1 if length in (512, 2048) else 1.0  # the lengths that are held out
         return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
 
-    found = profile(measure, 10_000_000, longest=4096, most_rows=4096)
+    found = profile(measure, 10_000_000, refuse=refuse_nothing, longest=4096, most_rows=4096)
     assert found.held_out_error == pytest.approx(0.1 / 1.1, rel=0.01)
     assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
 
@@ -117,7 +124,7 @@ def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
 
-    limit = profile(measure, 10_000_000, longest=1024, most_rows=4096).limit
+    limit = profile(measure, 10_000_000, refuse=refuse_nothing, longest=1024, most_rows=4096).limit
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 
 
@@ -126,6 +133,12 @@ def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None
     assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
     with pytest.raises(OneRowDoesNotFitError, match=r"one row of 3000 tokens needs 2.9 MiB .* adaptive.oversize"):
         device.profile(3000)
+
+
+def test_who_lets_long_samples_be_cut_already_is_not_told_to() -> None:
+    device = Device(1000, Surface(10_000, 0, 1000))
+    with pytest.raises(OneRowDoesNotFitError, match=r"or train on more ranks$"):
+        device.profile(3000, shorten=True)
 
 
 def test_a_profile_survives_json() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.laws import refuse_nothing
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.tables import (
@@ -32,7 +33,7 @@ def measured(rows: int) -> Peak:
 
 
 def example() -> SearchResult:
-    return search(measured, int(75.2 * GIB))
+    return search(measured, int(75.2 * GIB), refuse=refuse_nothing)
 
 
 def failing() -> SearchResult:
@@ -43,7 +44,7 @@ def failing() -> SearchResult:
             return Peak({}, fits=False, seconds=12.34)
         return Peak({"step": rows * GIB, "update": GIB // 2}, fits=True, retries=2 * (rows == 8), seconds=0.5)
 
-    return search(measure, int(11.5 * GIB), strategy="decrease", max_rows=16)
+    return search(measure, int(11.5 * GIB), refuse=refuse_nothing, strategy="decrease", max_rows=16)
 
 
 def test_the_table_is_the_one_that_users_are_promised() -> None:
@@ -67,7 +68,10 @@ def test_the_table_says_what_became_of_each_refused_size() -> None:
 
 
 def test_a_probe_over_a_soft_budget_is_told_apart_from_one_that_ran_out() -> None:
-    result = search(lambda rows: Peak({"step": rows * GIB}, fits=True), 3 * GIB, strategy="binary")
+    def measure(rows: int) -> Peak:
+        return Peak({"step": rows * GIB}, fits=True)
+
+    result = search(measure, 3 * GIB, refuse=refuse_nothing, strategy="binary")
     assert search_table(result, 128).endswith("  4       4.0 GiB     133 %      0.0 s   over budget")
 
 
@@ -200,7 +204,7 @@ def profiled() -> Profile:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
 
-    return profile(measure, 6 * GIB, longest=1024, most_rows=512, resident_bytes=GIB)
+    return profile(measure, 6 * GIB, refuse=refuse_nothing, longest=1024, most_rows=512, resident_bytes=GIB)
 
 
 def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -> None:

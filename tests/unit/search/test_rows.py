@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, roundings
+from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, refuse_nothing, roundings
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.rows import SearchResult, search
@@ -53,7 +53,7 @@ def test_one_row_that_runs_out_of_memory_is_an_error_without_a_need(strategy: st
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_row_over_a_soft_budget_is_an_error_that_names_its_need(strategy: str) -> None:
     device = Device(affine((0, 1000)), 999 * MIB, soft=True)
-    with pytest.raises(OneRowDoesNotFitError, match=r"needs 1000.0 MiB of a budget of 999.0 MiB") as caught:
+    with pytest.raises(OneRowDoesNotFitError, match=r"needs 1000.0 MiB .* 999.0 MiB; .* more ranks") as caught:
         device.search(strategy=strategy, max_rows=4)
     assert caught.value.need_bytes == 1000 * MIB
 
@@ -78,7 +78,7 @@ def test_phases_that_come_and_go_are_refused() -> None:
         return Peak(names, fits=True)
 
     with pytest.raises(ValueError, match="same phases"):
-        search(measure, 10)
+        search(measure, 10, refuse=refuse_nothing)
 
 
 @given(phases, headrooms, st.sampled_from(list(STRATEGIES)), roundings)
@@ -108,7 +108,7 @@ def spoil(path: list[str | int], value: Any) -> Callable[[dict[str, Any]], None]
         (spoil(["probes", 0], 3), "Probe has the keys"),
         (spoil(["probes", 0, "peak", "fits"], 1), "Peak.fits"),
         (spoil(["probes", 0, "peak", "phase_bytes", "phase 0"], "1 GiB"), "Peak.phase_bytes"),
-        (spoil(["lines", "phase 0"], {"fixed_bytes": 1}), "Line has the keys"),
+        (spoil(["lines", "phase 0"], {"fixed_bytes": 1}), "Surface has the keys"),
     ],
 )
 def test_json_that_is_not_a_result_is_refused(change: Callable[[Any], None], named: str) -> None:

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from tests.laws import MIB, Device, affine, budget_for, headrooms, one_row_cheaper, phase, phases, roundings
+from tests.laws import (
+    MIB,
+    Device,
+    affine,
+    budget_for,
+    headrooms,
+    one_row_cheaper,
+    phase,
+    phases,
+    refuse_nothing,
+    roundings,
+)
 from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.rows import search
@@ -163,7 +174,8 @@ def test_ranks_of_equal_memory_with_different_budgets_answer_with_the_tightest(
         most = {name: max(peak.phase_bytes.get(name, 0) for peak in peaks) for name in law(rows)}
         return Peak(most, fits=all(peak.fits for peak in peaks))
 
-    result = search(agreed, min(device.budget_bytes for device in devices), strategy=strategy, round_to=round_to)
+    budget_bytes = min(device.budget_bytes for device in devices)
+    result = search(agreed, budget_bytes, refuse=refuse_nothing, strategy=strategy, round_to=round_to)
     alone = [device.search(strategy=strategy, round_to=round_to).rows for device in devices]
     assert result.rows == min(alone)
 

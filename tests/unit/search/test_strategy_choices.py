@@ -83,6 +83,6 @@ def test_a_step_on_the_way_need_not_be_a_possible_answer() -> None:
 
 
 def test_rows_that_fit_above_a_size_that_did_not_are_not_trusted() -> None:
-    probes = [Probe(rows, Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
+    probes = [Probe(rows=rows, peak=Peak({"step": rows}, fits=rows != 4)) for rows in (1, 8, 4)]
     history = History(10, range(1, 11), 10, probes=tuple(probes))
     assert (history.fit_rows, history.too_many) == (1, 4)
