@@ -5,8 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample, cut
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization
@@ -42,9 +45,6 @@ from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
-
-Found: TypeAlias = Callable[[Event], None]
-"""What keeps the record of a run."""
 
 Answer = TypeVar("Answer", SearchResult, Profile)
 
@@ -59,85 +59,111 @@ SEARCHED = (
 """Keys of the config that change what a microbatch needs."""
 
 
-def rows_that_fit(
-    cfg: DictConfig,
-    settings: Settings,
-    adaptive: AdaptiveConfig,
-    memory: MemorySource | None,
-    worst_step: Callable[[], TrainingStep[Sample]],
-    samples_per_rank: int,
-    found: Found,
-) -> int | None:
+@dataclass(frozen=True, kw_only=True)
+class FitRequest:
+    """What has to fit, and into what."""
+
+    cfg: DictConfig
+    settings: Settings
+    adaptive: AdaptiveConfig
+    memory: MemorySource | None
+    """None: a CPU without a limit, which has room for everything."""
+    worst_step: Callable[[], TrainingStep[Sample]]
+    """Collective: makes the step to measure."""
+    data: Data
+    found: Callable[[Event], None]
+    """Keeps the record of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measuring(Generic[Answer]):
+    """One kind of search: how it measures, and how its answer is shown."""
+
+    kind: type[Answer]
+    measure: Callable[[Progress], Answer]
+    """Collective."""
+    options: Mapping[str, object]
+    """What the answer depends on, besides config and memory."""
+    table: Callable[[Answer], str]
+    draw: Callable[[Path, Answer], Path | None]
+    event: Callable[[Answer], Event]
+
+
+def rows_that_fit(request: FitRequest) -> int | None:
     """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them."""
-    grows = cfg.get("batch_increase_function") is not None
+    adaptive, samples_per_rank = request.adaptive, request.data.loader.samples_per_rank
+    grows = request.cfg.get("batch_increase_function") is not None
     if adaptive.token_budget is not None:  # then rows are not what fits
         return None
-    if not settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
+    if not request.settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
         return None
-    if memory is None:
-        if dist.get_rank() == 0:
-            logger.info("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
+    if request.memory is None:
+        say("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
         return None
-    most_rows = min(samples_per_rank, adaptive.max_batch_size or samples_per_rank)
-    return search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows, found)
+    return search_batch_size(request, request.memory, min(samples_per_rank, adaptive.max_batch_size or samples_per_rank))
 
 
-def search_batch_size(
-    cfg: DictConfig,
-    settings: Settings,
-    adaptive: AdaptiveConfig,
-    memory: MemorySource,
-    step: TrainingStep[Sample],
-    most_rows: int,
-    found: Found,
-) -> int:
+def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int) -> int:
     """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
-    options: dict[str, Any] = {"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows}
-    directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
-    if adaptive.reuse_search and (known := _found_before(directory, fingerprint, SearchResult)):
-        found(from_earlier_run(search_event(known, step.length)))
-        return known.rows
-    expected_rows = predicted_rows(cfg, step.length, memory.budget_bytes) if adaptive.search == "static" else 0
-    with _progress_bar() as progress:
-        result = find_max_batch_size(
+    adaptive, step = request.adaptive, request.worst_step()
+
+    def measure(progress: Progress) -> SearchResult:
+        static = adaptive.search == "static"
+        return find_max_batch_size(
             step,
             memory=memory,
-            samples_per_step=settings.samples_per_step,
-            expected_rows=expected_rows,
+            strategy=adaptive.search,
+            round_to=adaptive.round_to,
+            max_rows=most_rows,
+            samples_per_step=request.settings.samples_per_step,
+            expected_rows=predicted_rows(request.cfg, step.length, memory.budget_bytes) if static else 0,
             progress=progress,
-            **options,
         )
-    if dist.get_rank() == 0:
-        logger.info("%s", search_table(result, step.length))
-        write_search(directory, result, step.length, fingerprint)
-        draw_search(directory, result, step.length)
-    found(search_event(result, step.length))
-    return result.rows
+
+    search = Measuring(
+        kind=SearchResult,
+        measure=measure,
+        options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
+        table=partial(search_table, sequence_length=step.length),
+        draw=partial(draw_search, sequence_length=step.length),
+        event=partial(search_event, sequence_length=step.length),
+    )
+    return _measured(request, memory, step.length, search).rows
 
 
-def profile_lengths(
-    cfg: DictConfig,
-    settings: Settings,
-    adaptive: AdaptiveConfig,
-    memory: MemorySource,
-    step: TrainingStep[Sample],
-    most_rows: int,
-    found: Found,
-) -> Profile:
+def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -> Profile:
     """Collective: what microbatches need over rows and length; recorded in `output_dir`."""
-    options: dict[str, Any] = {"most_rows": most_rows, "shorten": adaptive.oversize != "error"}
-    directory, fingerprint = Path(settings.output_dir), _fingerprint(cfg, step.length, memory, options)
-    if adaptive.reuse_search and (known := _found_before(directory, fingerprint, Profile)):
-        found(from_earlier_run(profile_event(known)))
+    shorten, step = request.adaptive.oversize != "error", request.worst_step()
+
+    def measure(progress: Progress) -> Profile:
+        return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
+
+    search = Measuring(
+        kind=Profile,
+        measure=measure,
+        options={"most_rows": most_rows, "shorten": shorten},
+        table=profile_table,
+        draw=draw_profile,
+        event=profile_event,
+    )
+    return _measured(request, memory, step.length, search)
+
+
+def _measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Answer]) -> Answer:
+    """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
+    directory = Path(request.settings.output_dir)
+    fingerprint = _fingerprint(request.cfg, length, memory, search.options)
+    if request.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
+        request.found(from_earlier_run(search.event(known)))
         return known
     with _progress_bar() as progress:
-        result = profile_memory(step, memory=memory, progress=progress, **options)
+        answer = search.measure(progress)
     if dist.get_rank() == 0:
-        logger.info("%s", profile_table(result))
-        write_search(directory, result, step.length, fingerprint)
-        draw_profile(directory, result)
-    found(profile_event(result))
-    return result
+        logger.info("%s", search.table(answer))
+        write_search(directory, answer, length, fingerprint)
+        search.draw(directory, answer)
+    request.found(search.event(answer))
+    return answer
 
 
 def training_step(
@@ -170,7 +196,7 @@ def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[An
     return found[0]
 
 
-def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, Any]) -> dict[str, Any]:
+def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]) -> dict[str, Any]:
     """Collective: all that the answer depends on."""
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     on_gpu = str(cfg.device).startswith("cuda")
@@ -196,3 +222,9 @@ def _progress_bar() -> Iterator[Progress]:
                 bar.update(1)
 
         yield progress
+
+
+def say(line: str) -> None:
+    """On rank 0."""
+    if dist.get_rank() == 0:
+        logger.info("%s", line)

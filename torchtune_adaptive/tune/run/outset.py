@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample
 from torchtune_adaptive.tune.parts.optimization import Optimization
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, plan_epochs
-from torchtune_adaptive.tune.run.fitting import rows_that_fit, training_step
+from torchtune_adaptive.tune.run.fitting import FitRequest, rows_that_fit, training_step
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.token_budget import Microbatches, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
@@ -52,6 +52,17 @@ class Parts:
         sample = worst_sample(self.cfg, self.data, self.tokenizer, self.adaptive.sequence_length)
         return training_step(self.runner, self.optimization, self.loss_fn, sample)
 
+    def fit_request(self, memory: MemorySource | None) -> FitRequest:
+        return FitRequest(
+            cfg=self.cfg,
+            settings=self.settings,
+            adaptive=self.adaptive,
+            memory=memory,
+            worst_step=self.worst_step,
+            data=self.data,
+            found=self.journal.found,
+        )
+
 
 @dataclass(frozen=True)
 class Course:
@@ -67,18 +78,17 @@ class Course:
 
 def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -> tuple[Course, Progress]:
     """Collective: searches where the config asks for it, plans every epoch, and sets schedules to where the run is."""
-    cfg, settings, adaptive, data = parts.cfg, parts.settings, parts.adaptive, parts.data
+    settings, adaptive, data = parts.settings, parts.adaptive, parts.data
     progress = _with_dataset(progress, len(data.dataset))
     parts.journal.start(progress.step or total_steps(progress.past))
-    samples_per_rank = data.loader.samples_per_rank
-    found = parts.journal.found
-    rows = rows_that_fit(cfg, settings, adaptive, memory, parts.worst_step, samples_per_rank, found)
+    request = parts.fit_request(memory)
+    rows = rows_that_fit(request)
     left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
     before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
-    increase = build_increase_function(cfg)
-    epochs = plan_epochs(settings, adaptive, increase, rows, progress, samples_per_rank)
+    increase = build_increase_function(parts.cfg)
+    epochs = plan_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
     most_samples = max(plan.samples_per_step for plan in epochs)
-    microbatches = microbatches_of(cfg, settings, adaptive, memory, parts.worst_step, data, found, most_samples)
+    microbatches = microbatches_of(request, most_samples)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     course = Course(epochs, microbatches)
     return course, _start_schedules(parts, course, progress)

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
 
-import torch.distributed as dist
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
-from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochPlan
-from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.microbatch import Sample, cut, filler, length_of
-from torchtune_adaptive.tune.run.fitting import Found, profile_lengths, search_batch_size
+from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
 from torchtune_adaptive.tune.run.worst_case import longest_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
-
-logger = logging.getLogger(__name__)
-
-WorstStep: TypeAlias = Callable[[], TrainingStep[Sample]]
 
 LONGEST_SAMPLE = 2**20
 """Lengths are compared up to here, where no limit says less."""
@@ -74,20 +65,10 @@ class Microbatches:
         return looking_ahead(steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps))
 
 
-def microbatches_of(
-    cfg: DictConfig,
-    settings: Settings,
-    adaptive: AdaptiveConfig,
-    memory: MemorySource | None,
-    worst_step: WorstStep,
-    data: Data,
-    found: Found,
-    most_samples: int,
-) -> Microbatches:
+def microbatches_of(request: FitRequest, most_samples: int) -> Microbatches:
     """Collective: by tokens if the config asks for them, measured or as it says; a step has `most_samples` at most."""
-    if adaptive.token_budget is None:
-        return Microbatches()
-    limit = _limit(cfg, settings, adaptive, memory, worst_step, data, found, most_samples)
+    data, oversize = request.data, request.adaptive.oversize
+    limit = _limit(request, most_samples)
     if limit is None:
         return Microbatches()
     if data.packed:
@@ -95,38 +76,30 @@ def microbatches_of(
     longest = longest_row(limit, LONGEST_SAMPLE)
     if data.max_seq_len is not None and data.max_seq_len <= longest:
         return Microbatches(limit)
-    if adaptive.oversize == "error":
-        _check_longest(cfg, data, longest)
+    if oversize == "error":
+        _check_longest(request.cfg, data, longest)
     else:
-        done = "cut" if adaptive.oversize == "truncate" else "left out"
-        _say(f"token budget · samples of more than {longest} tokens are {done} (adaptive.oversize)")
-    return Microbatches(limit, partial(_admit, longest=longest, oversize=adaptive.oversize, ignored=data.ignored_label))
+        done = "cut" if oversize == "truncate" else "left out"
+        say(f"token budget · samples of more than {longest} tokens are {done} (adaptive.oversize)")
+    return Microbatches(limit, partial(_admit, longest=longest, oversize=oversize, ignored=data.ignored_label))
 
 
-def _limit(
-    cfg: DictConfig,
-    settings: Settings,
-    adaptive: AdaptiveConfig,
-    memory: MemorySource | None,
-    worst_step: WorstStep,
-    data: Data,
-    found: Found,
-    most_rows: int,
-) -> Limit | None:
-    """Collective: the number of the config, or what was measured; None where nothing can be measured."""
-    if isinstance(adaptive.token_budget, int):
-        return TokenLimit(adaptive.token_budget)
+def _limit(request: FitRequest, most_rows: int) -> Limit | None:
+    """Collective: the number of the config, or what was measured; None without a budget, or where nothing can be."""
+    budget, memory, data = request.adaptive.token_budget, request.memory, request.data
+    if budget is None or isinstance(budget, int):
+        return None if budget is None else TokenLimit(budget)
     if memory is None:
-        _say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
+        say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
         return None
     if data.packed:
-        return RowLimit(search_batch_size(cfg, settings, adaptive, memory, worst_step(), most_rows, found))
+        return RowLimit(search_batch_size(request, memory, most_rows))
     try:
-        return profile_lengths(cfg, settings, adaptive, memory, worst_step(), most_rows, found).limit
+        return profile_lengths(request, memory, most_rows).limit
     except OneRowDoesNotFitError as error:
-        if adaptive.sequence_length or data.max_seq_len:
+        if request.adaptive.sequence_length or data.max_seq_len:
             raise
-        index = longest_sample(cfg, data.dataset).at
+        index = longest_sample(request.cfg, data.dataset).at
         raise SampleTooLargeError(f"sample {index} of the dataset is the longest, and {error}") from None
 
 
@@ -138,7 +111,7 @@ def _as_rows(limit: Limit, length: int) -> RowLimit:
             f"adaptive.token_budget is {limit}, but every packed row has {length}: "
             f"set it to {length} or more, or lower tokenizer.max_seq_len"
         )
-    _say(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
+    say(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
     return RowLimit(rows)
 
 
@@ -166,8 +139,3 @@ def _admit(sample: Sample, *, longest: int, oversize: str, ignored: int) -> Samp
     if oversize == "error" or "encoder_input" in sample:
         raise SampleTooLargeError(f"a sample has {length} tokens, but a microbatch has room for {longest}; {_REMEDY}")
     return cut(sample, longest) if oversize == "truncate" else filler(sample, ignored)
-
-
-def _say(line: str) -> None:
-    if dist.get_rank() == 0:
-        logger.info("%s", line)
