@@ -155,7 +155,10 @@ class Trained:
         losses = [self.forward_backward([self.sample] * rows).loss_sum.item() for rows in microbatches]
         tokens = sum(microbatches) * self.shape.length
         load = Load(tokens, tokens, max(microbatches), max(microbatches) * self.shape.length)
-        self.update(StepResult(torch.tensor(0.0), tokens, len(microbatches), 0, load))
+        result = StepResult(
+            loss_sum=torch.tensor(0.0), target_tokens=tokens, microbatches=len(microbatches), recoveries=0, load=load
+        )
+        self.update(result)
         self.optimizer.zero_grad(set_to_none=True)
         return sum(losses)
 

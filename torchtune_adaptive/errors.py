@@ -1,5 +1,7 @@
 """Errors that a user can act on. Each message states the fact, the limit and the remedy."""
 
+from collections.abc import Collection
+
 
 class AdaptiveError(Exception):
     """Base of every error that this package raises for a user: shown as one message, without a traceback."""
@@ -7,6 +9,12 @@ class AdaptiveError(Exception):
 
 class ConfigError(AdaptiveError, ValueError):
     """A value of the config cannot work; the message names its key, the value and what is allowed."""
+
+
+def check_choice(name: str, value: object, choices: Collection[object]) -> None:
+    """Refuses a value that is none of the choices."""
+    if value not in choices:
+        raise ConfigError(f"{name}: {value!r} is unknown; allowed: {', '.join(map(str, choices))}")
 
 
 class LimitExhaustedError(AdaptiveError):

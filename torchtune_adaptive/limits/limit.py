@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.wording import count_of
 
 MOST_ROWS = 2**20
 """What a surface that does not grow with the rows answers in place of infinity."""
@@ -103,7 +104,7 @@ class RowLimit:
         return str(rows)
 
     def __str__(self) -> str:
-        return f"{self.rows} row{'s' * (self.rows > 1)}"
+        return count_of(self.rows, "row")
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.sizes import parse_size
+from torchtune_adaptive.wording import did_you_mean
 
 GIB_OF_CARD = {
     "a10": 22.0,
@@ -40,9 +40,8 @@ def limit_bytes(value: Any, key: str) -> int:
     try:
         size = parse_size(value, key)
     except ConfigError as error:
-        near = difflib.get_close_matches(name, GIB_OF_CARD, n=3)
-        cards = f"near are {', '.join(near)}" if near else f"known are {', '.join(GIB_OF_CARD)}"
-        raise ConfigError(f"{error}; or a card by its name, of which {cards}") from error
+        cards = did_you_mean(name, GIB_OF_CARD, most=3) or f"; known are {', '.join(GIB_OF_CARD)}"
+        raise ConfigError(f"{error}; or a card by its name{cards}") from error
     if size.is_fraction:
         raise ConfigError(f"{key}: {value!r} is a fraction of no known device; give an amount (24GiB) or a card (h100)")
     return int(size.amount)

@@ -1,12 +1,17 @@
 """How the rows that fit and the configured samples per step become microbatches."""
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import check_choice
 
 ACCUMULATION_MODES = ("rebalance", "fixed", "keep")
-LR_SCALINGS = ("none", "sqrt", "linear")
+LR_SCALINGS: Mapping[str, Callable[[float], float]] = {
+    "none": lambda growth: 1.0,
+    "sqrt": math.sqrt,
+    "linear": lambda growth: growth,
+}
 
 
 @dataclass(frozen=True)
@@ -29,15 +34,12 @@ def accumulate(
     step only where one microbatch holds more than all of them. `fixed` leaves `gradient_accumulation_steps`
     alone, so the step grows or shrinks with the rows. `keep` never changes the samples per step.
     """
+    check_choice("adaptive.accumulation", mode, ACCUMULATION_MODES)
     configured = batch_size * gradient_accumulation_steps
     if mode == "fixed":
         samples = rows * gradient_accumulation_steps
         return Accumulation(rows, gradient_accumulation_steps, samples, samples / configured)
-    if mode == "rebalance":
-        return split_step(max(rows, configured), rows, configured)
-    if mode == "keep":
-        return split_step(configured, rows, configured)
-    raise ConfigError(f"adaptive.accumulation: {mode!r} is unknown; allowed: {', '.join(ACCUMULATION_MODES)}")
+    return split_step(configured if mode == "keep" else max(rows, configured), rows, configured)
 
 
 def split_step(samples_per_step: int, most_rows: int, configured: int) -> Accumulation:
@@ -49,10 +51,5 @@ def split_step(samples_per_step: int, most_rows: int, configured: int) -> Accumu
 
 def lr_factor(growth: float, scaling: str) -> float:
     """What the learning rate is multiplied with when the samples per step grow by `growth`."""
-    if scaling == "none":
-        return 1.0
-    if scaling == "sqrt":
-        return math.sqrt(growth)
-    if scaling == "linear":
-        return growth
-    raise ConfigError(f"adaptive.lr_scaling: {scaling!r} is unknown; allowed: {', '.join(LR_SCALINGS)}")
+    check_choice("adaptive.lr_scaling", scaling, LR_SCALINGS)
+    return LR_SCALINGS[scaling](growth)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, check_choice
 from torchtune_adaptive.schedules.accumulation import Accumulation, lr_factor, split_step
 
 Increase = Callable[[int, int], int]
@@ -167,9 +167,7 @@ def _ask(function: Increase, epoch: int, current: int) -> int:
 
 
 def _admit(asked: int, current: int, max_batch_size: int | None, beyond_memory: str, epoch: int) -> int:
-    if beyond_memory not in BEYOND_MEMORY:
-        allowed = ", ".join(BEYOND_MEMORY)
-        raise ConfigError(f"adaptive.beyond_memory: {beyond_memory!r} is unknown; allowed: {allowed}")
+    check_choice("adaptive.beyond_memory", beyond_memory, BEYOND_MEMORY)
     # Shrinking towards what fits is never refused.
     within = max_batch_size is None or asked <= max(current, max_batch_size)
     if within or beyond_memory == "accumulate":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
-from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
@@ -40,10 +39,5 @@ def _read_fields(kind: Any, data: Any, without: Collection[str]) -> Any:
     if not isinstance(data, dict) or set(data) != names:
         got = sorted(data) if isinstance(data, dict) else type(data).__name__
         raise ValueError(f"{kind.__name__} has the keys {sorted(names)}, got {got}")
-    hints = _types_of(kind)
+    hints = get_type_hints(kind)
     return kind(**{name: _read(hints[name], value, f"{kind.__name__}.{name}", without) for name, value in data.items()})
-
-
-@cache
-def _types_of(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)

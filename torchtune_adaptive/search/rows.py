@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import floor
 from typing import Any
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import check_choice
 from torchtune_adaptive.limits.rungs import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
@@ -77,8 +77,7 @@ def search(
     lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
     Where one row does not fit, raises what `refuse` makes of it.
     """
-    if strategy not in STRATEGIES:
-        raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
+    check_choice("adaptive.search", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
     while (rows := STRATEGIES[strategy](history)) is not None:

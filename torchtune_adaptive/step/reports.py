@@ -30,7 +30,7 @@ class Fullest(NamedTuple):
     budget_bytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepResult:
     """A step whose gradients are complete on every rank and belong to each of its samples exactly once."""
 

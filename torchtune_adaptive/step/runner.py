@@ -188,8 +188,17 @@ class StepRunner(Generic[Sample]):
         loss_on_host = loss_sum.item() if loss_sum is not None and loss_sum.device.type == "cpu" else 0.0
         reading = self._gauge.read()
         size = troubling(plan, lengths, failed, reading.retries)
-        mine = (failed is not None, *size, self._attempts.ledger.position, target_tokens, loss_on_host, upcoming)
-        reports = exchange(self._agreement, Report(*mine, *load_of(plan, lengths), *reading))
+        mine = Report(
+            failed=failed is not None,
+            **size._asdict(),
+            position=self._attempts.ledger.position,
+            target_tokens=target_tokens,
+            loss_sum=loss_on_host,
+            upcoming_microbatches=upcoming,
+            **load_of(plan, lengths)._asdict(),
+            **reading._asdict(),
+        )
+        reports = exchange(self._agreement, mine)
         reports.check_positions()
         return reports
 
@@ -201,13 +210,13 @@ class StepRunner(Generic[Sample]):
         else:
             loss_sum = sum_over_ranks(totals.loss_sum)
         return StepResult(
-            loss_sum,
-            reports.target_tokens,
-            microbatches,
-            recoveries,
-            reports.load,
-            reports.retries,
-            reports.fullest,
+            loss_sum=loss_sum,
+            target_tokens=reports.target_tokens,
+            microbatches=microbatches,
+            recoveries=recoveries,
+            load=reports.load,
+            retries=reports.retries,
+            memory=reports.fullest,
         )
 
     def _reconsider(self, reports: Reports, step: int) -> None:

@@ -24,6 +24,7 @@ from torchtune_adaptive.record.charts.figures import (
     tidy,
     unit_of,
 )
+from torchtune_adaptive.wording import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,8 +77,13 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
     if answer.most_rows:
         axes.axvline(answer.most_rows, color=INK, linewidth=0.8, linestyle=":")
         # left of the line and above the budget, where nothing else can be
-        rows_text = f"{answer.most_rows} row{'s' * (answer.most_rows > 1)} "
-        axes.text(answer.most_rows, 1.12 * budget, rows_text, horizontalalignment="right", color=INK)
+        axes.text(
+            answer.most_rows,
+            1.12 * budget,
+            f"{count_of(answer.most_rows, 'row')} ",
+            horizontalalignment="right",
+            color=INK,
+        )
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
     _label(axes, f"{answer.tokens} tokens a row", "rows in a microbatch", f"peak memory of a rank ({unit})")

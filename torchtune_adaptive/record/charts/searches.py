@@ -22,6 +22,7 @@ from torchtune_adaptive.record.charts.figures import (
 from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.peaks import Probe
 from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.wording import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -133,7 +134,7 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
     # Above the budget nothing is drawn left of the choice, so that is where its label has room.
     at_left = result.rows > 0.45 * _right_edge(result, shown)
     axes.annotate(
-        f"chosen: {result.rows} row{'s' * (result.rows > 1)}, {peak:.1f} {unit}",
+        f"chosen: {count_of(result.rows, 'row')}, {peak:.1f} {unit}",
         xy=(result.rows, peak),
         xytext=(result.rows, 1.05 * budget),
         horizontalalignment="right" if at_left else "left",

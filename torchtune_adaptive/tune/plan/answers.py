@@ -24,6 +24,7 @@ from torchtune_adaptive.tune.plan.settings import (
     lengths,
 )
 from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.wording import count_of
 
 TRACED_ROWS = (2, 3)
 """One row is cut into chunks in another way than several."""
@@ -81,7 +82,7 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
     parts = [
         str(cfg.model.get("_component_")).rpartition(".")[2],
         "lora" if is_lora(cfg) else "full",
-        f"{plan.world_size} rank{'s' * (plan.world_size > 1)}",
+        count_of(plan.world_size, "rank"),
         *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
         f"{answer.tokens} tokens",
         f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",

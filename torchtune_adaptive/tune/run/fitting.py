@@ -100,7 +100,9 @@ def rows_that_fit(request: FitRequest) -> int | None:
     if request.memory is None:
         say("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
         return None
-    return search_batch_size(request, request.memory, min(samples_per_rank, adaptive.max_batch_size or samples_per_rank))
+    return search_batch_size(
+        request, request.memory, min(samples_per_rank, adaptive.max_batch_size or samples_per_rank)
+    )
 
 
 def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int) -> int:

@@ -6,7 +6,6 @@ installed with this package.
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.wording import did_you_mean
 
 PREFIX = "adaptive/"
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError)
@@ -78,10 +78,7 @@ def _near(name: str, installed: Sequence[str]) -> str:
     stock = [cfg.name for recipe in get_all_recipes() for cfg in recipe.configs]
     names = [*installed, *dict.fromkeys(stock)]
     wanted = name.removesuffix(".yaml")
-    near = difflib.get_close_matches(wanted, names, n=4, cutoff=0.5)
-    if near:
-        return f"; near are: {', '.join(near)}"
-    return f"; installed are: {', '.join(installed)}"
+    return did_you_mean(wanted, names, most=4, likeness=0.5) or f"; installed are: {', '.join(installed)}"
 
 
 def _check_yaml(path: Path) -> None:

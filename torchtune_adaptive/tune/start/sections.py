@@ -8,14 +8,18 @@ value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.rungs import ROUNDINGS
+from torchtune_adaptive.schedules.accumulation import ACCUMULATION_MODES, LR_SCALINGS
+from torchtune_adaptive.schedules.growth import BEYOND_MEMORY
+from torchtune_adaptive.search.strategies import STRATEGIES
 from torchtune_adaptive.sizes import MemorySize, parse_sizes
+from torchtune_adaptive.wording import did_you_mean
 
 T = TypeVar("T")
 
@@ -94,17 +98,17 @@ class AdaptiveConfig:
     oversize: str = option(one_of("error", "truncate", "skip"), "error")
     """What happens to a sample that alone is more than a microbatch may be."""
 
-    search: str = option(one_of("linear", "static", "binary", "decrease"), "linear")
+    search: str = option(one_of(*STRATEGIES), "linear")
     """How `use_maximum_batch_size` looks for what fits."""
-    round_to: str = option(one_of("power_of_two", "divisor", "none"), "power_of_two")
+    round_to: str = option(one_of(*ROUNDINGS), "power_of_two")
     """What its answer is rounded down to; `divisor` of the configured samples per step."""
     max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
     """No more rows than that, however many fit."""
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
     """Tokens of the worst case; null: tokenizer.max_seq_len, else those of the longest sample."""
-    accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
+    accumulation: str = option(one_of(*ACCUMULATION_MODES), "rebalance")
     """What the rows that fit do to gradient_accumulation_steps and to the samples per step."""
-    lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
+    lr_scaling: str = option(one_of(*LR_SCALINGS), "none")
     """What growth of the samples per step does to the learning rate."""
     reuse_search: bool = option(BOOL, True)
     """Take the answer from output_dir when it was found under the same circumstances."""
@@ -112,7 +116,7 @@ class AdaptiveConfig:
     on_save_error: str = option(one_of("stop", "continue"), "stop")
     """What happens when a checkpoint cannot be written."""
 
-    beyond_memory: str = option(one_of("skip", "accumulate", "error"), "skip")
+    beyond_memory: str = option(one_of(*BEYOND_MEMORY), "skip")
     """What happens to an increase of the batch size beyond what fits."""
 
 
@@ -122,8 +126,7 @@ def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
     known = [field.name for field in dataclasses.fields(AdaptiveConfig)]
     for key in values:
         if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            hint = did_you_mean(str(key), known)
             raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
     return read(AdaptiveConfig, values, prefix="adaptive.")
 
