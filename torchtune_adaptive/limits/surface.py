@@ -69,7 +69,7 @@ def covering(surface: Surface, points: Points) -> Surface:
 def _fit(points: Points, terms: int) -> Surface:
     """Least squares of relative errors, without negative coefficients: memory is never given back by more rows."""
     basis = np.array([[1.0, rows, rows * length, rows * length**2][:terms] for rows, length in points])
-    measured = np.array(list(points.values()), dtype=float)
+    measured = np.array([max(1, need) for need in points.values()], dtype=float)
     scale = basis.max(axis=0)
     weighted = basis / scale / measured[:, None]
     best, best_error = np.zeros(terms), math.inf
@@ -88,4 +88,4 @@ def _subsets(terms: int) -> Sequence[list[int]]:
 
 
 def _worst(surface: Surface, points: Points) -> float:
-    return max(abs(surface.bytes_at(*at) - measured) / measured for at, measured in points.items())
+    return max(abs(surface.bytes_at(*at) - measured) / max(1, measured) for at, measured in points.items())

@@ -7,15 +7,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtune_adaptive.limits.limit import SurfaceLimit
-from torchtune_adaptive.limits.surface import Points, Surface, covering, fit_surface
+from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search import records
-from torchtune_adaptive.search.peaks import Probe
+from torchtune_adaptive.search.peaks import Probe, phase_points
 from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Refuse
 
 MOST_POINTS = 8
@@ -132,9 +132,9 @@ def profile(
 
 def _result(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     points = (*refused, *known.points)
-    seen = {name: fit_surface(at) for name, at in _by_phase([p for p in points if not p.held_out]).items()}
+    seen = {name: fit_surface(at) for name, at in phase_points([p for p in points if not p.held_out]).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
-    surfaces = {name: covering(fit_surface(at), at) for name, at in _by_phase(points).items()}
+    surfaces = {name: covering(fit_surface(at), at) for name, at in phase_points(points).items()}
     limit = SurfaceLimit(surfaces, int(known.budget_bytes * max(0.0, 1 - error)))
     for point in points:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
@@ -163,13 +163,3 @@ def _miss(surfaces: Mapping[str, Surface], point: Probe) -> float:
     predicted = max(surface.bytes_at(point.rows, point.length) for surface in surfaces.values())
     measured = point.peak.peak_bytes or predicted
     return abs(predicted - measured) / measured
-
-
-def _by_phase(points: Sequence[Probe]) -> dict[str, Points]:
-    """What the measurements that ran to their end needed, by phase."""
-    phases: dict[str, dict[tuple[int, int], int]] = {}
-    for point in points:
-        if point.peak.fits:
-            for phase, measured in point.peak.phase_bytes.items():
-                phases.setdefault(phase, {})[point.rows, point.length] = max(1, measured)
-    return dict(phases)

@@ -33,16 +33,21 @@ class Probe:
         return within and (self.peak.retries == 0 or self.rows == 1)
 
 
-def phase_points(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
-    """Measured bytes by rows for each phase, from the probes that ran to their end."""
-    points: dict[str, dict[int, int]] = {}
+def phase_points(probes: Sequence[Probe]) -> dict[str, dict[tuple[int, int], int]]:
+    """Measured bytes by rows and length for each phase, from the probes that ran to their end."""
+    points: dict[str, dict[tuple[int, int], int]] = {}
     complete = [probe for probe in probes if probe.peak.fits]
     for probe in complete:
         for phase, phase_bytes in probe.peak.phase_bytes.items():
-            points.setdefault(phase, {})[probe.rows] = phase_bytes
+            points.setdefault(phase, {})[probe.rows, probe.length] = phase_bytes
     if any(len(measured) != len(complete) for measured in points.values()):
         raise ValueError(f"every complete probe measures the same phases; got {list(points)} only in part")
     return points
+
+
+def phase_rows(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
+    """The same by rows, where all have one length."""
+    return {phase: {rows: need for (rows, _), need in at.items()} for phase, at in phase_points(probes).items()}
 
 
 def fit_line(points: Mapping[int, int]) -> Surface:
@@ -62,4 +67,4 @@ def fit_line(points: Mapping[int, int]) -> Surface:
 
 def fit_lines(probes: Sequence[Probe]) -> dict[str, Surface]:
     """The line of each phase; empty before two sizes are measured."""
-    return {phase: fit_line(points) for phase, points in phase_points(probes).items() if len(points) > 1}
+    return {phase: fit_line(points) for phase, points in phase_rows(probes).items() if len(points) > 1}

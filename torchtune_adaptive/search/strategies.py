@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 
-from torchtune_adaptive.search.peaks import Probe, fit_line, fit_lines, phase_points
+from torchtune_adaptive.search.peaks import Probe, fit_line, fit_lines, phase_rows
 
 _TRUSTED_JUMP = 4
 """Two measurements may predict up to this many times the larger one; a third in line, any distance."""
@@ -114,7 +114,7 @@ def linear(history: History) -> int | None:
 
 
 def _reach(history: History) -> float:
-    phases = phase_points(history.probes).values()
+    phases = phase_rows(history.probes).values()
     reach = min(_phase_reach(points, history.budget_bytes, history.resident_bytes) for points in phases)
     # If nothing has grown yet, no line says where something will.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)

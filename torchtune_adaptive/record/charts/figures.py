@@ -69,6 +69,13 @@ def unit_of(count: float) -> tuple[str, int]:
     return ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
 
 
+def label(axes: Axes, title: str, x: str, y: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    tidy(axes)
+
+
 def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#DDDDDD", linewidth=0.6)

@@ -18,10 +18,10 @@ from torchtune_adaptive.record.charts.figures import (
     ORANGE,
     PINK,
     SKY,
+    label,
     legend_beside,
     new_figure,
     save,
-    tidy,
     unit_of,
 )
 from torchtune_adaptive.wording import count_of
@@ -86,7 +86,7 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
         )
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
-    _label(axes, f"{answer.tokens} tokens a row", "rows in a microbatch", f"peak memory of a rank ({unit})")
+    label(axes, f"{answer.tokens} tokens a row", "rows in a microbatch", f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
     legend_beside(axes)
 
@@ -106,7 +106,7 @@ def _draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}k")
     axes.yaxis.set_major_formatter("{x:.0f}")
-    _label(axes, "what fits", "tokens in a row", "rows in a microbatch")
+    label(axes, "what fits", "tokens in a row", "rows in a microbatch")
 
 
 def _name_line(axes: Axes, x: Sequence[int], y: Sequence[int], name: str, colour: str, *, above: bool) -> None:
@@ -123,10 +123,3 @@ def _name_line(axes: Axes, x: Sequence[int], y: Sequence[int], name: str, colour
         color=colour,
         fontsize=9,
     )
-
-
-def _label(axes: Axes, title: str, x: str, y: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    tidy(axes)

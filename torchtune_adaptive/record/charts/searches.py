@@ -12,11 +12,11 @@ from torchtune_adaptive.record.charts.figures import (
     PINK,
     SKY,
     YELLOW,
+    label,
     legend_beside,
     new_figure,
     no_run_ends_over,
     save,
-    tidy,
     unit_of,
 )
 from torchtune_adaptive.search.lengths import Profile
@@ -58,7 +58,7 @@ def draw_profile(directory: Path, result: Profile) -> Path | None:
         return None
     axes = figure.add_subplot()
     unit, unit_bytes = unit_of(result.budget_bytes)
-    right = 1.15 * max(result.constant_tokens, *(point.rows * point.length for point in result.points))
+    right = 1.15 * max(result.constant_tokens, *(point.tokens for point in result.points))
     for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
         _draw_length(axes, result, length, right, unit_bytes, _PHASE_COLOURS[index % len(_PHASE_COLOURS)])
     budget = result.budget_bytes / unit_bytes
@@ -84,7 +84,7 @@ def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_
     for point in result.points:
         if point.length == length and point.peak.peak_bytes is not None:
             face = "white" if point.held_out else colour
-            at = point.rows * point.length, point.peak.peak_bytes / unit_bytes
+            at = point.tokens, point.peak.peak_bytes / unit_bytes
             axes.plot(*at, "o", color=colour, markerfacecolor=face, markersize=5, zorder=3)
 
 
@@ -153,11 +153,8 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
 
 
 def _label(axes: "Axes", title: str, below: str, unit: str) -> None:
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.set_xlabel(below)
-    axes.set_ylabel(f"peak memory of a rank ({unit})")
+    label(axes, title, below, f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
-    tidy(axes)
     legend_beside(axes)
 
 

@@ -28,6 +28,8 @@ from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
 NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
 
+META = torch.device("meta")
+
 Checkpoint = Mapping[str, Any]
 
 
@@ -35,12 +37,14 @@ def build_full_model(
     cfg: DictConfig, settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint
 ) -> nn.Module:
     """Collective: the model of the config with every parameter trainable, filled from the checkpoint."""
-    model = _on_meta(cfg, settings, device)
+    dtype = dtype_of(settings, device)
+    model = _built_on(META, cfg, dtype)
     _compile(model, settings)
-    model = _parallelize_tensors(model, cfg, settings, mesh)
+    if settings.tensor_parallel_dim > 1:
+        model = _parallelize_tensors(model, cfg, mesh["tp"])
     _checkpoint_activations(model, settings)
     _shard(model, settings, mesh)
-    _init_rope(model, settings, device)
+    _init_rope(model, device, dtype)
     _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
@@ -55,10 +59,11 @@ def build_lora_model(
     checkpoint: Checkpoint,
 ) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
-    model = _on_meta(cfg, settings, device)
+    dtype = dtype_of(settings, device)
+    model = _built_on(META, cfg, dtype)
     if _is_quantized(model) and not _is_sharded(settings, mesh):
         # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
-        model = _on(device, cfg, settings, device)
+        model = _built_on(device, cfg, dtype)
     peft.set_trainable_params(model, peft.get_adapter_params(model))
     _compile(model, settings)
     _checkpoint_activations(model, settings)
@@ -67,8 +72,8 @@ def build_lora_model(
     if training.ADAPTER_KEY in checkpoint:
         adapter_keys = _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
     else:
-        _init_adapters(model, settings, device)
-    _init_rope(model, settings, device)
+        _init_adapters(model, settings, device, dtype)
+    _init_rope(model, device, dtype)
     base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
     _check_lora_keys(lora, base_keys, adapter_keys)
@@ -76,12 +81,8 @@ def build_lora_model(
     return model
 
 
-def _on_meta(cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
-    return _on(torch.device("meta"), cfg, settings, device)
-
-
-def _on(where: torch.device, cfg: DictConfig, settings: Settings, device: torch.device) -> nn.Module:
-    with training.set_default_dtype(dtype_of(settings, device)), where:
+def _built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype) -> nn.Module:
+    with training.set_default_dtype(dtype), where:
         model: nn.Module = components.build("model", cfg)
     return model
 
@@ -95,16 +96,13 @@ def _compile(model: nn.Module, settings: Settings) -> None:
         training.compile_model(model, verbose=False)
 
 
-def _parallelize_tensors(model: nn.Module, cfg: DictConfig, settings: Settings, mesh: DeviceMesh) -> nn.Module:
-    if settings.tensor_parallel_dim == 1:
-        return model
+def _parallelize_tensors(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> nn.Module:
     plan = components.build("tensor_parallel_plan", cfg)
     try:
-        model = training.prepare_mha_for_tp(model, mesh["tp"])
+        model = training.prepare_mha_for_tp(model, mesh)
     except ValueError as error:
-        raise ConfigError(f"tensor_parallel_dim is {settings.tensor_parallel_dim}: {error}") from error
-    parallelize_module(model, mesh["tp"], parallelize_plan=plan)
-    return model
+        raise ConfigError(f"tensor_parallel_dim is {mesh.size()}: {error}") from error
+    return parallelize_module(model, mesh, parallelize_plan=plan)
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
@@ -142,9 +140,9 @@ def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
         ) from error
 
 
-def _init_rope(model: nn.Module, settings: Settings, device: torch.device) -> None:
+def _init_rope(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
     """RoPE's tables are in no checkpoint."""
-    with training.set_default_dtype(dtype_of(settings, device)), device:
+    with training.set_default_dtype(dtype), device:
         _call_where_present(model, "rope_init")
 
 
@@ -154,9 +152,9 @@ def _call_where_present(model: nn.Module, method: str) -> None:
             getattr(module, method)()
 
 
-def _init_adapters(model: nn.Module, settings: Settings, device: torch.device) -> None:
+def _init_adapters(model: nn.Module, settings: Settings, device: torch.device, dtype: torch.dtype) -> None:
     target = torch.device("cpu") if settings.fsdp_cpu_offload else device
-    with training.set_default_dtype(dtype_of(settings, device)), device:
+    with training.set_default_dtype(dtype), device:
         for module in model.modules():
             if isinstance(module, (peft.LoRALinear, peft.DoRALinear)):
                 module.to_empty(device=target)
