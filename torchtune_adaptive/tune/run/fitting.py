@@ -80,7 +80,7 @@ class Measuring(Generic[Answer]):
     """One kind of search: how it measures, and how its answer is shown."""
 
     kind: type[Answer]
-    measure: Callable[[Progress], Answer]
+    measure: Callable[[], Answer]
     """Collective."""
     options: Mapping[str, object]
     """What the answer depends on, besides config and memory."""
@@ -109,18 +109,20 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
     """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
     adaptive, step = request.adaptive, request.worst_step()
 
-    def measure(progress: Progress) -> SearchResult:
+    def measure() -> SearchResult:
         static = adaptive.search == "static"
-        return find_max_batch_size(
-            step,
-            memory=memory,
-            strategy=adaptive.search,
-            round_to=adaptive.round_to,
-            max_rows=most_rows,
-            samples_per_step=request.settings.samples_per_step,
-            expected_rows=predicted_rows(request.cfg, step.length, memory.budget_bytes) if static else 0,
-            progress=progress,
-        )
+        expected_rows = predicted_rows(request.cfg, step.length, memory.budget_bytes) if static else 0
+        with _progress_bar() as progress:
+            return find_max_batch_size(
+                step,
+                memory=memory,
+                strategy=adaptive.search,
+                round_to=adaptive.round_to,
+                max_rows=most_rows,
+                samples_per_step=request.settings.samples_per_step,
+                expected_rows=expected_rows,
+                progress=progress,
+            )
 
     search = Measuring(
         kind=SearchResult,
@@ -137,8 +139,9 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     """Collective: what microbatches need over rows and length; recorded in `output_dir`."""
     shorten, step = request.adaptive.oversize != "error", request.worst_step()
 
-    def measure(progress: Progress) -> Profile:
-        return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
+    def measure() -> Profile:
+        with _progress_bar() as progress:
+            return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
 
     search = Measuring(
         kind=Profile,
@@ -158,8 +161,7 @@ def _measured(request: FitRequest, memory: MemorySource, length: int, search: Me
     if request.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known
-    with _progress_bar() as progress:
-        answer = search.measure(progress)
+    answer = search.measure()
     if dist.get_rank() == 0:
         logger.info("%s", search.table(answer))
         write_search(directory, answer, length, fingerprint)
