@@ -1,7 +1,6 @@
 """A step survives running out of memory. Every operation is tried by `python -m tests.distributed.faults`."""
 
 import gc
-import logging
 import sys
 
 import pytest
@@ -19,12 +18,12 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
+from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.step import runner as stepping
 from torchtune_adaptive.step.runner import StepRunner
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
@@ -163,24 +162,15 @@ def test_a_rank_with_too_little_memory_trains_to_the_losses_of_unlimited_memory(
         assert losses == pytest.approx(expected, rel=1e-4)  # after Adam, in other microbatches
 
 
-class Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
-    handler, injector = Lines(), Injector()
-    stepping.logger.addHandler(handler)
+    injector = Injector()
     model = build(ModelConfig())
     samples = [torch.ones(length, dtype=torch.int64) for length in (3, 5, 9, 4)]
     runner = runner_of(model, 2, injector)
     injector.arm([1200] if dist.get_rank() in failing else [])  # in the second microbatch
-    runner.run(samples, step=412)
-    return handler.lines
+    with listening() as lines:
+        runner.run(samples, step=412)
+    return lines
 
 
 @pytest.mark.parametrize(("failing", "who"), [((1,), "rank 1"), ((0, 1), "ranks 0, 1")])

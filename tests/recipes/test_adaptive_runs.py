@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.hearing import listening
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
@@ -40,28 +40,11 @@ class Runs(NamedTuple):
         return read_log(self.folder / name / "log.jsonl")
 
 
-class Lines(logging.Handler):
-    """Keeps what a run logs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines += record.getMessage().splitlines()
-
-
 def run_and_listen(kind: str, folder: Path, *overrides: str) -> list[str]:
     """Collective: the recipe's whole life, and the lines that it logged on this rank."""
-    heard = Lines()
-    logger = logging.getLogger("torchtune_adaptive")
-    logger.setLevel(logging.INFO)
-    logger.addHandler(heard)
-    try:
+    with listening() as lines:
         run_ours(kind, demo_config(kind, folder, *overrides))
-    finally:
-        logger.removeHandler(heard)
-    return heard.lines
+    return lines
 
 
 def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.sizes import parse_size
+from torchtune_adaptive.sizes import MemorySize, parse_size
 from torchtune_adaptive.wording import did_you_mean
 
 GIB_OF_CARD = {
@@ -42,6 +42,13 @@ def limit_bytes(value: Any, key: str) -> int:
     except ConfigError as error:
         cards = did_you_mean(name, GIB_OF_CARD, most=3) or f"; known are {', '.join(GIB_OF_CARD)}"
         raise ConfigError(f"{error}; or a card by its name{cards}") from error
+    return amount_bytes(size, key)
+
+
+def amount_bytes(size: MemorySize, key: str) -> int:
+    """Bytes of an amount that has to be known without a device."""
     if size.is_fraction:
-        raise ConfigError(f"{key}: {value!r} is a fraction of no known device; give an amount (24GiB) or a card (h100)")
+        raise ConfigError(
+            f"{key}: {size.amount:g} is a fraction of no known device; give an amount (24GiB) or a card (h100)"
+        )
     return int(size.amount)

@@ -54,7 +54,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
     """What fits at each length; `traced` is called after each of `traces(...)` traces."""
     adaptive = read_adaptive(cfg.get("adaptive"))
     given = lengths(cfg, adaptive, plan)
-    have = budget(cfg, plan, on_gpu=on_gpu(read_settings(cfg)[0]))
+    have = budget(plan, adaptive, on_gpu=on_gpu(read_settings(cfg)[0]))
     with fake_step(cfg, plan.world_size) as step:
         longest = _longest(step, given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Budget
-from torchtune_adaptive.prediction.cards import limit_bytes
-from torchtune_adaptive.prediction.picture import check_drawable
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.prediction.cards import amount_bytes, limit_bytes
+from torchtune_adaptive.record.charts.predictions import check_drawable
+from torchtune_adaptive.sizes import MemorySize, format_bytes
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import (
     BOOL,
@@ -95,12 +95,12 @@ def _tokens(given: Any, key: str) -> int:
     return int(given)
 
 
-def budget(cfg: DictConfig, plan: PlanSettings, *, on_gpu: bool) -> Budget:
+def budget(plan: PlanSettings, adaptive: AdaptiveConfig, *, on_gpu: bool) -> Budget:
     """What the rank has that has least."""
     if plan.memory_limit is not None:
         key, have = "memory_limit", limit_bytes(plan.memory_limit, "memory_limit")
     else:
-        key, have = "adaptive.memory_limit", _least_of_ranks(cfg, plan.world_size)
+        key, have = "adaptive.memory_limit", _least_of_ranks(adaptive.memory_limit, plan.world_size)
     taken = _overhead_bytes(plan, on_gpu=on_gpu)
     if taken >= have:
         raise ConfigError(
@@ -110,22 +110,19 @@ def budget(cfg: DictConfig, plan: PlanSettings, *, on_gpu: bool) -> Budget:
     return Budget(have, taken, on_gpu and expandable_segments(plan, os.environ))
 
 
-def _least_of_ranks(cfg: DictConfig, world_size: int) -> int:
+def _least_of_ranks(limits: Sequence[MemorySize] | None, world_size: int) -> int:
     """`adaptive.memory_limit`, of the rank that has least where it is a list with one for each."""
-    key, section = "adaptive.memory_limit", cfg.get("adaptive")
-    given = section.get("memory_limit") if isinstance(section, DictConfig) else None
-    if given is None:
+    key = "adaptive.memory_limit"
+    if limits is None:
         raise ConfigError(
             "memory_limit is None, so there is nothing to fit into: "
             "give what a rank has, as an amount (24GiB, 80GB) or a card (h100, a100-40, 4090)"
         )
-    if not isinstance(given, ListConfig):
-        return limit_bytes(given, key)
-    if len(given) != world_size:
+    if len(limits) not in (1, world_size):
         raise ConfigError(
-            f"{key} has {len(given)} amounts and world_size is {world_size}: give one for each rank, or memory_limit"
+            f"{key} has {len(limits)} amounts and world_size is {world_size}: give one for each rank, or memory_limit"
         )
-    return min(limit_bytes(each, f"{key}[{rank}]") for rank, each in enumerate(given))
+    return min(amount_bytes(each, key) for each in limits)
 
 
 def expandable_segments(plan: PlanSettings, environment: Mapping[str, str]) -> bool:

@@ -1,8 +1,11 @@
 """The keys of `adaptive_plan`: where the allocator's setting comes from."""
 
 import pytest
+from omegaconf import OmegaConf
 
-from torchtune_adaptive.tune.plan.settings import PlanSettings, allocator_settings, expandable_segments
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.plan.settings import PlanSettings, allocator_settings, budget, expandable_segments
+from torchtune_adaptive.tune.start.sections import read_adaptive
 
 
 @pytest.mark.parametrize(
@@ -27,3 +30,23 @@ def test_the_allocators_settings_are_read_pair_by_pair() -> None:
     given = {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128,roundup_power2_divisions:[256:1,512:2]"}
     assert allocator_settings(given)[0] == ("max_split_size_mb", "128")
     assert allocator_settings({}) == []
+
+
+def test_a_rank_has_what_the_question_says_and_else_what_the_run_may_use() -> None:
+    adaptive = read_adaptive(OmegaConf.create({"memory_limit": "24GiB"}))
+    assert budget(PlanSettings(), adaptive, on_gpu=False).limit_bytes == 24 * 2**30
+    assert budget(PlanSettings(memory_limit="1GiB"), adaptive, on_gpu=False).limit_bytes == 2**30
+
+
+@pytest.mark.parametrize(
+    ("limit", "named"),
+    [
+        (None, "memory_limit is None, so there is nothing to fit into"),
+        (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1"),
+        (0.9, "adaptive.memory_limit: 0.9 is a fraction of no known device"),
+    ],
+)
+def test_a_limit_that_is_no_amount_for_every_rank_is_nothing_to_predict_with(limit: object, named: str) -> None:
+    adaptive = read_adaptive(OmegaConf.create({"memory_limit": limit}))
+    with pytest.raises(ConfigError, match=named):
+        budget(PlanSettings(), adaptive, on_gpu=False)

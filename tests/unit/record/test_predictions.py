@@ -10,7 +10,7 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Answer
-from torchtune_adaptive.prediction.picture import _draw_frontier, check_drawable
+from torchtune_adaptive.record.charts.predictions import _draw_frontier, check_drawable
 from torchtune_adaptive.record.charts.figures import new_figure
 
 
