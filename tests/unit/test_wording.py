@@ -1,0 +1,32 @@
+"""Phrases that many messages share."""
+
+import pytest
+
+from torchtune_adaptive.errors import ConfigError, check_choice
+from torchtune_adaptive.wording import count_of, did_you_mean
+
+
+@pytest.mark.parametrize(
+    ("count", "names", "phrase"),
+    [(1, ("row",), "1 row"), (0, ("row",), "0 rows"), (2, ("retry", "retries"), "2 retries")],
+)
+def test_a_count_is_in_the_number_of_its_noun(count: int, names: tuple[str, ...], phrase: str) -> None:
+    assert count_of(count, *names) == phrase
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "hint"),
+    [
+        ("recover_from_omm", 1, "; did you mean recover_from_oom?"),
+        ("h10", 2, "; did you mean h100 or a10?"),
+        ("entirely different", 2, ""),
+    ],
+)
+def test_a_hint_names_what_is_near_and_says_nothing_where_nothing_is(name: str, most: int, hint: str) -> None:
+    assert did_you_mean(name, ["recover_from_oom", "h100", "a10", "4090"], most=most) == hint
+
+
+def test_a_value_that_is_no_choice_is_named_with_those_that_are() -> None:
+    check_choice("adaptive.search", "linear", ("linear", "binary"))
+    with pytest.raises(ConfigError, match=r"^adaptive.search: 'guess' is unknown; allowed: linear, binary$"):
+        check_choice("adaptive.search", "guess", ("linear", "binary"))
