@@ -23,7 +23,7 @@ from benchmarks.results import save, table
 from tests.gpu import test_plan, test_search
 from tests.gpu.real_steps import GIB, build, demo, fresh_processes, limit, live_bytes, metered, samples_of, use
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.memory.device import device as memory_module
+from torchtune_adaptive.memory import device as memory_module
 from torchtune_adaptive.memory.device import release
 from torchtune_adaptive.search.find import find_max_batch_size
 
