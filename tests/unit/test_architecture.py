@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
         *("tune/start", "tune/parts", "tune/parts/checkpoints"),
         *("limits", "schedules", "memory", "comm", "step", "search", "record", "record/charts"),
     },
-    "tune/plan": {"tune/start", "tune/parts", "limits", "memory", "comm", "step", "search", "prediction"},
+    "tune/plan": {"tune/start", "tune/parts", "record/charts", "limits", "memory", "comm", "step", "search", "prediction"},
     "demo": set(),
 }
 """What a room may import besides the ground and itself: a room, or only one module of it."""

@@ -10,8 +10,8 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Answer
-from torchtune_adaptive.record.charts.predictions import _draw_frontier, check_drawable
 from torchtune_adaptive.record.charts.figures import new_figure
+from torchtune_adaptive.record.charts.predictions import _draw_frontier, check_drawable
 
 
 def frontier(most: list[int], with_retries: list[int]) -> list[Answer]:
