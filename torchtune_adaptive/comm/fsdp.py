@@ -58,7 +58,9 @@ def replace_collectives(
 def why_recovery_is_off(model: nn.Module) -> str | None:
     """Why a step of this model cannot be run again after running out of memory; None if it can."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
-        return "hooks use gradients as soon as they are ready (optimizer_in_bwd), so backward updates weights"
+        return (
+            "hooks use gradients as soon as they are ready (an optimizer in the backward), so backward updates weights"
+        )
     if world_size() == 1:
         return None
     if not isinstance(model, FSDPModule):

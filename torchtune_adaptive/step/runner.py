@@ -17,7 +17,7 @@ from torch import nn
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank, sum_over_ranks
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
+from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
@@ -80,8 +80,8 @@ class StepRunner(Generic[Sample]):
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         if recover and (reason := why_recovery_is_off(model)) is not None:
             raise RecoveryUnsupportedError(
-                f"a step of this model cannot be run again after running out of memory: {reason}; "
-                "set adaptive.recover_from_oom: False"
+                f"a step of this model cannot be run again after running out of memory: {reason}",
+                Remedy.NO_RECOVERY,
             )
         self.model = model
         self.length_of = length_of
