@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.meter import MemoryMeter
@@ -13,13 +14,18 @@ from torchtune_adaptive.sizes import MemorySize
 
 
 @contextmanager
-def memory_cap(cap_bytes: int | None) -> Iterator[MemorySource]:
+def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterator[MemorySource]:
     """This process runs out of memory above so many bytes; None: it is only measured.
 
-    On a GPU, the current one, the allocator enforces it. On a CPU a MemoryMeter does, for what is allocated inside.
+    `resident` is what is there already, say parameters. If it is on a GPU, or if there is none of it and this machine
+    has a GPU, CUDA's allocator enforces the cap; otherwise a MemoryMeter does.
     """
-    if not torch.cuda.is_available():
-        with MemoryMeter(cap_bytes) as meter:
+    here = list(resident)
+    on_gpu = any(tensor.is_cuda for tensor in here) if here else torch.cuda.is_available()
+    if not on_gpu:
+        meter = MemoryMeter(cap_bytes)
+        meter.count(here)
+        with meter:
             yield meter
         return
     fraction = torch.cuda.get_per_process_memory_fraction()

@@ -109,7 +109,8 @@ def test_counting_from_zero_is_refused(wrong: dict[str, int]):
 def test_a_cap_on_memory_makes_steps_smaller_and_ends_with_its_block():
     many = [torch.arange(4.0)] * 4096
     runner = runner_of(rows=4096)
-    with memory_cap(None) as memory:
+    with memory_cap(None, runner.model.parameters()) as memory:
+        assert memory.peak_bytes == 20
         runner.run(many, step=0)
     runner.model.zero_grad()
     with memory_cap(memory.peak_bytes // 2):
