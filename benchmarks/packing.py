@@ -28,8 +28,7 @@ from torchtune.datasets import PackedDataset
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.limits.packing import plan_step, spread
+from torchtune_adaptive.limits import Limit, plan_step, spread
 
 RANKS = 2
 LONGEST = 512
