@@ -147,10 +147,16 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
     return demo_config(
         weather.kind,
         folder,
-        *("dataset._component_=tests.recipes.soak.numbered", f"dataset.seed={weather.seed}"),
+        "dataset._component_=tests.recipes.soak.numbered",
+        f"dataset.seed={weather.seed}",
         f"dataset.samples={weather.samples}",
-        *(f"tokenizer.max_seq_len={LONGEST}", "batch_size=8", "gradient_accumulation_steps=1", "clip_grad_norm=1.0"),
-        *(f"epochs={weather.epochs}", "shuffle=True", *adaptive),
+        f"tokenizer.max_seq_len={LONGEST}",
+        "batch_size=8",
+        "gradient_accumulation_steps=1",
+        "clip_grad_norm=1.0",
+        f"epochs={weather.epochs}",
+        "shuffle=True",
+        *adaptive,
         *overrides,
     )
 

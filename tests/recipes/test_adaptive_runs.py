@@ -19,14 +19,18 @@ PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
 LIMIT_MIB = {"full": 64, "lora": 52}
 """Room for 8 rows of 256 tokens on rank 1, and for little more; rank 0 has plenty."""
 GROWING = (
-    *("batch_size=1", "gradient_accumulation_steps=2", "epochs=3", "clip_grad_norm=inf"),
-    *(
-        "batch_increase_function._component_=torchtune_adaptive.schedules.double_every",
-        "batch_increase_function.epochs=1",
-    ),
-    *("adaptive.max_batch_size=2", "adaptive.beyond_memory=accumulate", "adaptive.lr_scaling=sqrt"),
-    *("lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",),
-    *("lr_scheduler.num_warmup_steps=3", "optimizer.lr=0.001"),
+    "batch_size=1",
+    "gradient_accumulation_steps=2",
+    "epochs=3",
+    "clip_grad_norm=inf",
+    "batch_increase_function._component_=torchtune_adaptive.schedules.double_every",
+    "batch_increase_function.epochs=1",
+    "adaptive.max_batch_size=2",
+    "adaptive.beyond_memory=accumulate",
+    "adaptive.lr_scaling=sqrt",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=3",
+    "optimizer.lr=0.001",
 )
 
 

@@ -154,8 +154,11 @@ def direct_peak_gib(config: Path, rows: int, tokens: int, *overrides: str) -> fl
 def test_a_peak_that_torchtunes_readme_gives() -> None:
     """Llama 3.2 3B, one A100, packed to 4096 tokens, 2 rows, nothing else: 60.0 GiB in bf16."""
     overrides = (
-        *("dataset.packed=True", "loss._component_=torch.nn.CrossEntropyLoss", "enable_activation_checkpointing=False"),
-        *("gradient_accumulation_steps=1", "optimizer.fused=True"),
+        "dataset.packed=True",
+        "loss._component_=torch.nn.CrossEntropyLoss",
+        "enable_activation_checkpointing=False",
+        "gradient_accumulation_steps=1",
+        "optimizer.fused=True",
     )
     peak = direct_peak_gib(locate("adaptive/llama3_2/3B_full"), 2, 4096, *overrides)
     assert peak == pytest.approx(60.0, rel=0.05)
@@ -175,7 +178,8 @@ def test_a_peak_that_a_pull_request_of_torchtunes_gives() -> None:
     The state of PagedAdamW is not the caching allocator's: SGD has as little there.
     """
     overrides = (
-        *("optimizer._component_=torch.optim.SGD", "enable_activation_offloading=False"),
+        "optimizer._component_=torch.optim.SGD",
+        "enable_activation_offloading=False",
         f"loss._component_={__name__}.{LossOfTorchtune01.__name__}",
     )
     peak = direct_peak_gib(STOCK / "configs" / "llama2" / "7B_full_low_memory.yaml", 4, 2048, *overrides)

@@ -36,7 +36,10 @@ surface_limits = st.builds(
         {"layers": layers, "head": head},
         int(max(layers.bytes_at(rows, length), head.bytes_at(rows, length))) + 1,
     ),
-    *(surfaces, surfaces, st.integers(1, 64), st.integers(1, 4096)),
+    surfaces,
+    surfaces,
+    st.integers(1, 64),
+    st.integers(1, 4096),
 )
 limits = st.integers(1, 64).map(RowLimit) | st.integers(1, 100_000).map(TokenLimit) | surface_limits
 

@@ -107,8 +107,12 @@ def announce(
         was = before[-1]
         logger.info(
             "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
-            *(ranks, progress.ranks, plan.samples_per_step * ranks, was.samples_per_step * progress.ranks),
-            *(plan.steps, was.steps),
+            ranks,
+            progress.ranks,
+            plan.samples_per_step * ranks,
+            was.samples_per_step * progress.ranks,
+            plan.steps,
+            was.steps,
         )
     if len({each.samples_per_step for each in plans}) > 1 or any(each.refused_batch_size for each in plans):
         logger.info("%s", schedule_table(plans, ranks, by_tokens=limit is not None))
