@@ -17,6 +17,7 @@ class Remedy(Enum):
     NO_RECOVERY = "give recover=False"
     FEWER_ROWS = "give fewer max_rows"
     MEASURING_STRATEGY = "give strategy='linear' or 'static'"
+    ROOM_FOR_NCCL = "if CUDA was out of memory, leave NCCL more of it: give CudaMemory a limit, say 0.9"
     CAP_MEMORY = "give MemoryMeter a cap_bytes"
     SMALLER_INCREASE = "ask for less"
     OTHER_BOUND = "give beyond_memory='skip' or 'accumulate'"

@@ -14,8 +14,12 @@ from tests.recipes.test_adaptive_runs import run_and_listen
 from torchtune_adaptive.record.events import EVENTS_FILE, STEPS_FILE
 
 SEARCHING = (
-    *("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.sequence_length=null"),
-    *("tokenizer.max_seq_len=null", "adaptive.reuse_search=True", "adaptive.max_batch_size=2"),
+    "use_maximum_batch_size=True",
+    "adaptive.memory_limit=64MiB",
+    "adaptive.sequence_length=null",
+    "tokenizer.max_seq_len=null",
+    "adaptive.reuse_search=True",
+    "adaptive.max_batch_size=2",
 )
 STEPS = 4
 

@@ -75,8 +75,14 @@ TO_MEND: set[tuple[str, str]] = {
 
 NEEDS_TORCH = {"search.find", "search.probe"}
 WITHOUT_TORCH = {
-    *("limits", "schedules", "search", "tune.start.sections"),
-    *("record.events", "record.files", "record.journal", "record.timeline"),
+    "limits",
+    "schedules",
+    "search",
+    "tune.start.sections",
+    "record.events",
+    "record.files",
+    "record.journal",
+    "record.timeline",
 }
 TUNE_SIDE = {"tune", "demo"}
 ABOUT_A_RUN = {"prediction.report", "record.charts.run"}

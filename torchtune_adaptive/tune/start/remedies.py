@@ -15,6 +15,9 @@ KEYS: Mapping[Remedy, str] = {
     Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
     Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",
     Remedy.MEASURING_STRATEGY: "set adaptive.search to linear or static",
+    Remedy.ROOM_FOR_NCCL: (
+        "if CUDA was out of memory, leave NCCL more of it: lower adaptive.memory_limit, say to 0.9, or batch_size"
+    ),
     Remedy.CAP_MEMORY: "set adaptive.memory_limit, say 8GiB",
     Remedy.SMALLER_INCREASE: "ask for less",
     Remedy.OTHER_BOUND: "set adaptive.beyond_memory to skip or accumulate",
