@@ -37,7 +37,7 @@ def accumulate(
         return split_step(max(rows, configured), rows, configured)
     if mode == "keep":
         return split_step(configured, rows, configured)
-    raise ConfigError(f"adaptive.accumulation: {mode!r} is unknown; allowed: {', '.join(ACCUMULATION_MODES)}")
+    raise ConfigError(f"mode: {mode!r} is unknown; allowed: {', '.join(ACCUMULATION_MODES)}")
 
 
 def split_step(samples_per_step: int, most_rows: int, configured: int) -> Accumulation:
@@ -55,4 +55,4 @@ def lr_factor(growth: float, scaling: str) -> float:
         return math.sqrt(growth)
     if scaling == "linear":
         return growth
-    raise ConfigError(f"adaptive.lr_scaling: {scaling!r} is unknown; allowed: {', '.join(LR_SCALINGS)}")
+    raise ConfigError(f"lr_scaling: {scaling!r} is unknown; allowed: {', '.join(LR_SCALINGS)}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.limit import SurfaceLimit
 from torchtune_adaptive.limits.surface import Points, Surface, covering, fit_surface
 from torchtune_adaptive.search.peaks import Peak
@@ -197,8 +197,10 @@ def _too_long(point: Point, budget_bytes: int) -> OneRowDoesNotFitError:
     need_bytes = point.peak.peak_bytes
     need = "runs out of memory with" if need_bytes is None else f"needs {format_bytes(need_bytes)} of"
     return OneRowDoesNotFitError(
-        f"one row of {point.length} tokens {need} a budget of {format_bytes(budget_bytes)} a rank; lower "
-        "tokenizer.max_seq_len, set adaptive.oversize to truncate or skip, or enable_activation_checkpointing: True",
+        f"one row of {point.length} tokens {need} a budget of {format_bytes(budget_bytes)} a rank",
+        Remedy.SHORTER_SAMPLES,
+        Remedy.SHORTEN,
+        Remedy.CHECKPOINT_ACTIVATIONS,
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,
     )

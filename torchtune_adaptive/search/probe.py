@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.comm.collectives import Agreement, rank
-from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.memory.device import MemorySource, is_oom, release
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
 from torchtune_adaptive.search.peaks import Peak
@@ -226,8 +226,10 @@ class Prober:
         need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
         return OneRowDoesNotFitError(
             f"one row of {length} tokens{f' of {name}' if name else ''} {need} on rank {where}, "
-            f"whose budget is {format_bytes(budget_bytes)}; lower the sequence length, set "
-            "enable_activation_checkpointing: True, or train on more ranks",
+            f"whose budget is {format_bytes(budget_bytes)}",
+            Remedy.SHORTER_SAMPLES,
+            Remedy.CHECKPOINT_ACTIVATIONS,
+            Remedy.MORE_RANKS,
             need_bytes=need_bytes,
             budget_bytes=budget_bytes,
         )
@@ -243,6 +245,8 @@ def _explaining(rows: int) -> Iterator[None]:
             raise
         raise UnrecoverableError(
             f"rank {rank()} ran out of memory while {rows} rows were measured, in the update or in a step that cannot "
-            "be run again (optimizer_in_bwd, tensor parallel, recover_from_oom: False), and its peers cannot go on "
-            "alone; set adaptive.max_batch_size below that, lower the sequence length, or train on more ranks"
+            "be run again, and its peers cannot go on alone",
+            Remedy.FEWER_ROWS,
+            Remedy.SHORTER_SAMPLES,
+            Remedy.MORE_RANKS,
         ) from error

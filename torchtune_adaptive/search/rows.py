@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from math import floor
 from typing import Any
 
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.search.peaks import Line, Peak, Probe, fit_lines
 from torchtune_adaptive.search.records import checked
 from torchtune_adaptive.search.strategies import MAX_ROWS, STRATEGIES, History, rungs_up_to
@@ -77,7 +77,7 @@ def search(
     Raises OneRowDoesNotFitError.
     """
     if strategy not in STRATEGIES:
-        raise ConfigError(f"adaptive.search: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
+        raise ConfigError(f"strategy: {strategy!r} is unknown; allowed: {', '.join(STRATEGIES)}")
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
     while (rows := STRATEGIES[strategy](history)) is not None:
@@ -92,8 +92,10 @@ def _one_row_error(probe: Probe, budget_bytes: int) -> OneRowDoesNotFitError:
     need_bytes = probe.peak.peak_bytes
     need = "runs out of memory with" if need_bytes is None else f"needs {format_bytes(need_bytes)} of"
     return OneRowDoesNotFitError(
-        f"one row {need} a budget of {format_bytes(budget_bytes)} a rank; lower the sequence length, "
-        "set enable_activation_checkpointing: True, or use more ranks",
+        f"one row {need} a budget of {format_bytes(budget_bytes)} a rank",
+        Remedy.SHORTER_SAMPLES,
+        Remedy.CHECKPOINT_ACTIVATIONS,
+        Remedy.MORE_RANKS,
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,
     )

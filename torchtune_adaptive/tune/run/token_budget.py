@@ -127,7 +127,9 @@ def _limit(
         if adaptive.sequence_length or data.max_seq_len:
             raise
         index = longest_sample(cfg, data.dataset).at
-        raise SampleTooLargeError(f"sample {index} of the dataset is the longest, and {error}") from None
+        raise SampleTooLargeError(
+            f"sample {index} of the dataset is the longest, and {error.fact}", *error.remedies
+        ) from None
 
 
 def _as_rows(limit: Limit, length: int) -> RowLimit:
