@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save, table
-from torchtune_adaptive.prediction.law import MemoryLaw
-from torchtune_adaptive.prediction.replay import Run
+from torchtune_adaptive.prediction import MemoryLaw, Run
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.settings import PlanSettings
 from torchtune_adaptive.tune.start.configs import locate

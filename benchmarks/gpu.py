@@ -23,9 +23,8 @@ from benchmarks.results import save, table
 from tests.gpu import test_plan, test_search
 from tests.gpu.real_steps import GIB, build, demo, fresh_processes, limit, live_bytes, metered, samples_of, use
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.memory import device as memory_module
-from torchtune_adaptive.memory.device import release
-from torchtune_adaptive.search.find import find_max_batch_size
+from torchtune_adaptive import find_max_batch_size
+from torchtune_adaptive.memory import release
 
 Row = dict[str, Any]
 
@@ -79,7 +78,7 @@ def fragmentation_rows(device: str, steps: int) -> list[Row]:
 def train_mixed(name: str, margin: float, limited: bool, steps: int) -> Row:
     """Collective: steps of two microbatches' worth of samples, whose lengths are those of instruction data."""
     step = build(demo("full", name, f"dtype={test_plan.DTYPE[name]}", **test_plan.SIZES[name]), use(name))
-    with metered(step) as memory, mock.patch.object(memory_module, "FRAGMENTATION", margin):
+    with metered(step) as memory, mock.patch("torchtune_adaptive.memory.device.FRAGMENTATION", margin):
         step.train(1, TOKENS)
         release()
         limit(memory, live_bytes(memory) + ROOM_GIB * GIB)

@@ -28,8 +28,7 @@ from torchtune.datasets import PackedDataset
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.limits.packing import plan_step, spread
+from torchtune_adaptive.limits import Limit, plan_step, spread
 
 RANKS = 2
 LONGEST = 512
@@ -250,14 +249,20 @@ def _balance(recipe: Any) -> float:
     fullest = mean = 0.0
     for samples, _ in course.microbatches.steps(recipe.data.loader, course.epochs[0]):
         lengths = [runner.length_of(sample) for sample in samples]
-        sizes = [
-            len(rows) * max(lengths[index] for index in rows) for rows in runner._planner.plan(lengths, runner.limit)
-        ]
-        everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, sizes)
-        fullest += sum(map(max, zip(*everywhere, strict=True)))
-        mean += sum(map(sum, everywhere)) / len(everywhere)
+        own = plan_step(lengths, runner.limit)
+        microbatches = max(_everywhere(len(own)))
+        split = spread(own, lengths, runner.limit, microbatches) if runner.limit.by_length else own
+        sizes = _everywhere([len(rows) * max(lengths[index] for index in rows) for rows in split])
+        fullest += sum(map(max, zip(*sizes, strict=True)))
+        mean += sum(map(sum, sizes)) / len(sizes)
     return fullest / mean
+
+
+def _everywhere(mine: Any) -> list[Any]:
+    """Collective: what each rank has, in order of rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, mine)
+    return gathered
 
 
 def packing_share(lengths: Lengths, limit: Limit, tokens_per_second: float) -> dict[str, float]:

@@ -159,12 +159,22 @@ def _timed_step(trained: Trained, recoveries: int) -> float:
 
 STEPS_AN_EPOCH = 6
 RECIPE = (
-    *("tune", "run", "--nproc_per_node", str(RANKS), "adaptive_full_finetune_distributed"),
-    *("--config", "adaptive/demo/full"),
+    "tune",
+    "run",
+    "--nproc_per_node",
+    str(RANKS),
+    "adaptive_full_finetune_distributed",
+    "--config",
+    "adaptive/demo/full",
     *(f"model.{size}" for size in SIZES),
     *(f"checkpointer.sizes.{size}" for size in SIZES),
-    *("dataset.samples=256", f"max_steps_per_epoch={STEPS_AN_EPOCH}", "epochs=3", "tokenizer.max_seq_len=256"),
-    *("batch_size=2", "use_maximum_batch_size=False", "adaptive=null"),
+    "dataset.samples=256",
+    f"max_steps_per_epoch={STEPS_AN_EPOCH}",
+    "epochs=3",
+    "tokenizer.max_seq_len=256",
+    "batch_size=2",
+    "use_maximum_batch_size=False",
+    "adaptive=null",
 )
 RESUMED = (
     "resume_from_checkpoint=True",

@@ -28,13 +28,18 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.packing import INSTRUCTIONS
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.comm.collectives import Agreement
-from torchtune_adaptive.comm.fsdp import AllGather, ReduceScatter
-from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.limits.packing import load_of, plan_step, spread
-from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.step.reports import Report, Reports, exchange
+from torchtune_adaptive.comm import Agreement, AllGather, CollectiveLedger, ReduceScatter
+from torchtune_adaptive.limits import (
+    Limit,
+    RowLimit,
+    Surface,
+    SurfaceLimit,
+    TokenLimit,
+    load_of,
+    plan_step,
+    spread,
+)
+from torchtune_adaptive.step import Report, Reports, exchange
 
 SAMPLES = [2**exponent for exponent in range(4, 17)]
 RANKS = [2, 4, 8, 16, 32, 64]

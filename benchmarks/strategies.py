@@ -19,15 +19,19 @@ from unittest import mock
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.search.strategies import STRATEGIES, History
+from torchtune_adaptive.search import STRATEGIES, History
 from torchtune_adaptive.tune.run import fitting
 
 RANKS = 2
 BRUTE_FORCE = "brute force"
 SEARCHES = (BRUTE_FORCE, "linear", "static", "binary", "decrease")
 SEARCHING = (
-    *("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.sequence_length=256"),
-    *("adaptive.round_to=none", "adaptive.reuse_search=False", "dataset.samples=128"),
+    "use_maximum_batch_size=True",
+    "adaptive.memory_limit=64MiB",
+    "adaptive.sequence_length=256",
+    "adaptive.round_to=none",
+    "adaptive.reuse_search=False",
+    "dataset.samples=128",
 )
 
 

@@ -10,8 +10,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, Totals, TrainingStep, find_max_batch_size
-from torchtune_adaptive.record.tables import search_table
+from torchtune_adaptive import (
+    MemoryMeter,
+    RowLimit,
+    StepRunner,
+    Totals,
+    TrainingStep,
+    find_max_batch_size,
+    search_table,
+)
 
 LENGTH = 64
 

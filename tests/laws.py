@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.refusal import one_row_error
@@ -48,12 +48,12 @@ class Device:
     def search(self, **options: Any) -> SearchResult:
         return search(self.measure, self.budget_bytes, refuse=self.refuse, **options)
 
-    def refuse(self, remedy: str) -> OneRowDoesNotFitError:
+    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
         need_bytes = max(self.law(1).values()) if self.soft else None
-        return one_row_error(length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0, remedy=remedy)
+        return one_row_error(*remedies, length=1, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
 
-def refuse_nothing(remedy: str) -> OneRowDoesNotFitError:
+def refuse_nothing(*remedies: Remedy) -> OneRowDoesNotFitError:
     """For laws under which one row always fits."""
     raise AssertionError("one row did not fit")
 

@@ -16,8 +16,7 @@ import torch
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.prediction.answer import Budget
-from torchtune_adaptive.prediction.cards import limit_bytes
+from torchtune_adaptive.prediction import Budget, limit_bytes
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.settings import MANY_RANKS_OVERHEAD, PlanSettings
 from torchtune_adaptive.tune.start.configs import locate

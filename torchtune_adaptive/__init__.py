@@ -8,10 +8,12 @@ from torchtune_adaptive.errors import (
     RecoveryUnsupportedError,
     UnrecoverableError,
 )
-from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.limits.limit import RowLimit, TokenLimit
 from torchtune_adaptive.memory.device import CudaMemory
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.search.find import find_max_batch_size
+from torchtune_adaptive.record.tables import profile_table, search_table
+from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
+from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.reports import StepResult
@@ -24,13 +26,18 @@ __all__ = [
     "LimitExhaustedError",
     "MemoryMeter",
     "OneRowDoesNotFitError",
+    "Profile",
     "RecoveryUnsupportedError",
     "RowLimit",
     "SearchResult",
     "StepResult",
     "StepRunner",
+    "TokenLimit",
     "Totals",
     "TrainingStep",
     "UnrecoverableError",
     "find_max_batch_size",
+    "profile_memory",
+    "profile_table",
+    "search_table",
 ]

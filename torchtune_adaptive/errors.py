@@ -1,14 +1,56 @@
-"""Errors that a user can act on. Each message states the fact, the limit and the remedy."""
+"""Errors that a user can act on: each states the fact, the limit, and what to do about it."""
 
-from collections.abc import Collection
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from enum import Enum
+
+
+class Remedy(Enum):
+    """What a user of the library can do about an error. `tune/start/remedies.py` has the same in keys of a config."""
+
+    SHORTER_SAMPLES = "give shorter samples"
+    SHORTEN = "give shorten=True"
+    CHECKPOINT_ACTIVATIONS = "checkpoint activations"
+    MORE_RANKS = "train on more ranks"
+    SMALLER_LIMIT = "give a smaller limit"
+    NO_RECOVERY = "give recover=False"
+    FEWER_ROWS = "give fewer max_rows"
+    MEASURING_STRATEGY = "give strategy='linear' or 'static'"
+    ROOM_FOR_NCCL = "if CUDA was out of memory, leave NCCL more of it: give CudaMemory a limit, say 0.9"
+    CAP_MEMORY = "give MemoryMeter a cap_bytes"
+    SMALLER_INCREASE = "ask for less"
+    OTHER_BOUND = "give beyond_memory='skip' or 'accumulate'"
+    MEASURE = "measure on the device instead, with find_max_batch_size"
 
 
 class AdaptiveError(Exception):
     """Base of every error that this package raises for a user: shown as one message, without a traceback."""
 
+    def __init__(self, fact: str, *remedies: Remedy) -> None:
+        super().__init__(fact, *remedies)
+        self.fact = fact
+        """What is wrong; the remedy too, where there is only one way to say it."""
+        self.remedies = remedies
+
+    def __str__(self) -> str:
+        return self.in_words({remedy: remedy.value for remedy in self.remedies})
+
+    def in_words(self, words: Mapping[Remedy, str]) -> str:
+        """The message, with the remedies in somebody's own words."""
+        if not self.remedies:
+            return self.fact
+        *others, last = (words[remedy] for remedy in self.remedies)
+        comma = "," if len(others) > 1 else ""
+        return f"{self.fact}; {', '.join(others)}{comma} or {last}" if others else f"{self.fact}; {last}"
+
 
 class ConfigError(AdaptiveError, ValueError):
-    """A value of the config cannot work; the message names its key, the value and what is allowed."""
+    """A value cannot work; the message names its key or argument, the value and what is allowed."""
+
+
+class IncreaseError(ConfigError):
+    """The function by which a batch size grows cannot be used."""
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:
@@ -48,8 +90,8 @@ class UnrecoverableError(AdaptiveError):
 class OneRowDoesNotFitError(AdaptiveError):
     """Not even one row is within the budget."""
 
-    def __init__(self, message: str, *, need_bytes: int | None, budget_bytes: int) -> None:
-        super().__init__(message)
+    def __init__(self, fact: str, *remedies: Remedy, need_bytes: int | None, budget_bytes: int) -> None:
+        super().__init__(fact, *remedies)
         self.need_bytes = need_bytes
         """What the probe measured; None where it ran out of memory, so that the need is unknown."""
         self.budget_bytes = budget_bytes

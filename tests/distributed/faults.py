@@ -10,15 +10,15 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.injection import Injector
+from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
     Gradients,
     ModelConfig,
@@ -29,9 +29,9 @@ from tests.distributed.models import (
     samples_of,
 )
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
-from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES_PER_STEP = 4
 
@@ -51,7 +51,7 @@ class Case:
     first_pass: bool = False
     """Whether the failing step is the first one that the model ever runs."""
     kind: str = "a type of torch's"
-    """The error that says so: one of injection.KINDS."""
+    """The error that says so: one of KINDS."""
     stride: int = 1
     """Of the exhaustive sweep: 1 is every operation."""
 
@@ -112,8 +112,7 @@ class Bench:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.samples = samples_of(dist.get_rank(), SAMPLES_PER_STEP)
-        self.injector = Injector(case.kind)
-        self.expected: dict[int, Step] = {}
+        self._steps = count()
         self._renew()
 
     def _renew(self) -> None:
@@ -135,46 +134,38 @@ class Bench:
     def operations(self) -> list[str]:
         """Collective: what the first failing rank does in a step."""
         self._start()
-        self.injector.arm_to_count()
-        with self.injector.watching():
-            for start in range(0, SAMPLES_PER_STEP, self.case.rows):
-                self.forward_backward(self.samples[start : start + self.case.rows])
-        names = [self.injector.operations]
+        runner, step = self.new_runner(), next(self._steps)
+        with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
+            runner.run(self.samples, step=step)
+        runner.close()
+        names = [faults.operations]
         dist.broadcast_object_list(names, src=self.case.failing[0])
         return names[0]
 
-    def disturbed(self, runner: StepRunner[Tensor], fail_at: Sequence[int]) -> Step:
-        """Collective: a step that runs out of memory at these operations of this rank."""
+    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
+        """Collective: a step that runs out of memory there, as the case says; how often it did so on this rank."""
         self._start()
-        runner._governor = Governor(RowLimit(self.case.rows), regrow_after=0)
-        self.injector.arm(fail_at)
-        result = runner.run(self.samples, step=0)
-        return self._outcome(Totals(result.loss_sum, result.target_tokens))
+        runner.load_state_dict(self.fresh)
+        step = next(self._steps)
+        with FaultInjector(runner, error=KINDS[self.case.kind]) as faults:
+            if place is not None:
+                _fail(faults, self.case, step, place)
+            result = runner.run(self.samples, step=step)
+        return self._outcome(Totals(result.loss_sum, result.target_tokens)), faults.fired
 
     def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: a runner whose microbatches, and drains where the case says so, can be made to fail."""
+        """Collective: of a model that has never run, where the case says so."""
         if self.case.first_pass:
             self._renew()
         runner = StepRunner(
             self.model,
-            self._watched_forward_backward,
+            self.forward_backward,
             limit=RowLimit(self.case.rows),
             length_of=len,
             stand_in=lambda sample: sample[:2],
         )
-        if self.case.again == "drain":
-            drain = runner._attempts.ledger.drain
-
-            def watched_drain(replay):
-                with self.injector.watching():
-                    drain(replay)
-
-            runner._attempts.ledger.drain = watched_drain
+        self.fresh = runner.state_dict()
         return runner
-
-    def _watched_forward_backward(self, samples: Sequence[Tensor]) -> Totals:
-        with self.injector.watching():
-            return self.forward_backward(samples)
 
     def _start(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -194,21 +185,18 @@ def sweep(case: Case, at_most: int = sys.maxsize, only_collectives: bool = False
     places = _places(bench.operations(), case.stride, at_most, only_collectives)
     runner = bench.new_runner()
     if not case.first_pass:
-        bench.disturbed(runner, ())
+        bench.disturbed(runner, None)
     gc.collect()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
     injected = recovered = wrong = 0
     for place in places:
         if case.first_pass:
             runner = bench.new_runner()
-        step = bench.disturbed(runner, _failures(case, place))
-        fired, failed = (
-            _over_ranks(bench.injector.fired),
-            _over_ranks(not step.same_as(expected[runner.limit.rows])),
-        )
+        step, fired_here = bench.disturbed(runner, place)
+        fired = _over_ranks(fired_here)
         injected += fired > 0
         recovered += fired > 0 and runner.limit.rows < case.rows
-        wrong += failed > 0
+        wrong += _over_ranks(not step.same_as(expected[runner.limit.rows])) > 0
     return Outcome(injected, recovered, 0, wrong)
 
 
@@ -220,13 +208,14 @@ def _places(operations: list[str], stride: int, at_most: int, only_collectives: 
     return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
 
 
-def _failures(case: Case, place: int) -> list[int]:
-    """Where this rank fails; ranks that fail in the same step do so in different places."""
-    if dist.get_rank() not in case.failing:
-        return []
-    first = max(1, place - 17 * case.failing.index(dist.get_rank()))
-    again = {"never": [], "retry": [37 * place % 900 + 1], "drain": [5 * place % 60 + 1]}
-    return [first, *again[case.again]]
+def _fail(faults: FaultInjector, case: Case, step: int, place: int) -> None:
+    """Ranks that fail in the same step do so in different places."""
+    for number, rank in enumerate(case.failing):
+        faults.fail_at(rank=rank, step=step, operation=max(1, place - 17 * number))
+        if case.again == "retry":
+            faults.fail_at(rank=rank, step=step, operation=37 * place % 900 + 1)
+        elif case.again == "drain":
+            faults.fail_in_drain(rank=rank, step=step, operation=5 * place % 60 + 1)
 
 
 def _over_ranks(mine: float) -> float:

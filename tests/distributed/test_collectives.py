@@ -1,27 +1,15 @@
 """What a step communicates when nothing fails."""
 
 from collections import Counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner
-
-
-class CountCollectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.seen[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
@@ -46,7 +34,7 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
 def test_a_step_has_one_collective_less_than_stock():
     for recover in (True, False):
         for stock, adaptive in run_on_ranks(2, stock_and_adaptive, recover):
-            assert stock - adaptive == Counter({"c10d.allreduce_.default": 1})
+            assert stock - adaptive == Counter({ALL_REDUCE: 1})
             assert adaptive - stock == Counter()
 
 
@@ -74,10 +62,10 @@ def plain_step_after_close() -> tuple[int, int]:
     forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 2)
     runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2])
     runner.run(samples, step=0)
-    counted = runner._attempts.ledger.position
+    counted = runner.position
     runner.close()
     forward_backward(samples)
-    return counted, runner._attempts.ledger.position
+    return counted, runner.position
 
 
 def test_close_puts_the_collectives_of_fsdp_back():

@@ -2,6 +2,7 @@
 
 import torch.distributed as dist
 
+from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.fake_memory import FakeMemory
 from tests.ranks import run_on_ranks
@@ -22,15 +23,14 @@ def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]
         on_change=lambda event: events.append((event.kind, event.ranks)),
     )
     runner.watch(memory)
-    agreements, gather = [], runner._agreement.gather
-    runner._agreement.gather = lambda row: (agreements.append(row), gather(row))[1]
     rows = []
-    for step in range(14):
-        memory.retries += dist.get_rank() == 1 and step in (2, 3)
-        rows.append(runner.limit.rows)
-        runner.run(samples_of(dist.get_rank(), 4), step=step)
-        model.zero_grad()
-    return rows, len(agreements), events
+    with CountCollectives() as counted:
+        for step in range(14):
+            memory.retries += dist.get_rank() == 1 and step in (2, 3)
+            rows.append(runner.limit.rows)
+            runner.run(samples_of(dist.get_rank(), 4), step=step)
+            model.zero_grad()
+    return rows, counted.seen[ALL_REDUCE], events
 
 
 def test_thrashing_on_one_rank_moves_all_of_them_alike_and_adds_no_collective():

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,20 @@ def test_the_batch_size_example_trains_with_what_it_found():
     assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", run.stdout)
     assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", run.stdout, re.MULTILINE)
     assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", run.stdout) == ["1", "2", "3"]
+
+
+def test_the_hugging_face_example_finds_its_size_and_survives_the_fault_that_it_asks_for():
+    pytest.importorskip("transformers")
+    run = output_of("transformers_fsdp2.py")
+    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", run.stdout, re.MULTILINE)
+    assert re.findall(r"out of memory on .*", run.stderr) == [
+        "out of memory on rank 1 (longest sample 62 tokens): microbatch 8 -> 4 rows, step repeated"
+    ]
+    assert re.findall(r"step (\d): .* at most (\d) rows, recoveries: (\d)", run.stdout) == [
+        (str(step), "8" if step < 3 else "4", str(int(step == 3))) for step in range(1, 7)
+    ]
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    assert losses == sorted(losses, reverse=True)
 
 
 def test_the_readme_shows_the_example_that_runs():

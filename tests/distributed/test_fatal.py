@@ -10,51 +10,33 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
 
-from tests.distributed.injection import Injector
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
+from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.testing import FaultInjector
 
 
-def failing_runner(rows: int, fail_at: list[int], model: nn.Module | None = None) -> StepRunner[Tensor]:
-    """Collective: a runner on rank 1 of which operations run out of memory, also those of a drain."""
-    model = model or build(ModelConfig())
-    injector, forward_backward = Injector(), forward_backward_of(model)
-    injector.arm(fail_at if dist.get_rank() == 1 else [])
-
-    def watched(samples):
-        with injector.watching():
-            return forward_backward(samples)
-
-    runner = StepRunner(model, watched, limit=RowLimit(rows), length_of=len, stand_in=lambda s: s[:2])
-    drain = runner._attempts.ledger.drain
-
-    def watched_drain(replay):
-        with injector.watching():
-            drain(replay)
-
-    runner._attempts.ledger.drain = watched_drain
-    return runner
+def runner_of_two_rows(model: nn.Module | None = None, **options) -> StepRunner[Tensor]:
+    """Collective: a runner of a tiny model."""
+    model = build(ModelConfig()) if model is None else model
+    options = {"forward_backward": forward_backward_of(model), **options}
+    return StepRunner(model, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], **options)
 
 
 def run_where_one_row_does_not_fit() -> tuple[str, str]:
-    runner = failing_runner(2, [])
+    runner = runner_of_two_rows()
     samples = [torch.ones(7, dtype=torch.int64)] * 2
     runner.run(samples, step=0)
     runner.model.zero_grad()
-
-    def out_of_memory(samples):
-        raise torch.OutOfMemoryError
-
-    if dist.get_rank() == 1:
-        runner._attempts.forward_backward = out_of_memory
-    try:
-        runner.run(samples, step=5)
-    except AdaptiveError as error:
-        return type(error).__name__, str(error)
+    with FaultInjector(runner).fail_at(rank=1, step=5, times=2):
+        try:
+            runner.run(samples, step=5)
+        except AdaptiveError as error:
+            return type(error).__name__, str(error)
 
 
 def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
@@ -66,7 +48,9 @@ def test_if_one_row_does_not_fit_all_ranks_raise_the_same_error():
 
 
 def run_without_memory_to_drain() -> None:
-    failing_runner(2, [300, *[1] * 1000]).run(samples_of(dist.get_rank(), 2), step=0)
+    runner = runner_of_two_rows()
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=300).fail_in_drain(rank=1, step=0, times=1000):
+        runner.run(samples_of(dist.get_rank(), 2), step=0)
 
 
 def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
@@ -77,7 +61,7 @@ def test_a_rank_that_cannot_even_drain_ends_the_run_at_once():
 
 
 def commit_out_of_memory() -> None:
-    runner = failing_runner(2, [])
+    runner = runner_of_two_rows()
     runner.run(samples_of(dist.get_rank(), 2), step=0)
     with runner.committing("optimizer.step", last_checkpoint="/runs/epoch_0"):
         if dist.get_rank() == 1:
@@ -93,7 +77,7 @@ def test_out_of_memory_while_committing_is_fatal_and_names_the_place_and_the_che
 
 
 def raise_while_committing() -> None:
-    runner = failing_runner(2, [])
+    runner = runner_of_two_rows()
     with runner.committing("optimizer.step", last_checkpoint=None):
         raise KeyError("not about memory")
 
@@ -104,14 +88,10 @@ def test_other_errors_pass_through_a_commit_untouched():
 
 
 def raise_in_forward() -> None:
-    model = build(ModelConfig())
-    runner = failing_runner(2, [], model)
-
     def broken(samples):
         raise KeyError("not about memory")
 
-    runner._attempts.forward_backward = broken
-    runner.run(samples_of(dist.get_rank(), 2), step=0)
+    runner_of_two_rows(forward_backward=broken).run(samples_of(dist.get_rank(), 2), step=0)
 
 
 def test_other_errors_pass_through_a_step_untouched():
@@ -134,15 +114,17 @@ def test_without_recovery_out_of_memory_passes_through():
     run_on_ranks(2, run_out_of_memory_without_recovery)
 
 
+class Miscounting(CollectiveLedger):
+    """Counts one collective more in every microbatch of rank 1."""
+
+    def begin_microbatch(self) -> None:
+        super().begin_microbatch()
+        self.position += dist.get_rank()
+
+
 def issue_one_collective_too_many() -> str:
-    runner = failing_runner(2, [])
-    forward_backward = runner._attempts.forward_backward
-
-    def miscounted(samples):
-        runner._attempts.ledger.position += dist.get_rank()
-        return forward_backward(samples)
-
-    runner._attempts.forward_backward = miscounted
+    model = build(ModelConfig())
+    runner = runner_of_two_rows(model, ledger=Miscounting(model))
     with pytest.raises(UnrecoverableError) as raised:
         runner.run(samples_of(dist.get_rank(), 2), step=0)
     return str(raised.value)
@@ -155,7 +137,7 @@ def test_ranks_that_are_at_different_collectives_end_together():
 
 
 def lose_a_peer() -> str:
-    runner = failing_runner(2, [])
+    runner = runner_of_two_rows()
     samples = samples_of(dist.get_rank(), 2)
     runner.run(samples, step=0)
     runner.model.zero_grad()
@@ -176,20 +158,15 @@ def test_an_error_inside_a_collective_is_fatal_and_clear():
 
 def change_what_a_microbatch_communicates() -> None:
     model = build(ModelConfig())
-    runner = failing_runner(2, [], model)
+    runner = runner_of_two_rows(model)
     samples = samples_of(dist.get_rank(), 2)
     runner.run(samples, step=0)
     model.zero_grad()
     model.set_reshard_after_forward(False)
     runner.run(samples, step=1)
     model.zero_grad()
-
-    def out_of_memory(samples):
-        raise torch.OutOfMemoryError
-
-    if dist.get_rank() == 1:
-        runner._attempts.forward_backward = out_of_memory
-    runner.run(samples, step=2)
+    with FaultInjector(runner).fail_at(rank=1, step=2):
+        runner.run(samples, step=2)
 
 
 def test_a_schedule_that_changes_is_not_drained_by_guessing():
@@ -226,7 +203,7 @@ def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
     for found in run_on_ranks(2, reasons):
         assert found.pop("sharded") is None
         assert "mesh has more than one dimension" in found["two-dimensional"]
-        assert "optimizer_in_bwd" in found["optimizer in backward"]
+        assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]
         assert all(found.values())
 
@@ -237,5 +214,5 @@ def construct_on_an_unsharded_model() -> None:
 
 
 def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError.*set adaptive.recover_from_oom: False"):
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: a step of this model .*; give recover=False"):
         run_on_ranks(2, construct_on_an_unsharded_model)

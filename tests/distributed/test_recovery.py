@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.distributed.faults import CASES, Case, sweep
-from tests.distributed.injection import KINDS, Injector
+from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
     ModelConfig,
     build,
@@ -21,10 +22,10 @@ from tests.distributed.models import (
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
 
@@ -49,30 +50,27 @@ def test_a_collective_may_fail_before_it_is_issued_and_after_peers_have_matched_
     assert outcome == (outcome.injected, outcome.injected, 0, 0)
 
 
-def runner_of(model: nn.Module, rows: int, injector: Injector | None = None) -> StepRunner[Tensor]:
-    forward_backward = forward_backward_of(model)
-
-    def watched(samples):
-        with (injector or Injector()).watching():
-            return forward_backward(samples)
-
-    return StepRunner(model, watched, limit=RowLimit(rows), length_of=len, stand_in=lambda sample: sample[:2])
+def runner_of(
+    model: nn.Module, rows: int, forward_backward: Callable[[Sequence[Tensor]], Totals] | None = None
+) -> StepRunner[Tensor]:
+    forward_backward = forward_backward or forward_backward_of(model)
+    return StepRunner(model, forward_backward, limit=RowLimit(rows), length_of=len, stand_in=lambda sample: sample[:2])
 
 
 def recover_after_evaluation() -> tuple[int, bool]:
     model = build(ModelConfig(dropout=0.0, reshard_after_forward=False))  # so evaluation leaves it unsharded
-    samples, injector = samples_of(dist.get_rank(), 2), Injector()
+    samples = samples_of(dist.get_rank(), 2)
     forward_backward_of(model)(samples[:1])
     forward_backward_of(model)(samples[1:])
     expected = gradients_of(model)
     model.zero_grad()
-    runner = runner_of(model, 2, injector)
+    runner = runner_of(model, 2)
     runner.run(samples, step=0)
     model.zero_grad()
     with torch.no_grad():
         model(samples[0][None])
-    injector.arm([200] if dist.get_rank() == 1 else [])
-    runner.run(samples, step=1)
+    with FaultInjector(runner).fail_at(rank=1, step=1, operation=200):
+        runner.run(samples, step=1)
     return runner.recoveries, same_gradients(gradients_of(model), expected)
 
 
@@ -105,24 +103,25 @@ FAILURES = (*range(20, 60, 4), 200, 400, 600)
 def memory_left_over_by_failures() -> list[int]:
     """On this rank, what each repeated step has less to start with than the attempt that failed."""
     model = build(ModelConfig(dropout=0.0))
-    samples, injector, live = samples_of(dist.get_rank(), 2), Injector(), []
-    runner = runner_of(model, 2, injector)
+    samples, live, left_over = samples_of(dist.get_rank(), 2), [], []
+    forward_backward = forward_backward_of(model)
+
+    def observed(samples):
+        live.append(meter.live_bytes)
+        return forward_backward(samples)
+
+    meter = MemoryMeter()
+    runner = runner_of(model, 2, observed)
     runner.run(samples, step=0)  # what stays for good, say positional embeddings, is allocated here
     model.zero_grad()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
-    run_microbatch, left_over = runner._attempts._run_microbatch, []
-
-    def observed(samples, before):
-        live.append(meter.live_bytes)
-        return run_microbatch(samples, before)
-
-    runner._attempts._run_microbatch = observed
-    with MemoryMeter() as meter:
-        for fail_at in FAILURES:
-            runner._governor = Governor(RowLimit(2), regrow_after=0)
+    fresh = runner.state_dict()
+    with meter, FaultInjector(runner) as faults:
+        for step, operation in enumerate(FAILURES, 1):
+            runner.load_state_dict(fresh)
             live.clear()
-            injector.arm([fail_at] if dist.get_rank() == 1 else [])
-            runner.run(samples, step=1)
+            faults.fail_at(rank=1, step=step, operation=operation)
+            runner.run(samples, step=step)
             model.zero_grad()
             left_over.append(live[1] - live[0])
     return left_over
@@ -163,12 +162,12 @@ def test_a_rank_with_too_little_memory_trains_to_the_losses_of_unlimited_memory(
 
 
 def log_of_a_recovery(failing: tuple[int, ...]) -> list[str]:
-    injector = Injector()
     model = build(ModelConfig())
     samples = [torch.ones(length, dtype=torch.int64) for length in (3, 5, 9, 4)]
-    runner = runner_of(model, 2, injector)
-    injector.arm([1200] if dist.get_rank() in failing else [])  # in the second microbatch
-    with listening() as lines:
+    runner = runner_of(model, 2)
+    with listening() as lines, FaultInjector(runner) as faults:
+        for rank in failing:
+            faults.fail_at(rank=rank, step=412, operation=1200)  # in the second microbatch
         runner.run(samples, step=412)
     return lines
 
@@ -180,10 +179,9 @@ def test_a_recovery_is_one_line_in_the_log_of_rank_0(failing: tuple[int, ...], w
 
 
 def shrink_a_small_step() -> int:
-    injector = Injector()
-    runner = runner_of(build(ModelConfig()), 16, injector)
-    injector.arm([200] if dist.get_rank() == 1 else [])
-    runner.run(samples_of(dist.get_rank(), 4), step=0)
+    runner = runner_of(build(ModelConfig()), 16)
+    with FaultInjector(runner).fail_at(rank=1, step=0, operation=200):
+        runner.run(samples_of(dist.get_rank(), 4), step=0)
     return runner.limit.rows
 
 

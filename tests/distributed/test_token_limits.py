@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.distributed.injection import Injector
+from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import (
     VOCABULARY,
     Gradients,
@@ -25,6 +25,7 @@ from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
 
 PLAIN = ModelConfig(dropout=0.0)
 LENGTHS = [[4, 5, 4, 6, 4, 5], [31, 7, 30, 4, 12, 9], [8, 16, 8, 16, 8, 16]]
@@ -43,15 +44,9 @@ def without_labels(sample: Tensor) -> Tensor:
     return sample[:1]  # the loss is that of the next token: one token alone has none
 
 
-def runner_of(model: nn.Module, limit: Limit, injector: Injector | None = None, **options) -> StepRunner[Tensor]:
-    forward_backward = forward_backward_of(model)
-
-    def watched(samples):
-        with (injector or Injector()).watching():
-            return forward_backward(samples)
-
-    options = {"filler": without_labels, **options}
-    return StepRunner(model, watched, limit=limit, length_of=len, stand_in=lambda sample: sample[:2], **options)
+def runner_of(model: nn.Module, limit: Limit, **options) -> StepRunner[Tensor]:
+    options = {"filler": without_labels, "length_of": len, "stand_in": lambda sample: sample[:2], **options}
+    return StepRunner(model, forward_backward_of(model), limit=limit, **options)
 
 
 def close(left: Gradients, right: Gradients) -> bool:
@@ -83,17 +78,12 @@ def reductions_of_steps(announced: bool) -> list[int]:
     """How often the ranks spoke in each of four steps, besides FSDP."""
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(32))
-    gather, spoken = runner._agreement.gather, []
-
-    def counted(row):
-        spoken[-1] += 1
-        return gather(row)
-
-    runner._agreement.gather = counted
+    spoken = []
     for step in range(4):
-        spoken.append(0)
         upcoming = samples_here(step + 1) if announced and step < 3 else None
-        runner.run(samples_here(step), step=step, upcoming=upcoming)
+        with CountCollectives() as counted:
+            runner.run(samples_here(step), step=step, upcoming=upcoming)
+        spoken.append(counted.seen[ALL_REDUCE])
         model.zero_grad()
     return spoken
 
@@ -109,12 +99,12 @@ def test_steps_that_were_not_announced_cost_one_small_reduction_more():
 def recover(fail_at: int) -> tuple[int, bool, bool, str]:
     """Recoveries; whether this and the next step are bitwise those of a run under the smaller limit; the limit."""
     logging.disable(logging.WARNING)
-    disturbed, injector = build(PLAIN), Injector()
-    runner = runner_of(disturbed, TokenLimit(64), injector)
+    disturbed = build(PLAIN)
+    runner = runner_of(disturbed, TokenLimit(64))
     runner.run(samples_here(9), step=0, upcoming=samples_here(0))
     disturbed.zero_grad()
-    injector.arm([fail_at] if dist.get_rank() == 1 else [])
-    runner.run(samples_here(0), step=1, upcoming=samples_here(1))
+    with FaultInjector(runner).fail_at(rank=1, step=1, operation=fail_at):
+        runner.run(samples_here(0), step=1, upcoming=samples_here(1))
     first = gradients_of(disturbed)
     disturbed.zero_grad()
     runner.run(samples_here(1), step=2)
@@ -165,16 +155,17 @@ def test_an_empty_microbatch_adds_nothing_and_hangs_nobody(world_size: int):
 
 def fail_in_an_empty_microbatch() -> str:
     """The error that this rank ends with."""
-    model, injector = build(PLAIN), Injector()
-    runner = runner_of(model, TokenLimit(32), injector)
+    model = build(PLAIN)
+    runner = runner_of(model, TokenLimit(32))
     samples = samples_here(0, FEW)
     runner.run(samples, step=0)
     model.zero_grad()
-    injector.arm([900] if dist.get_rank() == 0 else [])  # in its third microbatch, which is empty
-    try:
-        runner.run(samples, step=1)
-    except LimitExhaustedError as error:
-        return str(error)
+    in_its_third_microbatch = 900  # which is empty
+    with FaultInjector(runner).fail_at(rank=0, step=1, operation=in_its_third_microbatch):
+        try:
+            runner.run(samples, step=1)
+        except LimitExhaustedError as error:
+            return str(error)
     return "no error"
 
 
@@ -247,12 +238,12 @@ def shrink_together() -> list[str]:
     lines: list[str] = []
     logger = logging.getLogger("torchtune_adaptive.step.runner")
     logger.addHandler(type("Keep", (logging.Handler,), {"emit": lambda _, record: lines.append(record.getMessage())})())
-    model, injector = build(PLAIN), Injector()
-    runner = runner_of(model, TokenLimit(64), injector)
+    model = build(PLAIN)
+    runner = runner_of(model, TokenLimit(64))
     runner.run(samples_here(), step=0)
     model.zero_grad()
-    injector.arm([40])
-    runner.run(samples_here(), step=412)
+    with FaultInjector(runner).fail_at(rank=dist.get_rank(), step=412, operation=40):
+        runner.run(samples_here(), step=412)
     return [*lines, str(runner.limit)]
 
 

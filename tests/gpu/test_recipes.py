@@ -17,8 +17,15 @@ from tests.recipes.running import demo_config, load_stock, run_ours
 SIZES = {"embed_dim": 512, "intermediate_dim": 1024, "vocab_size": 32_768}
 MODEL = tuple(f"{section}.{name}={size}" for name, size in SIZES.items() for section in ("model", "checkpointer.sizes"))
 PLAIN = (
-    *("device=cuda", "dtype=bf16", "log_peak_memory_stats=True", "optimizer.lr=1e-4", "clip_grad_norm=1.0"),
-    *("batch_size=16", "gradient_accumulation_steps=1", "dataset.samples=96", "tokenizer.max_seq_len=512"),
+    "device=cuda",
+    "dtype=bf16",
+    "log_peak_memory_stats=True",
+    "optimizer.lr=1e-4",
+    "clip_grad_norm=1.0",
+    "batch_size=16",
+    "gradient_accumulation_steps=1",
+    "dataset.samples=96",
+    "tokenizer.max_seq_len=512",
 )
 VARIANTS = {
     "full": ("full",),

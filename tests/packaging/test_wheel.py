@@ -47,8 +47,17 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     # a path of a .pth file is searched, but its own .pth files, among them those of editable installs, are not read
     (site / "the-others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     run_ok(
-        *(sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--disable-pip-version-check"),
-        *("--no-deps", "--no-index", str(wheel)),
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
         cwd=folder,
     )
     return str(python)
@@ -95,8 +104,15 @@ def test_what_is_installed_is_the_wheel(python: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("launcher", [(), ("--nproc_per_node", "2")], ids=["one-process", "two-ranks"])
 def test_tune_runs_a_recipe_from_an_empty_directory(python: str, tmp_path: Path, launcher: tuple[str, ...]) -> None:
     ended = run_ok(
-        *(python, *TUNE, *launcher, "adaptive_full_finetune_distributed", "--config", "adaptive/demo/full"),
-        *("dataset.samples=16", "epochs=1", "output_dir=out"),
+        python,
+        *TUNE,
+        *launcher,
+        "adaptive_full_finetune_distributed",
+        "--config",
+        "adaptive/demo/full",
+        "dataset.samples=16",
+        "epochs=1",
+        "output_dir=out",
         cwd=tmp_path,
     )
     assert "samples a step" in ended.output

@@ -27,12 +27,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from tests.distributed.injection import Injector
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours, saved_weights
 from tests.recipes.stopping import stopped_before, to_resume
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
+from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.record.events import EVENTS_FILE
+from torchtune_adaptive.testing import FaultInjector
 
 LONGEST, MEDIAN = 256, 48
 MIB = 2**20
@@ -100,37 +101,30 @@ class Storm:
         self._recipe, self._runner = recipe, recipe.runner
         self._together = random.Random(f"{weather.seed}/{recipe.progress.step}")  # draws alike on all ranks
         self._alone = random.Random(f"{weather.seed}/{recipe.progress.step}/{dist.get_rank()}")
-        self._injector = Injector()
+        self.faults = FaultInjector(self._runner)
         self._storm, self._left_of_spell = False, 0
         self._splits = splits
         self._run, self._runner.run = self._runner.run, self.run
-        self._plan, self._runner._planner.plan = self._runner._planner.plan, self.plan
-        self._pass, self._runner._attempts.forward_backward = self._runner._attempts.forward_backward, self.forward
+        self._runner.on_plan = self.on_plan
         self._watch, recipe.watch = recipe.watch, self.watch
 
     def watch(self, memory: Any) -> None:
         self._memory = memory
         self._watch(memory)
 
-    def plan(self, lengths: list[int], limit: Any) -> Any:
-        self._last_plan = self._plan(lengths, limit)
-        return self._last_plan
-
-    def forward(self, samples: Sequence[Any]) -> Any:
-        with self._injector.watching():
-            return self._pass(samples)
+    def on_plan(self, _: int, plan: Plan) -> None:
+        self._last_plan = plan
 
     def run(self, samples: Sequence[Any], *, step: int, **options: Any) -> Any:
         """Collective: the step, in whatever comes."""
         self._memory.cap_bytes = CALM_BYTES
-        self._injector.arm()
         event = self._together.choice(["squeeze", "strike"]) if self._stormy() else "calm"
         if event == "squeeze":
             self._memory.cap_bytes = self._alone.randrange(LEAST_BYTES, CALM_BYTES // 3)
         struck = self._together.choice([{0}, {1}, {0, 1}])
         # what is as small as can be would end the run: rightly, so it is not struck
         if event == "strike" and self._room() and dist.get_rank() in struck:
-            self._injector.arm([self._alone.randrange(1, OPERATIONS)])
+            self.faults.fail_at(rank=dist.get_rank(), step=step, operation=self._alone.randrange(1, OPERATIONS))
         result = self._run(samples, step=step, **options)
         cut = [[samples[index]["number"] for index in rows] for rows in self._last_plan]
         with self._splits.open("a") as file:
@@ -154,10 +148,16 @@ def config_of(weather: Weather, folder: Path, *overrides: str) -> Any:
     return demo_config(
         weather.kind,
         folder,
-        *("dataset._component_=tests.recipes.soak.numbered", f"dataset.seed={weather.seed}"),
+        "dataset._component_=tests.recipes.soak.numbered",
+        f"dataset.seed={weather.seed}",
         f"dataset.samples={weather.samples}",
-        *(f"tokenizer.max_seq_len={LONGEST}", "batch_size=8", "gradient_accumulation_steps=1", "clip_grad_norm=1.0"),
-        *(f"epochs={weather.epochs}", "shuffle=True", *adaptive),
+        f"tokenizer.max_seq_len={LONGEST}",
+        "batch_size=8",
+        "gradient_accumulation_steps=1",
+        "clip_grad_norm=1.0",
+        f"epochs={weather.epochs}",
+        "shuffle=True",
+        *adaptive,
         *overrides,
     )
 
@@ -167,8 +167,8 @@ def train(weather: Weather, folder: Path, first: int) -> None:
     resume = to_resume(weather.kind, first) if first else []
     recipe = load_ours(weather.kind)(config_of(weather, folder, f"adaptive.memory_limit={CALM_BYTES}B", *resume))
     recipe.setup()
-    Storm(recipe, weather, splits_of(folder))
-    with nullcontext() if first else stopped_before(weather.middle):
+    storm = Storm(recipe, weather, splits_of(folder))
+    with storm.faults, nullcontext() if first else stopped_before(weather.middle):
         recipe.train()
         recipe.cleanup()
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.hearing import listening
+from tests.pictures import is_drawn
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
@@ -19,14 +20,18 @@ PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
 LIMIT_MIB = {"full": 64, "lora": 52}
 """Room for 8 rows of 256 tokens on rank 1, and for little more; rank 0 has plenty."""
 GROWING = (
-    *("batch_size=1", "gradient_accumulation_steps=2", "epochs=3", "clip_grad_norm=inf"),
-    *(
-        "batch_increase_function._component_=torchtune_adaptive.schedules.double_every",
-        "batch_increase_function.epochs=1",
-    ),
-    *("adaptive.max_batch_size=2", "adaptive.beyond_memory=accumulate", "adaptive.lr_scaling=sqrt"),
-    *("lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",),
-    *("lr_scheduler.num_warmup_steps=3", "optimizer.lr=0.001"),
+    "batch_size=1",
+    "gradient_accumulation_steps=2",
+    "epochs=3",
+    "clip_grad_norm=inf",
+    "batch_increase_function._component_=torchtune_adaptive.schedules.double_every",
+    "batch_increase_function.epochs=1",
+    "adaptive.max_batch_size=2",
+    "adaptive.beyond_memory=accumulate",
+    "adaptive.lr_scaling=sqrt",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=3",
+    "optimizer.lr=0.001",
 )
 
 
@@ -85,7 +90,7 @@ def test_the_search_leaves_its_record_and_its_picture(runs: Runs) -> None:
     record = json.loads((output / "batch_search.json").read_text())
     assert record["result"]["rows"] == 8
     assert record["fingerprint"]["budgets"] == [120 * 2**20, LIMIT_MIB[runs.kind] * 2**20]
-    assert (output / "batch_search.png").read_bytes().startswith(b"\x89PNG")
+    assert is_drawn(output / "batch_search.png")
 
 
 def test_training_after_a_search_is_training_with_the_found_size_in_the_config(runs: Runs) -> None:
@@ -121,7 +126,7 @@ def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
     lines = [line for line in runs.lines[0]["searched"] if "out of memory" in line]
     assert [event["reason"] for event in recoveries] == lines
     assert all(event["ranks"] == [1] and event["after"] < event["before"] for event in recoveries)
-    assert (output / "adaptive_report.png").read_bytes().startswith(b"\x89PNG")
+    assert is_drawn(output / "adaptive_report.png")
 
 
 def test_the_record_has_every_step_with_its_memory_beside_the_budget(runs: Runs) -> None:

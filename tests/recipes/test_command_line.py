@@ -42,15 +42,13 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
 
 def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     ended = tune_run(
-        *(
-            FULL,
-            "--config",
-            "adaptive/demo/full",
-            *SMALL,
-            "gradient_accumulation_steps=2",
-            "optimizer.lr=1e-4",
-            "my_note=kept",
-        ),
+        FULL,
+        "--config",
+        "adaptive/demo/full",
+        *SMALL,
+        "gradient_accumulation_steps=2",
+        "optimizer.lr=1e-4",
+        "my_note=kept",
         ranks=2,
         cwd=tmp_path,
         timeout_s=120,
@@ -90,8 +88,12 @@ def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path)
     shutil.copy(STOCK / "configs" / "llama3_2" / "1B_lora.yaml", tmp_path / "mine.yaml")
     ended = tune_run(
         LORA,
-        *("--config", "mine.yaml", *STOCK_ON_A_LAPTOP, *SMALL),
-        *("model=torchtune_adaptive.demo.model.lora_demo_model", "dataset=mine.my_dataset"),
+        "--config",
+        "mine.yaml",
+        *STOCK_ON_A_LAPTOP,
+        *SMALL,
+        "model=torchtune_adaptive.demo.model.lora_demo_model",
+        "dataset=mine.my_dataset",
         ranks=None,
         cwd=tmp_path,
         timeout_s=120,
@@ -107,8 +109,15 @@ def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path)
 def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
     ended = run_command(
         [
-            *(sys.executable, "-m", LORA, "--config=adaptive/demo/lora", *SMALL),
-            *("profiler.enabled=True", "profiler.wait_steps=1", "profiler.warmup_steps=1", "profiler.active_steps=1"),
+            sys.executable,
+            "-m",
+            LORA,
+            "--config=adaptive/demo/lora",
+            *SMALL,
+            "profiler.enabled=True",
+            "profiler.wait_steps=1",
+            "profiler.warmup_steps=1",
+            "profiler.active_steps=1",
         ],
         cwd=tmp_path,
         timeout_s=120,

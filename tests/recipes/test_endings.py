@@ -12,7 +12,7 @@ import pytest
 import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
-from tests.distributed.injection import as_dtensor_does
+from tests.distributed.kinds import as_dtensor_does
 from tests.ranks import run_on_ranks
 from tests.recipes.running import Finished, demo_config, run_ours, start_here, tune_run
 from torchtune_adaptive.demo.dataset import DemoDataset

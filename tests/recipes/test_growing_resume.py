@@ -16,11 +16,17 @@ from tests.recipes.stopping import stopped_before, to_resume
 EPOCHS = 6
 GROWING = (
     f"epochs={EPOCHS}",
-    *("dataset.samples=48", "batch_size=1", "gradient_accumulation_steps=2", "tokenizer.max_seq_len=256"),
-    *("adaptive.max_batch_size=8", "adaptive.lr_scaling=sqrt", "clip_grad_norm=inf"),
+    "dataset.samples=48",
+    "batch_size=1",
+    "gradient_accumulation_steps=2",
+    "tokenizer.max_seq_len=256",
+    "adaptive.max_batch_size=8",
+    "adaptive.lr_scaling=sqrt",
+    "clip_grad_norm=inf",
     "batch_increase_function=tests.recipes.test_growing_resume.grow_at_2_and_4",
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-    *("lr_scheduler.num_warmup_steps=4", "optimizer.lr=0.001"),
+    "lr_scheduler.num_warmup_steps=4",
+    "optimizer.lr=0.001",
 )
 BATCH_SIZES = [1, 1, 2, 2, 4, 4]
 ASYNC = ("enable_async_checkpointing=True",)

@@ -14,8 +14,13 @@ from tests.recipes.stopping import stopped_before, to_resume
 from torchtune_adaptive.record.timeline import read_timeline
 
 LIMITED = (
-    *("batch_size=8", "gradient_accumulation_steps=1", "epochs=2", "adaptive.memory_limit=40MiB"),
-    *("use_maximum_batch_size=True", "adaptive.max_batch_size=8", "adaptive.reuse_search=True"),
+    "batch_size=8",
+    "gradient_accumulation_steps=1",
+    "epochs=2",
+    "adaptive.memory_limit=40MiB",
+    "use_maximum_batch_size=True",
+    "adaptive.max_batch_size=8",
+    "adaptive.reuse_search=True",
     "adaptive.sequence_length=64",  # of a worst case that is none
 )
 STEPS = 4  # of an epoch

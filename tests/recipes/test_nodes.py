@@ -21,8 +21,15 @@ from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished, end_marked, run
 
 RECIPE = "adaptive_full_finetune_distributed"
 SHRUNK = (
-    *("--config", "adaptive/demo/full", "output_dir=out", "use_maximum_batch_size=False", "epochs=1"),
-    *("dataset.samples=64", "batch_size=8", "gradient_accumulation_steps=1", "clip_grad_norm=inf"),
+    "--config",
+    "adaptive/demo/full",
+    "output_dir=out",
+    "use_maximum_batch_size=False",
+    "epochs=1",
+    "dataset.samples=64",
+    "batch_size=8",
+    "gradient_accumulation_steps=1",
+    "clip_grad_norm=inf",
 )
 UNLIMITED = "adaptive=null"
 LITTLE_ON_THE_SECOND_NODE = "adaptive.memory_limit=[120MiB,64MiB]"
@@ -59,8 +66,18 @@ def run_on_two_nodes(folder: Path, *arguments: str) -> Run:
     """The README's command on each node; which of them has rank 0 is up to their meeting."""
     endpoint = f"localhost:{free_ports(1)[0]}"
     command = [
-        *(str(Path(sys.executable).parent / "tune"), "run", "--nnodes", "2", "--nproc_per_node", "1"),
-        *("--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, RECIPE, *arguments),
+        str(Path(sys.executable).parent / "tune"),
+        "run",
+        "--nnodes",
+        "2",
+        "--nproc_per_node",
+        "1",
+        "--rdzv_backend",
+        "c10d",
+        "--rdzv_endpoint",
+        endpoint,
+        RECIPE,
+        *arguments,
     ]
     nodes = [folder / "node_a", folder / "node_b"]
     for node in nodes:

@@ -40,8 +40,11 @@ def hollow(
 
 
 COMMON = (
-    *("dataset._component_=tests.recipes.test_nothing_learned.hollow", "dataset.samples=48", "shuffle=False"),
-    *("batch_size=2", "gradient_accumulation_steps=2"),
+    "dataset._component_=tests.recipes.test_nothing_learned.hollow",
+    "dataset.samples=48",
+    "shuffle=False",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
 )
 A_STEP = 2 * 2 * 2
 """Samples of two ranks."""

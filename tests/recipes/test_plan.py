@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from tests.pictures import cut_off, is_drawn, legend_of, line_of, marked, pictures
 from tests.ranks import run_on_ranks
 from tests.recipes.running import STOCK, demo_config, load_ours, tune_run
 from torchtune_adaptive.errors import ConfigError
@@ -154,8 +155,11 @@ def direct_peak_gib(config: Path, rows: int, tokens: int, *overrides: str) -> fl
 def test_a_peak_that_torchtunes_readme_gives() -> None:
     """Llama 3.2 3B, one A100, packed to 4096 tokens, 2 rows, nothing else: 60.0 GiB in bf16."""
     overrides = (
-        *("dataset.packed=True", "loss._component_=torch.nn.CrossEntropyLoss", "enable_activation_checkpointing=False"),
-        *("gradient_accumulation_steps=1", "optimizer.fused=True"),
+        "dataset.packed=True",
+        "loss._component_=torch.nn.CrossEntropyLoss",
+        "enable_activation_checkpointing=False",
+        "gradient_accumulation_steps=1",
+        "optimizer.fused=True",
     )
     peak = direct_peak_gib(locate("adaptive/llama3_2/3B_full"), 2, 4096, *overrides)
     assert peak == pytest.approx(60.0, rel=0.05)
@@ -175,7 +179,8 @@ def test_a_peak_that_a_pull_request_of_torchtunes_gives() -> None:
     The state of PagedAdamW is not the caching allocator's: SGD has as little there.
     """
     overrides = (
-        *("optimizer._component_=torch.optim.SGD", "enable_activation_offloading=False"),
+        "optimizer._component_=torch.optim.SGD",
+        "enable_activation_offloading=False",
         f"loss._component_={__name__}.{LossOfTorchtune01.__name__}",
     )
     peak = direct_peak_gib(STOCK / "configs" / "llama2" / "7B_full_low_memory.yaml", 4, 2048, *overrides)
@@ -235,9 +240,19 @@ def test_a_budget_that_is_too_small_is_answered_with_what_is_needed(capsys: pyte
     assert "batch_size:" not in output
 
 
-def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path) -> None:
+def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = pictures(monkeypatch)
     ask("adaptive/demo/full", f"picture={tmp_path / 'plan.png'}")
-    assert (tmp_path / "plan.png").stat().st_size > 10_000
+    assert is_drawn(tmp_path / "plan.png")
+    memory, frontier = drawn[0].axes
+    assert (memory.get_xlabel(), frontier.get_xlabel()) == ("rows in a microbatch", "tokens in a row")
+    assert memory.get_ylabel().startswith("peak memory of a rank (")
+    assert marked(memory, "o")[0][0] == 1  # what is reserved for one row, and for more
+    assert legend_of(memory)[-2] == "reserved"
+    tokens, rows = line_of(frontier, "without allocator retries")
+    assert tokens == sorted(tokens)
+    assert rows == sorted(rows, reverse=True)
+    assert cut_off(drawn[0]) == []
 
 
 @pytest.mark.parametrize(

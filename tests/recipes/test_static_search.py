@@ -17,8 +17,11 @@ from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.run import static as static_search
 
 SEARCHING = (
-    *("use_maximum_batch_size=True", "adaptive.memory_limit=40MiB", "adaptive.sequence_length=256"),
-    *("adaptive.round_to=none", "adaptive.reuse_search=False"),
+    "use_maximum_batch_size=True",
+    "adaptive.memory_limit=40MiB",
+    "adaptive.sequence_length=256",
+    "adaptive.round_to=none",
+    "adaptive.reuse_search=False",
 )
 
 

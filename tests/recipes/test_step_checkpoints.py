@@ -22,8 +22,12 @@ from torchtune_adaptive.tune.parts import process_group
 EPOCHS, STEPS = 2, 4
 EVERY = 3
 RUN = (
-    *(f"epochs={EPOCHS}", "resume_from_checkpoint=auto", "overwrite_output_dir=False"),
-    *(f"save_every_n_steps={EVERY}", "shuffle=True", "seed=1"),
+    f"epochs={EPOCHS}",
+    "resume_from_checkpoint=auto",
+    "overwrite_output_dir=False",
+    f"save_every_n_steps={EVERY}",
+    "shuffle=True",
+    "seed=1",
     "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
     "lr_scheduler.num_warmup_steps=2",
 )
@@ -145,8 +149,13 @@ class Numbers:
 
 SAMPLES = 100
 NUMBERED = (
-    *("dataset._component_=tests.recipes.soak.numbered", "dataset.seed=0", f"dataset.samples={SAMPLES}"),
-    *("batch_size=2", "gradient_accumulation_steps=1", "save_every_n_steps=5", "tokenizer.max_seq_len=256"),
+    "dataset._component_=tests.recipes.soak.numbered",
+    "dataset.seed=0",
+    f"dataset.samples={SAMPLES}",
+    "batch_size=2",
+    "gradient_accumulation_steps=1",
+    "save_every_n_steps=5",
+    "tokenizer.max_seq_len=256",
 )
 
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from dataclasses import fields
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "torchtune_adaptive"
@@ -36,11 +40,32 @@ ROOMS: dict[str, set[str]] = {
     "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {
-        *("tune/start", "tune/parts", "tune/parts/checkpoints"),
-        *("limits", "schedules", "memory", "comm", "step", "search", "record", "record/charts"),
+        "tune/start",
+        "tune/parts",
+        "tune/parts/checkpoints",
+        "limits",
+        "schedules",
+        "memory",
+        "comm",
+        "step",
+        "search",
+        "record",
+        "record/charts",
     },
-    "tune/plan": {"tune/start", "tune/parts", "record/charts", "limits", "memory", "comm", "step", "search", "prediction"},
+    "tune/plan": {
+        "tune/start",
+        "tune/parts",
+        "record/charts",
+        "limits",
+        "memory",
+        "comm",
+        "step",
+        "search",
+        "prediction",
+    },
     "demo": set(),
+    # nothing imports it but tests, ours and those of users
+    "testing": {"limits", "memory", "comm", "step"},
 }
 """What a room may import besides the ground and itself: a room, or only one module of it."""
 
@@ -49,10 +74,21 @@ TO_MEND: set[tuple[str, str]] = set()
 
 NEEDS_TORCH = {"search.find", "search.probe"}
 WITHOUT_TORCH = {
-    *("limits", "schedules", "memory.peak", "search", "tune.start.sections"),
-    *("record.events", "record.files", "record.journal", "record.timeline"),
+    "limits",
+    "schedules",
+    "memory.peak",
+    "search",
+    "tune.start.sections",
+    "record.events",
+    "record.files",
+    "record.journal",
+    "record.timeline",
 }
 TUNE_SIDE = {"tune", "demo"}
+ABOUT_A_RUN = {"prediction.report", "record.charts.run"}
+"""The answer of adaptive_plan, and a command that takes the folder of a run."""
+ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
+"""Keys of a config that are what the library calls it, too."""
 
 LONGEST_FUNCTION = 40
 LONGEST_MODULE = 300
@@ -193,6 +229,36 @@ def test_no_circle_between_modules() -> None:
     assert set(order) == set(MODULES)
 
 
+def keys_of_a_config() -> set[str]:
+    """As an error would write them; short words such as `loss` are no giveaway."""
+    settings = {field.name for field in fields(Settings) if "_" in field.name}
+    sections = {f"adaptive.{field.name}" for field in fields(AdaptiveConfig)} | {"tokenizer.", "recover_from_oom"}
+    return settings | sections | {"use_maximum_batch_size", "batch_increase_function"}
+
+
+def texts_of(path: Path) -> Iterator[str]:
+    """What strings say, without docstrings."""
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    bodies = [node.body for node in ast.walk(tree_of(path)) if isinstance(node, owners)]
+    told = {id(each.value) for body in bodies for each in body if isinstance(each, ast.Expr)}
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+            yield node.value
+
+
+def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
+    """It raises facts and remedies of its own; tune/start/remedies.py says them in keys."""
+    keys = keys_of_a_config()
+    assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
+    assert any("adaptive.oversize" in text for text in texts_of(MODULES["tune.start.remedies"]))
+    speaking = {
+        name: found
+        for name in library() - ABOUT_A_RUN
+        if (found := {key for text in texts_of(MODULES[name]) for key in keys - ARGUMENTS_TOO if key in text})
+    }
+    assert speaking == {}
+
+
 def test_only_tune_demo_and_recipes_know_torchtune() -> None:
     assert imports(MODULES["tune.start.launch"], "torchtune")
     assert {name for name in library() if imports(MODULES[name], "torchtune")} == set()
@@ -207,9 +273,9 @@ def test_below_tune_only_comm_speaks_to_other_ranks() -> None:
     assert speaking <= modules_in({"comm"})
 
 
-@pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH) - NEEDS_TORCH))
+@pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH) - NEEDS_TORCH - {"search"}))
 def test_what_decides_needs_no_torch(name: str) -> None:
-    """Nor does anything that it imports."""
+    """Nor does anything that it imports. (The `__init__` of search hands on what is in find and probe.)"""
     assert {module for module in reached_from(name) if imports(MODULES[module], "torch")} == set()
 
 
@@ -224,6 +290,12 @@ def test_only_one_module_knows_the_insides_of_fsdp2() -> None:
         return any("._" in name for name in names if name.startswith(FSDP_INSIDES))
 
     assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["comm.fsdp"]}
+
+
+def test_only_tests_let_things_fail() -> None:
+    """Faults are for tests: nothing that trains can reach them."""
+    assert modules_in({"testing"})
+    assert {name for name in MODULES if room_of(name) != "testing" and "testing.faults" in reached_from(name)} == set()
 
 
 def test_nothing_in_the_package_imports_a_recipe() -> None:

@@ -1,1 +1,12 @@
 """What ranks say to each other, and the insides of FSDP2: below `tune/`, only this room uses torch.distributed."""
+
+from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.comm.fsdp import AllGather, ReduceScatter
+from torchtune_adaptive.comm.ledger import CollectiveLedger
+
+__all__ = [
+    "Agreement",
+    "AllGather",
+    "CollectiveLedger",
+    "ReduceScatter",
+]

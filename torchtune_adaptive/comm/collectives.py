@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.errors import Remedy, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 
 LET_GO_S = 0.2
@@ -37,20 +37,19 @@ def explaining_failures(what: str) -> Iterator[None]:
     except Exception as error:
         if is_oom(error):
             raise
+        failed = f"{what} failed on rank {rank()} ({error})"
+        # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays
+        # undone.
+        if "unhandled cuda error" in str(error):
+            raise UnrecoverableError(
+                f"{failed}; NCCL's communicator is broken after that, and no rank can go on with it: "
+                "start again from the last checkpoint",
+                Remedy.ROOM_FOR_NCCL,
+            ) from error
         raise UnrecoverableError(
-            f"{what} failed on rank {rank()} ({error}); {_meaning_of(error)}: start again from the last checkpoint"
+            f"{failed}; another rank has ended or the network has failed, and the ranks no longer agree on where they "
+            "are: start again from the last checkpoint"
         ) from error
-
-
-def _meaning_of(error: Exception) -> str:
-    """Of an error in a collective, for people."""
-    # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays undone.
-    if "unhandled cuda error" in str(error):
-        return (
-            "NCCL's communicator is broken after that, and no rank can go on with it. If CUDA was out of memory, leave "
-            "NCCL more of it: lower adaptive.memory_limit, say to 0.9, or batch_size"
-        )
-    return "another rank has ended or the network has failed, and the ranks no longer agree on where they are"
 
 
 class Agreement:

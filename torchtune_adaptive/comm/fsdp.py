@@ -5,8 +5,8 @@ This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -58,7 +58,9 @@ def replace_collectives(
 def why_recovery_is_off(model: nn.Module) -> str | None:
     """Why a step of this model cannot be run again after running out of memory; None if it can."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
-        return "hooks use gradients as soon as they are ready (optimizer_in_bwd), so backward updates weights"
+        return (
+            "hooks use gradients as soon as they are ready (an optimizer in the backward), so backward updates weights"
+        )
     if world_size() == 1:
         return None
     if not isinstance(model, FSDPModule):
@@ -174,15 +176,25 @@ def _reset_parameters(group: Any) -> None:
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """While open, what is sharded computes on this device, whatever its mesh says."""
-    with mock.patch.object(_fully_shard, "_get_device_from_mesh", return_value=device):
+    with _replaced(_fully_shard, "_get_device_from_mesh", lambda mesh: device):
         yield
 
 
 @contextmanager
 def cutting_for_rank_0() -> Iterator[None]:
     """While open, sharding makes rank 0's piece of a tensor and leaves out those that only other ranks would keep."""
-    with mock.patch.object(_fsdp_param, "_chunk_with_empty", _first_chunk):
+    with _replaced(_fsdp_param, "_chunk_with_empty", _first_chunk):
         yield
+
+
+@contextmanager
+def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
+    original = getattr(module, name)
+    setattr(module, name, function)
+    try:
+        yield
+    finally:
+        setattr(module, name, original)
 
 
 def _first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:

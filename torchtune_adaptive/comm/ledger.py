@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.comm.collectives import backend_for, explaining_failures, world_size
 from torchtune_adaptive.comm.fsdp import AllGather, FSDPModule, ReduceScatter
-from torchtune_adaptive.errors import RecoveryUnsupportedError
+from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,9 @@ class CollectiveLedger:
         if self._record_varies:
             raise RecoveryUnsupportedError(
                 "out of memory, and what a microbatch communicates changes from one to the next, so what the "
-                "peers still expect is not known; set adaptive.recover_from_oom: False and lower batch_size"
+                "peers still expect is not known",
+                Remedy.SMALLER_LIMIT,
+                Remedy.NO_RECOVERY,
             )
         record = self._record or self._record_by_replay(replay)
         for collective in (record * self._microbatches)[self.position :]:

@@ -1,1 +1,22 @@
 """What fits in a microbatch, how a step is cut so that it does, and which limit comes next. No torch."""
+
+from torchtune_adaptive.limits.governor import CompletedStep, Governor
+from torchtune_adaptive.limits.limit import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
+from torchtune_adaptive.limits.packing import Plan, load_of, plan_step, spread
+from torchtune_adaptive.limits.surface import Surface, fit_surface
+
+__all__ = [
+    "CompletedStep",
+    "Governor",
+    "Limit",
+    "Microbatch",
+    "Plan",
+    "RowLimit",
+    "Surface",
+    "SurfaceLimit",
+    "TokenLimit",
+    "fit_surface",
+    "load_of",
+    "plan_step",
+    "spread",
+]

@@ -84,7 +84,7 @@ class Governor:
         try:
             after = _shrunk(before, failed)
         except LimitExhaustedError as error:
-            raise LimitExhaustedError(f"{what}: {error}") from None
+            raise LimitExhaustedError(f"{what}: {error.fact}", *error.remedies) from None
         self.counters.recoveries += 1
         remark = self._step_down(after)
         largest = max(failed.values(), key=lambda microbatch: microbatch.rows * microbatch.length)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.errors import LimitExhaustedError, Remedy
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.wording import count_of
@@ -212,8 +212,10 @@ def longest_row(limit: Limit, at_most: int) -> int:
 
 def exhausted(length: int) -> LimitExhaustedError:
     return LimitExhaustedError(
-        f"a microbatch of 1 row of {length} tokens does not fit and cannot be made smaller; lower "
-        "tokenizer.max_seq_len, set enable_activation_checkpointing: True, or train on more ranks"
+        f"a microbatch of 1 row of {length} tokens does not fit and cannot be made smaller",
+        Remedy.SHORTER_SAMPLES,
+        Remedy.CHECKPOINT_ACTIVATIONS,
+        Remedy.MORE_RANKS,
     )
 
 

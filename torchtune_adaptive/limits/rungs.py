@@ -14,7 +14,7 @@ def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | Non
     """The rows that may be the answer, ascending: all of them, powers of two, or divisors of the step."""
     most = MAX_ROWS if max_rows is None else max_rows
     if most < 1:
-        raise ConfigError(f"adaptive.max_batch_size: {most} leaves nothing to search; allowed: 1 or more, or null")
+        raise ConfigError(f"max_rows: {most} leaves nothing to search; allowed: 1 or more, or None")
     if round_to == "none":
         return range(1, most + 1)
     if round_to == "power_of_two":
@@ -22,5 +22,5 @@ def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | Non
     if round_to == "divisor" and samples_per_step is not None:
         return [rows for rows in range(1, min(most, samples_per_step) + 1) if samples_per_step % rows == 0]
     raise ConfigError(
-        f"adaptive.round_to: {round_to!r} is unknown, or lacks the samples per step; allowed: {', '.join(ROUNDINGS)}"
+        f"round_to: {round_to!r} is unknown, or lacks the samples per step; allowed: {', '.join(ROUNDINGS)}"
     )

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.memory.device import plain_tensors, wraps_tensors
 
 
@@ -50,9 +50,7 @@ class MemoryMeter(TorchDispatchMode):
     @property
     def budget_bytes(self) -> int:
         if self.cap_bytes is None:
-            raise ConfigError(
-                "a CPU has no memory of its own that a search could fill; set adaptive.memory_limit, say 8GiB"
-            )
+            raise ConfigError("a CPU has no memory of its own that a search could fill", Remedy.CAP_MEMORY)
         return self.cap_bytes
 
     @property

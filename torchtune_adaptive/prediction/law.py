@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from torchtune_adaptive.errors import PredictionError
+from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.prediction.recorder import Recording
 
@@ -88,18 +88,18 @@ def _check_alike(first: Recording, other: Recording, what: str) -> None:
     for index, (ours, theirs) in enumerate(zip(_steps(first), _steps(other), strict=False)):
         if ours != theirs:
             where = f"{first.blocks[ours[0]].op} and {other.blocks[theirs[0]].op} at event {index}"
-            raise PredictionError(_not_alike(what, where))
+            raise _not_alike(what, where)
     if len(first.of_block) != len(other.of_block):
-        raise PredictionError(_not_alike(what, f"{len(first.of_block)} and {len(other.of_block)} events"))
+        raise _not_alike(what, f"{len(first.of_block)} and {len(other.of_block)} events")
 
 
 def _steps(recording: Recording) -> zip[tuple[int, bool]]:
     return zip(recording.of_block, (change > 0 for change in recording.bytes_change), strict=True)
 
 
-def _not_alike(what: str, where: str) -> str:
-    return (
+def _not_alike(what: str, where: str) -> PredictionError:
+    return PredictionError(
         f"the step does other things for {what} than for other sizes ({where}), so its memory follows no law: "
-        "a prediction needs a model and a loss whose program does not depend on the size of a microbatch; "
-        "measure on the device instead, with use_maximum_batch_size: True"
+        "a prediction needs a model and a loss whose program does not depend on the size of a microbatch",
+        Remedy.MEASURE,
     )

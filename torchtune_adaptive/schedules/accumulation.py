@@ -34,7 +34,7 @@ def accumulate(
     step only where one microbatch holds more than all of them. `fixed` leaves `gradient_accumulation_steps`
     alone, so the step grows or shrinks with the rows. `keep` never changes the samples per step.
     """
-    check_choice("adaptive.accumulation", mode, ACCUMULATION_MODES)
+    check_choice("mode", mode, ACCUMULATION_MODES)
     configured = batch_size * gradient_accumulation_steps
     if mode == "fixed":
         samples = rows * gradient_accumulation_steps
@@ -51,5 +51,5 @@ def split_step(samples_per_step: int, most_rows: int, configured: int) -> Accumu
 
 def lr_factor(growth: float, scaling: str) -> float:
     """What the learning rate is multiplied with when the samples per step grow by `growth`."""
-    check_choice("adaptive.lr_scaling", scaling, LR_SCALINGS)
+    check_choice("lr_scaling", scaling, LR_SCALINGS)
     return LR_SCALINGS[scaling](growth)

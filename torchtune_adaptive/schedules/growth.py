@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtune_adaptive.errors import ConfigError, check_choice
+from torchtune_adaptive.errors import ConfigError, IncreaseError, Remedy, check_choice
 from torchtune_adaptive.schedules.accumulation import Accumulation, lr_factor, split_step
 
 Increase = Callable[[int, int], int]
@@ -41,7 +41,7 @@ def add_every(epochs: int, amount: int) -> Increase:
 def milestones(batch_sizes: Mapping[int, int]) -> Increase:
     """The batch size to have from each of these epochs on."""
     if not isinstance(batch_sizes, Mapping):
-        raise ConfigError(f"batch_increase_function: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
+        raise IncreaseError(f"milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
     for epoch, batch_size in batch_sizes.items():
         _require_int("milestones", "an epoch", epoch, least=0)
         _require_int("milestones", f"the batch size at epoch {epoch}", batch_size, least=1)
@@ -151,32 +151,33 @@ def function_name(function: Increase) -> str:
 
 
 def _ask(function: Increase, epoch: int, current: int) -> int:
-    """The batch size that the function wants for this epoch; whatever it does wrong becomes a ConfigError."""
-    fact = f"batch_increase_function: {function_name(function)} at epoch {epoch}, batch size {current},"
+    """The batch size that the function wants for this epoch; whatever it does wrong becomes an IncreaseError."""
+    fact = f"{function_name(function)} at epoch {epoch}, batch size {current},"
     try:
         increase: Any = function(epoch, current)
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{fact} raised {type(error).__name__}: {error}") from error
+        raise IncreaseError(f"{fact} raised {type(error).__name__}: {error}") from error
     if type(increase) is not int:
-        raise ConfigError(
+        raise IncreaseError(
             f"{fact} returned {increase!r} ({type(increase).__name__}); allowed: an int, the number to add"
         )
     if current + increase < 1:
-        raise ConfigError(f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left")
+        raise IncreaseError(f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left")
     return current + increase
 
 
 def _admit(asked: int, current: int, max_batch_size: int | None, beyond_memory: str, epoch: int) -> int:
-    check_choice("adaptive.beyond_memory", beyond_memory, BEYOND_MEMORY)
+    check_choice("beyond_memory", beyond_memory, BEYOND_MEMORY)
     # Shrinking towards what fits is never refused.
     within = max_batch_size is None or asked <= max(current, max_batch_size)
     if within or beyond_memory == "accumulate":
         return asked
     if beyond_memory == "skip":
         return current
-    raise ConfigError(
-        f"batch_increase_function: epoch {epoch} asks for a batch size of {asked} and {max_batch_size} is "
-        "the most that fits; ask for less, or set adaptive.beyond_memory to skip or accumulate"
+    raise IncreaseError(
+        f"epoch {epoch} asks for a batch size of {asked}, but {max_batch_size} is the most that fits",
+        Remedy.SMALLER_INCREASE,
+        Remedy.OTHER_BOUND,
     )
 
 
@@ -202,4 +203,4 @@ def _steps(epoch: int, samples_per_step: int, samples_per_rank: int, most: int |
 def _require_int(function: str, name: str, value: Any, least: int | None = None) -> None:
     if type(value) is not int or (least is not None and value < least):
         allowed = "an int" if least is None else f"an int from {least}"
-        raise ConfigError(f"batch_increase_function: {function}: {name} cannot be {value!r}; allowed: {allowed}")
+        raise IncreaseError(f"{function}: {name} cannot be {value!r}; allowed: {allowed}")

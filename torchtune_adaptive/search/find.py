@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeAlias
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
@@ -110,6 +110,6 @@ def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
         raise ValueError("a search needs at least 1 training step, but was given none")
     if strategy in ("binary", "decrease") and not all(step.runner.recovers for step in steps.values()):
         raise ConfigError(
-            f"adaptive.search: {strategy} runs out of memory on its way, but this step cannot be run again after that "
-            "(optimizer_in_bwd, tensor parallel, or recover_from_oom: False); allowed: linear, static"
+            f"the strategy {strategy!r} runs out of memory on its way, but this step cannot be run again after that",
+            Remedy.MEASURING_STRATEGY,
         )

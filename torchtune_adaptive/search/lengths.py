@@ -122,7 +122,7 @@ def profile(
             refused.append(alone)
             known = replace(known, longest=known.longest // 2)
         else:
-            raise refuse(NEEDS_LESS if shorten else NEEDS_LESS_OR_IS_CUT)
+            raise refuse(*(NEEDS_LESS if shorten else NEEDS_LESS_OR_IS_CUT))
     while len(refused) + len(known.points) < MOST_POINTS and (at := known.next()) is not None:
         rows, length, held_out = at
         point = Probe(rows=rows, length=length, peak=measure(rows, length), held_out=held_out)

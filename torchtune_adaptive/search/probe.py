@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.comm.collectives import Agreement, rank
-from torchtune_adaptive.errors import OneRowDoesNotFitError, UnrecoverableError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.memory.device import MemorySource, is_oom, release
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
@@ -141,7 +141,7 @@ class Prober:
             if all(report.missing_bytes <= 0 for report in self._reports):
                 return min((report.room for report in self._reports), key=_free_bytes)
             self._probe_rows(1)  # tells what the user needs to know
-        raise self.refuse(NEEDS_LESS)
+        raise self.refuse(*NEEDS_LESS)
 
     def measure(self, rows: int, length: int | None = None) -> Peak:
         """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to."""
@@ -212,7 +212,7 @@ class Prober:
         step.runner.model.zero_grad(set_to_none=True)
         return meter.peaks, attempt.failed_ranks
 
-    def refuse(self, remedy: str) -> OneRowDoesNotFitError:
+    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
         """What the last probe, of one row, needed and did not have; the same on every rank."""
         if self._failed is not None:
             name, where = self._failed
@@ -222,11 +222,11 @@ class Prober:
             need_bytes = max(self._reports[where].peaks)
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
         return one_row_error(
+            *remedies,
             length=self._steps[name].runner.length_of(self._samples[name]),
             need_bytes=need_bytes,
             budget_bytes=self._reports[where].room.budget_bytes,
             rank=where,
-            remedy=remedy,
             of=name,
         )
 
@@ -241,6 +241,8 @@ def _explaining(rows: int) -> Iterator[None]:
             raise
         raise UnrecoverableError(
             f"rank {rank()} ran out of memory while {rows} rows were measured, in the update or in a step that cannot "
-            "be run again (optimizer_in_bwd, tensor parallel, recover_from_oom: False), and its peers cannot go on "
-            "alone; set adaptive.max_batch_size below that, lower the sequence length, or train on more ranks"
+            "be run again, and its peers cannot go on alone",
+            Remedy.FEWER_ROWS,
+            Remedy.SHORTER_SAMPLES,
+            Remedy.MORE_RANKS,
         ) from error

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
+from typing import Protocol
 
-from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.sizes import format_bytes
 
-Refuse: TypeAlias = Callable[[str], OneRowDoesNotFitError]
-"""The error for the row that was measured last, with this remedy: who measured it knows the rank and the numbers."""
+NEEDS_LESS = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS)
+NEEDS_LESS_OR_IS_CUT = (Remedy.SHORTER_SAMPLES, Remedy.SHORTEN, Remedy.CHECKPOINT_ACTIVATIONS)
 
-NEEDS_LESS = "lower the sequence length, set enable_activation_checkpointing: True, or train on more ranks"
-NEEDS_LESS_OR_IS_CUT = (
-    "lower tokenizer.max_seq_len, set adaptive.oversize to truncate or skip, or enable_activation_checkpointing: True"
-)
+
+class Refuse(Protocol):
+    def __call__(self, *remedies: Remedy) -> OneRowDoesNotFitError:
+        """The error for the row that was measured last: who measured it knows the rank and the numbers."""
 
 
 def one_row_error(
-    *, length: int, need_bytes: int | None, budget_bytes: int, rank: int, remedy: str, of: str = ""
+    *remedies: Remedy, length: int, need_bytes: int | None, budget_bytes: int, rank: int, of: str = ""
 ) -> OneRowDoesNotFitError:
     """`need_bytes` is None where the row ran out of memory; `of` names one of several training steps."""
     need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
     return OneRowDoesNotFitError(
         f"one row of {length} tokens{of and f' of {of}'} {need} on rank {rank}, "
-        f"whose budget is {format_bytes(budget_bytes)}; {remedy}",
+        f"whose budget is {format_bytes(budget_bytes)}",
+        *remedies,
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,
     )

@@ -77,14 +77,14 @@ def search(
     lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
     Where one row does not fit, raises what `refuse` makes of it.
     """
-    check_choice("adaptive.search", strategy, STRATEGIES)
+    check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
     while (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
         history = history.plus(probe)
         if rows == 1 and not probe.accepted(budget_bytes):
-            raise refuse(NEEDS_LESS)
+            raise refuse(*NEEDS_LESS)
     return _result(history, strategy, round_to)
 
 

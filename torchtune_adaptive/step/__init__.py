@@ -1,1 +1,14 @@
 """One step: plan it, attempt it, agree on the outcome; when a rank runs out of memory, shrink the limit and repeat."""
+
+from torchtune_adaptive.step.reports import Report, Reports, StepResult, Totals, exchange
+from torchtune_adaptive.step.runner import Attempt, StepRunner
+
+__all__ = [
+    "Attempt",
+    "Report",
+    "Reports",
+    "StepResult",
+    "StepRunner",
+    "Totals",
+    "exchange",
+]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 from torch import nn
 
@@ -16,6 +17,9 @@ from torchtune_adaptive.step.reports import Totals
 
 Sample = TypeVar("Sample")
 
+Pass: TypeAlias = Literal["microbatch", "drain"]
+AroundPass: TypeAlias = Callable[[Pass], AbstractContextManager[object]]
+
 
 class Attempts(Generic[Sample]):
     """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
@@ -24,13 +28,15 @@ class Attempts(Generic[Sample]):
         self,
         model: nn.Module,
         forward_backward: Callable[[Sequence[Sample]], Totals],
+        ledger: CollectiveLedger,
         *,
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None,
         recover: bool,
     ) -> None:
-        self.forward_backward = forward_backward
-        self.ledger = CollectiveLedger(model if recover else None)
+        self.around_pass: AroundPass = lambda _: nullcontext()
+        self._forward_backward = forward_backward
+        self._ledger = ledger
         self._model = model
         self._stand_in = stand_in
         self._filler = filler
@@ -39,7 +45,7 @@ class Attempts(Generic[Sample]):
     def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
         totals = None
-        self.ledger.begin_step(len(plan))
+        self._ledger.begin_step(len(plan))
         for number, rows in enumerate(plan):
             before = totals
             totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
@@ -52,7 +58,7 @@ class Attempts(Generic[Sample]):
 
     def discard(self) -> None:
         """Drops all gradients of the step, finished or not: they were None when it began."""
-        self.ledger.reset()
+        self._ledger.reset()
         for parameter in self._model.parameters():
             parameter.grad = None
 
@@ -68,9 +74,10 @@ class Attempts(Generic[Sample]):
     def _run_microbatch(self, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
         try:
-            self.ledger.begin_microbatch()
-            loss_sum, target_tokens = self.forward_backward(samples)
-            self.ledger.end_microbatch()
+            self._ledger.begin_microbatch()
+            with self.around_pass("microbatch"):
+                loss_sum, target_tokens = self._forward_backward(samples)
+            self._ledger.end_microbatch()
             if before is not None:
                 loss_sum, target_tokens = before.loss_sum + loss_sum, before.target_tokens + target_tokens
             return Totals(loss_sum, target_tokens)
@@ -84,20 +91,21 @@ class Attempts(Generic[Sample]):
         """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
         stuck_at = -1
         while not self._try_to_drain(sample):
-            if self.ledger.position == stuck_at:
+            if self._ledger.position == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with nothing but its shard of the training state "
                     "allocated, so it cannot even finish the collectives that its peers wait for; train on "
                     "more ranks"
                 )
-            stuck_at = self.ledger.position
+            stuck_at = self._ledger.position
 
     def _try_to_drain(self, sample: Sample) -> bool:
         """Collective: frees everything, then drains; False if that ran out of memory too."""
         try:
             self.discard()
             release()
-            self.ledger.drain(lambda: self.forward_backward([self._stand_in(sample)]))
+            with self.around_pass("drain"):
+                self._ledger.drain(lambda: self._forward_backward([self._stand_in(sample)]))
             return True
         except Exception as error:
             if not is_oom(error):

@@ -16,14 +16,15 @@ from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank, sum_over_ranks
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
-from torchtune_adaptive.errors import RecoveryUnsupportedError, UnrecoverableError
+from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
-from torchtune_adaptive.step.attempt import Attempts
+from torchtune_adaptive.step.attempt import AroundPass, Attempts
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
@@ -53,8 +54,12 @@ class StepRunner(Generic[Sample]):
     first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
     same without any label: it is run where a rank has fewer samples than its peers have microbatches.
 
-    `regrow_after` steps without trouble are followed by a try of the next larger limit, up to the given one; 0: never.
-    `on_change` is told whenever the limit changes, on every rank.
+    `limit` is what a microbatch may be. `regrow_after` steps without trouble are followed by a try of the next larger
+    limit, up to the given one; 0: never. Give a Governor in place of the limit to decide that yourself. `ledger` counts
+    the collectives of the model, and finishes them for a rank that failed; by default it is made for the model.
+
+    `on_change` is told whenever the limit changes, on every rank. `on_plan` is told the step and the plan of every
+    attempt before it begins.
     """
 
     def __init__(
@@ -62,29 +67,37 @@ class StepRunner(Generic[Sample]):
         model: nn.Module,
         forward_backward: Callable[[Sequence[Sample]], Totals],
         *,
-        limit: Limit,
+        limit: Limit | Governor,
         length_of: Callable[[Sample], int],
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None = None,
         recover: bool = True,
         regrow_after: int = 200,
+        ledger: CollectiveLedger | None = None,
         on_change: Callable[[Change], None] | None = None,
+        on_plan: Callable[[int, Plan], object] | None = None,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         if recover and (reason := why_recovery_is_off(model)) is not None:
             raise RecoveryUnsupportedError(
-                f"a step of this model cannot be run again after running out of memory: {reason}; "
-                "set adaptive.recover_from_oom: False"
+                f"a step of this model cannot be run again after running out of memory: {reason}",
+                Remedy.NO_RECOVERY,
             )
         self.model = model
         self.length_of = length_of
         self.stand_in = stand_in
         self.recovers = recover
         self.on_change = on_change
-        self._attempts = Attempts(model, forward_backward, stand_in=stand_in, filler=filler, recover=recover)
+        self.on_plan = on_plan
+        self.current_step: int | None = None
+        """The number of the step that runs; None between two steps."""
+        self._ledger = CollectiveLedger(model if recover else None) if ledger is None else ledger
+        self._attempts = Attempts(
+            model, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover
+        )
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement)
-        self._governor = Governor(limit, regrow_after=regrow_after)
+        self._governor = limit if isinstance(limit, Governor) else Governor(limit, regrow_after=regrow_after)
         self._gauge = Gauge()
 
     @property
@@ -95,6 +108,23 @@ class StepRunner(Generic[Sample]):
     @property
     def recoveries(self) -> int:
         return self._governor.counters.recoveries
+
+    @property
+    def position(self) -> int:
+        """How many of FSDP's collectives this rank has issued since its step began; alike on all ranks at the end."""
+        return self._ledger.position
+
+    @property
+    def around_pass(self) -> AroundPass:
+        """Opened around every pass that may run out of memory and be repeated: microbatches and drains.
+
+        Replace it while no step runs, to measure passes or to let them fail.
+        """
+        return self._attempts.around_pass
+
+    @around_pass.setter
+    def around_pass(self, around: AroundPass) -> None:
+        self._attempts.around_pass = around
 
     def use_limit(self, limit: Limit) -> None:
         """From the next step on; where recovery has come down to less, that stays."""
@@ -113,7 +143,7 @@ class StepRunner(Generic[Sample]):
 
     def close(self) -> None:
         """Puts FSDP's own collectives back. What is left for the process is to end."""
-        self._attempts.ledger.close()
+        self._ledger.close()
         let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
@@ -124,12 +154,22 @@ class StepRunner(Generic[Sample]):
         microbatches is then agreed on beside the rest, and costs a reduction of its own only where they are not known.
         """
         self._check(samples)
+        self.current_step = step
+        try:
+            return self._run_until_it_fits(samples, step, upcoming)
+        finally:
+            self.current_step = None
+
+    def _run_until_it_fits(self, samples: Sequence[Sample], step: int, upcoming: Sequence[Sample] | None) -> StepResult:
+        """Collective: attempts, each under a smaller limit than the one before."""
         self._gauge.begin_step()
         lengths = self._lengths(samples)
         rng = RngState.capture()
         recoveries = 0
         while True:
             plan = self._planner.plan(lengths, self.limit)
+            if self.on_plan is not None:
+                self.on_plan(step, plan)
             totals, failed = self._attempts.run(samples, plan)
             ahead = self._planner.look_ahead(None if upcoming is None else self._lengths(upcoming), self.limit)
             reports = self._agree(totals, failed, plan, lengths, len(ahead.plan) if ahead else 0)
@@ -191,7 +231,7 @@ class StepRunner(Generic[Sample]):
         mine = Report(
             failed=failed is not None,
             **size._asdict(),
-            position=self._attempts.ledger.position,
+            position=self._ledger.position,
             target_tokens=target_tokens,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.laws import refuse_nothing
-from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.lengths import MOST_POINTS, Profile, profile
@@ -57,9 +57,9 @@ class Device:
             return Peak({}, fits=False)
         return Peak({str(i): int(p.bytes_at(rows, length)) for i, p in enumerate(self.phases)}, fits=True)
 
-    def refuse(self, remedy: str) -> OneRowDoesNotFitError:
+    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
         need_bytes = self.need(1, 3000)
-        return one_row_error(length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0, remedy=remedy)
+        return one_row_error(*remedies, length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
     def profile(self, longest: int, most_rows: int = 4096, shorten: bool = False) -> Profile:
         return profile(
@@ -131,7 +131,10 @@ def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
 def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None:
     device = Device(1_000_000, Surface(10_000, 0, 1000))
     assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
-    with pytest.raises(OneRowDoesNotFitError, match=r"one row of 3000 tokens needs 2.9 MiB .* adaptive.oversize"):
+    with pytest.raises(
+        OneRowDoesNotFitError,
+        match=r"one row of 3000 tokens needs 2.9 MiB .* give shorter samples, give shorten=True, or",
+    ):
         device.profile(3000)
 
 

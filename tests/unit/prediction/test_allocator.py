@@ -23,9 +23,13 @@ def allocated(allocator: CachingAllocator, wanted_bytes: int, stream: int = 0):
 @pytest.mark.parametrize(
     ("wanted_bytes", "segment_bytes"),
     [
-        *((1, 2 * MIB), (MIB, 2 * MIB)),
-        *((MIB + 1, 20 * MIB), (10 * MIB - 512, 20 * MIB)),
-        *((10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB), (101 * MIB, 102 * MIB)),
+        (1, 2 * MIB),
+        (MIB, 2 * MIB),
+        (MIB + 1, 20 * MIB),
+        (10 * MIB - 512, 20 * MIB),
+        (10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 12 * MIB),
+        (101 * MIB, 102 * MIB),
     ],
 )
 def test_what_a_first_request_takes_from_the_device(wanted_bytes: int, segment_bytes: int) -> None:
@@ -176,7 +180,10 @@ def program(*changes: int, phases: dict[str, int], of_block: list[int]) -> Recor
 def test_optimizer_state_comes_after_the_first_backward() -> None:
     """The first step has room where the state will be; from the second on it needs a segment of its own."""
     step = program(
-        *(40 * MIB, 40 * MIB, 30 * MIB, -30 * MIB),
+        40 * MIB,
+        40 * MIB,
+        30 * MIB,
+        -30 * MIB,
         of_block=[0, 1, 2, 2],
         phases={"weights": 1, "optimizer state": 2, "forward": 4, "update": 4},
     )
@@ -191,7 +198,9 @@ def test_optimizer_state_comes_after_the_first_backward() -> None:
 
 def test_what_a_step_leaves_is_freed_by_the_next() -> None:
     step = program(
-        *(MIB, MIB, 30 * MIB),
+        MIB,
+        MIB,
+        30 * MIB,
         of_block=[0, 1, 2],
         phases={"weights": 1, "optimizer state": 2, "forward": 3, "update": 3},
     )

@@ -166,14 +166,6 @@ def test_a_picture_that_cannot_be_drawn_is_one_line(
     assert caplog.messages == ["batch_search.png is not drawn: Is a directory"]
 
 
-@pytest.mark.parametrize("result", [example(), failing()], ids=["linear", "failures"])
-def test_the_picture_is_drawn(tmp_path: Path, result: SearchResult) -> None:
-    pytest.importorskip("matplotlib")
-    path = draw_search(tmp_path, result, 4096)
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 def test_the_picture_names_the_phases_the_budget_and_the_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,12 +213,6 @@ def test_a_profile_is_read_back_and_is_not_taken_for_a_search(tmp_path: Path) ->
     assert read_search(tmp_path, FINGERPRINT, Profile) == profiled()
     with pytest.raises(ValueError, match="is not the record of a search"):
         read_search(tmp_path, FINGERPRINT, SearchResult)
-
-
-def test_the_picture_of_a_profile_is_drawn(tmp_path: Path) -> None:
-    path = draw_profile(tmp_path, profiled())
-    assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_schedule_under_a_token_budget_does_not_promise_rows() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.pictures import is_drawn, pictures
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
 from torchtune_adaptive.record.charts.run import REPORT_FILE, draw_run, main
 from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
@@ -78,14 +79,10 @@ def test_a_line_that_a_crash_left_unfinished_is_passed_over(tmp_path: Path) -> N
 
 def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What the axes of the picture are called."""
-    from matplotlib.figure import Figure
-
-    drawn: list[Figure] = []
-    save = Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda self, *args, **options: (drawn.append(self), save(self, *args))[1])
+    drawn = pictures(monkeypatch)
     path = draw_run(directory, read_timeline(directory))
     assert path is not None
-    assert path.read_bytes().startswith(b"\x89PNG")
+    assert is_drawn(path)
     return [axes.get_ylabel() for axes in drawn[0].axes]
 
 
@@ -239,4 +236,4 @@ def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert ended.returncode == 0, ended.stderr
     assert f"{tmp_path / STEPS_FILE}: 2 of 22 lines cannot be read and are left out" in ended.stderr
-    assert (tmp_path / REPORT_FILE).read_bytes().startswith(b"\x89PNG")
+    assert is_drawn(tmp_path / REPORT_FILE)

@@ -83,7 +83,7 @@ def test_the_learning_rate_follows_the_growth_as_asked() -> None:
 
 
 def test_an_unknown_mode_or_scaling_names_the_allowed_ones() -> None:
-    with pytest.raises(ConfigError, match=r"adaptive.accumulation: 'most'.*rebalance, fixed, keep"):
+    with pytest.raises(ConfigError, match=r"mode: 'most'.*rebalance, fixed, keep"):
         of(1, 1, 1, "most")
-    with pytest.raises(ConfigError, match=r"adaptive.lr_scaling: 'square'.*none, sqrt, linear"):
+    with pytest.raises(ConfigError, match=r"lr_scaling: 'square'.*none, sqrt, linear"):
         lr_factor(2.0, "square")

@@ -72,7 +72,7 @@ def test_beyond_memory_a_step_can_grow_in_more_microbatches() -> None:
 
 
 def test_beyond_memory_can_be_an_error_that_names_epoch_size_and_bound() -> None:
-    with pytest.raises(ConfigError, match=r"epoch 4 .* batch size of 8 and 7 is the most that fits"):
+    with pytest.raises(ConfigError, match=r"epoch 4 .* batch size of 8, but 7 is the most that fits"):
         plans_of(double_every(2), max_batch_size=7, beyond_memory="error")
 
 

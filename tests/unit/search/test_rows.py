@@ -61,10 +61,10 @@ def test_one_row_over_a_soft_budget_is_an_error_that_names_its_need(strategy: st
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"strategy": "guess"}, r"adaptive.search: 'guess'.*linear, static, binary, decrease"),
-        ({"round_to": "ten"}, r"adaptive.round_to: 'ten'.*power_of_two, none, divisor"),
-        ({"round_to": "divisor"}, r"adaptive.round_to: 'divisor'.*samples per step"),
-        ({"max_rows": 0}, r"adaptive.max_batch_size: 0.*1 or more"),
+        ({"strategy": "guess"}, r"strategy: 'guess'.*linear, static, binary, decrease"),
+        ({"round_to": "ten"}, r"round_to: 'ten'.*power_of_two, none, divisor"),
+        ({"round_to": "divisor"}, r"round_to: 'divisor'.*samples per step"),
+        ({"max_rows": 0}, r"max_rows: 0.*1 or more"),
     ],
 )
 def test_an_option_that_cannot_be_is_named_with_what_can(options: dict[str, Any], named: str) -> None:

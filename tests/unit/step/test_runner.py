@@ -1,15 +1,18 @@
 """StepRunner in one process, on a model that knows nothing of FSDP."""
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.distributed.injection import Injector
 from tests.fake_memory import FakeMemory
 from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
 
@@ -19,14 +22,18 @@ def a_model() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), nn.Dropout(), nn.Linear(32, 1))
 
 
-def runner_of(model: nn.Module, rows: int, injector: Injector | None = None) -> StepRunner[Tensor]:
+def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals]:
     def forward_backward(samples):
-        with (injector or Injector()).watching():
-            loss = model(torch.stack(list(samples))).square().sum()
-            loss.backward()
-            return Totals(loss.detach(), len(samples))
+        loss = model(torch.stack(list(samples))).square().sum()
+        loss.backward()
+        return Totals(loss.detach(), len(samples))
 
-    return StepRunner(model, forward_backward, limit=RowLimit(rows), length_of=len, stand_in=lambda s: s)
+    return forward_backward
+
+
+def runner_of(model: nn.Module, rows: int, **options) -> StepRunner[Tensor]:
+    options = {"forward_backward": forward_backward_of(model), "limit": RowLimit(rows), **options}
+    return StepRunner(model, length_of=len, stand_in=lambda s: s, **options)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -42,11 +49,11 @@ def undisturbed(rows: int) -> tuple[list[Tensor], float]:
 
 @pytest.mark.parametrize("operation", range(1, 60, 7))
 def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
-    model, injector = a_model(), Injector()
-    runner = runner_of(model, 4, injector)
-    injector.arm([operation])
+    model = a_model()
+    runner = runner_of(model, 4)
     torch.manual_seed(1)
-    result = runner.run(SAMPLES, step=0)
+    with FaultInjector(runner).fail_at(rank=0, step=0, operation=operation):
+        result = runner.run(SAMPLES, step=0)
     expected, loss_sum = undisturbed(rows=2)
     assert all(map(torch.equal, gradients(model), expected))
     assert result.loss_sum.item() == loss_sum
@@ -55,10 +62,10 @@ def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
 
 
 def test_the_limit_stays_for_the_steps_that_follow():
-    model, injector = a_model(), Injector()
-    runner = runner_of(model, 8, injector)
-    injector.arm([5])
-    runner.run(SAMPLES, step=0)
+    model = a_model()
+    runner = runner_of(model, 8)
+    with FaultInjector(runner).fail_at(rank=0, step=0, operation=5):
+        runner.run(SAMPLES, step=0)
     model.zero_grad()
     result = runner.run(SAMPLES, step=1)
     assert (result.microbatches, result.recoveries, runner.recoveries) == (2, 0, 1)
@@ -82,9 +89,8 @@ def test_a_step_that_needs_more_memory_than_there_is_runs_in_smaller_microbatche
 
 
 def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
-    injector, kept, live_bytes = Injector(), [], []
-    runner = runner_of(a_model(), 8, injector)
-    forward_backward = runner._attempts.forward_backward
+    model, kept, live_bytes = a_model(), [], []
+    forward_backward = forward_backward_of(model)
 
     def keeping(samples):
         live_bytes.append(meter.live_bytes)
@@ -94,9 +100,9 @@ def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
             kept.append(error)
             raise
 
-    runner._attempts.forward_backward = keeping
-    injector.arm([30])  # in backward
-    with MemoryMeter() as meter:
+    runner = runner_of(model, 8, forward_backward=keeping)
+    in_backward = 30
+    with MemoryMeter() as meter, FaultInjector(runner).fail_at(rank=0, step=0, operation=in_backward):
         runner.run(SAMPLES, step=0)
     assert len(kept) == 1
     assert live_bytes[1] == live_bytes[0]
@@ -157,10 +163,9 @@ def test_a_result_tells_the_peak_beside_the_budget_where_memory_is_watched():
 
 
 def test_what_the_limit_has_come_to_survives_in_a_checkpoint():
-    injector = Injector()
-    runner = runner_of(a_model(), 8, injector)
-    injector.arm([5])
-    runner.run(SAMPLES, step=0)
+    runner = runner_of(a_model(), 8)
+    with FaultInjector(runner).fail_at(rank=0, step=0):
+        runner.run(SAMPLES, step=0)
     resumed = runner_of(a_model(), 8)
     resumed.load_state_dict(runner.state_dict())
     assert (resumed.limit, resumed.recoveries) == (RowLimit(4), 1)
@@ -168,10 +173,7 @@ def test_what_the_limit_has_come_to_survives_in_a_checkpoint():
 
 def test_without_recovery_a_thrashing_step_changes_nothing():
     model, memory = a_model(), FakeMemory()
-    forward_backward = runner_of(model, 8)._attempts.forward_backward
-    runner = StepRunner(
-        *(model, forward_backward), limit=RowLimit(8), length_of=len, stand_in=lambda s: s, recover=False
-    )
+    runner = runner_of(model, 8, recover=False)
     runner.watch(memory)
     for step in range(4):
         memory.retries += 1
@@ -182,9 +184,10 @@ def test_without_recovery_a_thrashing_step_changes_nothing():
 
 def test_an_attempt_runs_exactly_the_microbatches_that_it_is_given():
     model, rows = a_model(), []
-    runner = runner_of(model, 1)
-    forward_backward = runner._attempts.forward_backward
-    runner._attempts.forward_backward = lambda samples: rows.append(len(samples)) or forward_backward(samples)
+    forward_backward = forward_backward_of(model)
+    runner = runner_of(
+        model, 1, forward_backward=lambda samples: rows.append(len(samples)) or forward_backward(samples)
+    )
     attempt = runner.attempt([SAMPLES[:1], SAMPLES[1:4]])
     assert rows == [1, 3]
     assert attempt.failed_ranks == ()
@@ -202,3 +205,33 @@ def test_an_attempt_that_runs_out_of_memory_shrinks_nothing_and_leaves_no_gradie
     assert attempt == (None, (0,))
     assert runner.limit == RowLimit(128)
     assert gradients(model) == [None] * 4
+
+
+def test_every_attempt_tells_its_plan_before_it_begins():
+    plans, forward_backward = [], forward_backward_of(model := a_model())
+    runner = runner_of(
+        model,
+        8,
+        forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
+        on_plan=lambda step, plan: plans.append((step, [len(rows) for rows in plan])),
+    )
+    with FaultInjector(runner).fail_at(rank=0, step=3, operation=5):
+        runner.run(SAMPLES, step=3)
+    assert plans == [(3, [8]), 3, (3, [4, 4]), 3, 3]
+    assert runner.current_step is None
+
+
+def test_a_governor_in_place_of_a_limit_decides_how_it_moves():
+    governor = Governor(RowLimit(8), regrow_after=1)
+    runner = runner_of(a_model(), 8, limit=governor)
+    with FaultInjector(runner).fail_at(rank=0, step=0):
+        runner.run(SAMPLES, step=0)
+    runner.model.zero_grad()
+    assert (runner.limit, governor.limit, governor.counters.recoveries) == (RowLimit(8), RowLimit(8), 1)
+    assert governor.counters.growths == 1
+
+
+def test_without_fsdp_no_collective_is_counted():
+    runner = runner_of(a_model(), 8)
+    runner.run(SAMPLES, step=0)
+    assert runner.position == 0

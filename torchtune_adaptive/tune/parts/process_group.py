@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import torch
@@ -52,14 +51,6 @@ def data_and_tensor_mesh(device: torch.device, tensor_parallel_dim: int) -> Devi
         )
     shape = (world_size // tensor_parallel_dim, tensor_parallel_dim)
     return init_device_mesh(device.type, mesh_shape=shape, mesh_dim_names=("dp", "tp"))
-
-
-def barrier(device: torch.device) -> None:
-    """Collective: every rank has come this far."""
-    with warnings.catch_warnings():
-        # NCCL warns that it guesses the device, which torchtune has already set
-        warnings.filterwarnings("ignore", message=".*barrier.*")
-        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def _accelerator_backend(device: torch.device) -> str:

@@ -12,6 +12,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction.answer import Answer, Budget
 from torchtune_adaptive.tune.plan.answers import law_of
 from torchtune_adaptive.tune.plan.predict import fake_step
+from torchtune_adaptive.tune.start.remedies import in_keys
 
 
 def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int) -> int:
@@ -31,4 +32,4 @@ if __name__ == "__main__":
     try:
         print(most_rows(**json.load(sys.stdin)))
     except AdaptiveError as error:
-        sys.exit(str(error))
+        sys.exit(in_keys(error))

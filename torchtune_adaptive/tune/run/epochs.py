@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 import pkgutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, IncreaseError
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
@@ -44,14 +45,15 @@ def plan_epochs(
     }
     if function is None:
         return steady(_step(settings, adaptive, rows_that_fit), **common)
-    return simulate(
-        function,
-        batch_size=settings.batch_size,
-        gradient_accumulation_steps=settings.gradient_accumulation_steps,
-        max_batch_size=rows_that_fit or adaptive.max_batch_size,
-        beyond_memory=adaptive.beyond_memory,
-        **common,
-    )
+    with _naming_the_key():
+        return simulate(
+            function,
+            batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            max_batch_size=rows_that_fit or adaptive.max_batch_size,
+            beyond_memory=adaptive.beyond_memory,
+            **common,
+        )
 
 
 def end_of_begun_epoch(
@@ -78,10 +80,19 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
     if isinstance(section, str):
         function: Any = _imported(section)
     else:
-        function = components.build("batch_increase_function", cfg)
+        with _naming_the_key():
+            function = components.build("batch_increase_function", cfg)
     if not callable(function):
         raise ConfigError(f"batch_increase_function is {section!r}, which is no function (epoch, batch_size) -> int")
     return function  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _naming_the_key() -> Iterator[None]:
+    try:
+        yield
+    except IncreaseError as error:
+        raise ConfigError(f"batch_increase_function: {error.fact}", *error.remedies) from error
 
 
 def announce(
@@ -96,8 +107,12 @@ def announce(
         was = before[-1]
         logger.info(
             "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
-            *(ranks, progress.ranks, plan.samples_per_step * ranks, was.samples_per_step * progress.ranks),
-            *(plan.steps, was.steps),
+            ranks,
+            progress.ranks,
+            plan.samples_per_step * ranks,
+            was.samples_per_step * progress.ranks,
+            plan.steps,
+            was.steps,
         )
     if len({each.samples_per_step for each in plans}) > 1 or any(each.refused_batch_size for each in plans):
         logger.info("%s", schedule_table(plans, ranks, by_tokens=limit is not None))

@@ -52,9 +52,21 @@ CUDA_BUDGET_GRAIN = 2**28
 """Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
 
 SEARCHED = (
-    *("model", "optimizer", "loss", "dtype", "compile", "enable_activation_checkpointing"),
-    *("enable_activation_offloading", "ac_mode", "ac_option", "optimizer_in_bwd", "clip_grad_norm"),
-    *("custom_sharded_layers", "fsdp_cpu_offload", "fsdp_reshard_after_forward", "tensor_parallel_dim"),
+    "model",
+    "optimizer",
+    "loss",
+    "dtype",
+    "compile",
+    "enable_activation_checkpointing",
+    "enable_activation_offloading",
+    "ac_mode",
+    "ac_option",
+    "optimizer_in_bwd",
+    "clip_grad_norm",
+    "custom_sharded_layers",
+    "fsdp_cpu_offload",
+    "fsdp_reshard_after_forward",
+    "tensor_parallel_dim",
 )
 """Keys of the config that change what a microbatch needs."""
 

@@ -100,7 +100,9 @@ def _limit(request: FitRequest, most_rows: int) -> Limit | None:
         if request.adaptive.sequence_length or data.max_seq_len:
             raise
         index = longest_sample(request.cfg, data.dataset).at
-        raise SampleTooLargeError(f"sample {index} of the dataset is the longest, and {error}") from None
+        raise SampleTooLargeError(
+            f"sample {index} of the dataset is the longest, and {error.fact}", *error.remedies
+        ) from None
 
 
 def _as_rows(limit: Limit, length: int) -> RowLimit:

@@ -18,8 +18,18 @@ from torchtune_adaptive.tune.start.settings import Settings
 logger = logging.getLogger(__name__)
 
 SECTIONS = (
-    *("model", "tokenizer", "dataset", "loss", "optimizer", "lr_scheduler", "checkpointer", "metric_logger"),
-    *("profiler", "tensor_parallel_plan", "batch_increase_function", "adaptive"),
+    "model",
+    "tokenizer",
+    "dataset",
+    "loss",
+    "optimizer",
+    "lr_scheduler",
+    "checkpointer",
+    "metric_logger",
+    "profiler",
+    "tensor_parallel_plan",
+    "batch_increase_function",
+    "adaptive",
 )
 COMPONENT = "_component_"
 MISSPELT = 0.8

@@ -28,6 +28,7 @@ from torchtune_adaptive.tune.start.endings import (
     speaks_first,
 )
 from torchtune_adaptive.tune.start.keys import check_keys
+from torchtune_adaptive.tune.start.remedies import in_keys
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _end_with(error: AdaptiveError, wait_s: float) -> None:
         traceback.print_exception(error)
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
-    print(f"\nerror{where}: {error}", file=sys.stderr, flush=True)
+    print(f"\nerror{where}: {in_keys(error)}", file=sys.stderr, flush=True)
     # what was only half built complains when it is collected
     sys.unraisablehook = lambda _: None
     sys.exit(1)

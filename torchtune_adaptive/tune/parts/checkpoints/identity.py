@@ -8,8 +8,15 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 RUN_KEYS = (
-    *("model", "tokenizer", "dataset", "shuffle", "seed", "batch_size", "gradient_accumulation_steps"),
-    *("optimizer", "optimizer_in_bwd"),
+    "model",
+    "tokenizer",
+    "dataset",
+    "shuffle",
+    "seed",
+    "batch_size",
+    "gradient_accumulation_steps",
+    "optimizer",
+    "optimizer_in_bwd",
 )
 LIMITS = ("tokenizer.max_seq_len",)
 """What errors advise to lower where memory is short: a run may go on with less."""

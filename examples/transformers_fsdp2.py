@@ -1,0 +1,100 @@
+"""A Hugging Face model under FSDP2: finds its batch size, then survives a rank that runs out of memory. No GPU needed:
+
+pip install 'torchtune-adaptive[hf]'
+torchrun --nproc_per_node 2 examples/transformers_fsdp2.py
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchtune_adaptive import (
+    RowLimit,
+    StepRunner,
+    Totals,
+    TrainingStep,
+    find_max_batch_size,
+    search_table,
+)
+from torchtune_adaptive.testing import FaultInjector, memory_cap
+
+LENGTH, STEPS = 64, 6
+IGNORED = -100
+
+dist.init_process_group("gloo")
+rank, ranks = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+# Random weights, so that nothing is downloaded; from_pretrained takes the same three lines of fully_shard.
+model = LlamaForCausalLM(
+    LlamaConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+        use_cache=False,
+    )
+)
+for layer in model.model.layers:
+    fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def forward_backward(samples):
+    """One microbatch, with the loss as a sum: a mean would weigh a sample by what it shares its microbatch with."""
+    tokens = nn.utils.rnn.pad_sequence(samples, batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(samples, batch_first=True, padding_value=IGNORED)[:, 1:]
+    logits = model(input_ids=tokens).logits[:, :-1]  # padding comes last, where causal attention does not look back
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    loss.backward()
+    return Totals(loss.detach(), int((labels != IGNORED).sum()))
+
+
+def update(result):
+    """What follows the backward. FSDP averages over ranks; the loss is per target token."""
+    for parameter in model.parameters():
+        parameter.grad.mul_(ranks / result.target_tokens)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def sample():
+    """Counting up from anywhere, which can be learned."""
+    start, length = torch.randint(0, 400, ()).item(), torch.randint(8, LENGTH + 1, ()).item()
+    return torch.arange(start, start + length)
+
+
+runner = StepRunner(model, forward_backward, limit=RowLimit(1), length_of=len, stand_in=lambda tokens: tokens[:2])
+step = TrainingStep(
+    runner=runner,
+    sample=torch.arange(LENGTH),  # as long as samples get
+    update=update,
+    optimizers=[optimizer],
+    boundaries={"layers": model.model.norm, "head": model.lm_head},  # where a step's phases end: fewer probes
+)
+# In place of the memory of a GPU, which find_max_batch_size asks by itself.
+with memory_cap(20_000_000, [*model.parameters(), *model.buffers()]) as memory:
+    found = find_max_batch_size(step, memory=memory)  # the same answer on every rank, and no trace
+    if rank == 0:
+        print(search_table(found, LENGTH))
+runner.use_limit(RowLimit(found.rows))
+# What a GPU does when it must: on rank 1, the 40th operation of step 3 runs out of memory.
+with FaultInjector(runner).fail_at(rank=1, step=3, operation=40):
+    torch.manual_seed(rank)
+    for number in range(1, STEPS + 1):
+        result = runner.run([sample() for _ in range(found.rows)], step=number)
+        with runner.committing("the update", last_checkpoint=None):
+            update(result)
+        optimizer.zero_grad()
+        if rank == 0:
+            loss = result.loss_sum.item() / result.target_tokens
+            print(f"step {number}: loss {loss:.4f}, at most {runner.limit}, recoveries: {result.recoveries}")
+runner.close()
+dist.destroy_process_group()

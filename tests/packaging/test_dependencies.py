@@ -1,0 +1,61 @@
+"""What the package imports is what it declares."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [*(ROOT / "torchtune_adaptive").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]
+NAMED_OTHERWISE = {"yaml": "pyyaml"}
+
+
+def project() -> dict[str, Any]:
+    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return project
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {re.split(r"[^\w-]", requirement)[0].lower() for requirement in requirements}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """The packages of others that a file imports, by their names in a registry."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module or ""]
+        else:
+            continue
+        for package in (module.split(".")[0] for module in modules):
+            if package not in sys.stdlib_module_names and package != "torchtune_adaptive":
+                yield NAMED_OTHERWISE.get(package, package)
+
+
+def test_every_import_is_declared_and_every_declaration_imported() -> None:
+    required, plot = names(project()["dependencies"]), names(project()["optional-dependencies"]["plot"])
+    found = {package for path in SOURCES for package in imported(path)}
+    assert found == required | plot
+
+
+def test_constraints_name_versions_of_what_is_declared_or_comes_with_it() -> None:
+    """A pinned version has to be one that the requirement allows, or no installation under constraints succeeds."""
+    from packaging.requirements import Requirement
+
+    extras = [each for extra in project()["optional-dependencies"].values() for each in extra]
+    wanted = {each.name.lower(): each for each in map(Requirement, [*project()["dependencies"], *extras])}
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    pinned = {pin.name.lower(): next(iter(pin.specifier)).version for pin in pins}
+    assert {"torch", "transformers", "omegaconf"} <= set(pinned) & set(wanted)
+    refused = {name for name in set(pinned) & set(wanted) if pinned[name] not in wanted[name].specifier}
+    assert refused == set()

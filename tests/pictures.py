@@ -1,0 +1,68 @@
+"""What a picture shows, read from matplotlib's objects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def pictures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The figures that are saved from here on; their files are written all the same."""
+    figure_class = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    save = figure_class.savefig
+
+    def keep(figure: Any, *args: Any, **options: Any) -> None:
+        drawn.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(figure_class, "savefig", keep)
+    return drawn
+
+
+def marked(axes: Any, marker: str) -> list[tuple[float, float]]:
+    """Where this marker is drawn, from left to right."""
+    lines = [line for line in axes.lines if line.get_marker() == marker]
+    return sorted((float(x), float(y)) for line in lines for x, y in zip(*line.get_data(), strict=True))
+
+
+def line_of(axes: Any, label: str) -> tuple[list[float], list[float]]:
+    """The data of the one line whose label begins so."""
+    (line,) = (line for line in axes.lines if str(line.get_label()).startswith(label))
+    x, y = line.get_data()
+    return list(x), list(y)
+
+
+def legend_of(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def tick_labels(axes: Any) -> list[Any]:
+    return [
+        text
+        for which in ("major", "minor")
+        for text in (*axes.get_xticklabels(which=which), *axes.get_yticklabels(which=which))
+    ]
+
+
+def cut_off(figure: Any) -> list[str]:
+    """Titles, labels, legends and remarks that do not lie within the picture."""
+    from matplotlib.text import Text
+
+    figure.draw_without_rendering()
+    width, height = figure.canvas.get_width_height()
+    ticks = {id(text) for axes in figure.axes for text in tick_labels(axes)}
+    said = [text for text in figure.findobj(Text) if text.get_text() and id(text) not in ticks]
+    assert said
+    boxes = [(text.get_text(), text.get_window_extent()) for text in said if text.get_visible()]
+    return [text for text, box in boxes if min(box.x0, box.y0) < -1 or box.x1 > width + 1 or box.y1 > height + 1]
+
+
+def is_drawn(path: Path) -> bool:
+    """Whether a picture that another process has saved is one, with something on its white."""
+    pixels = pytest.importorskip("matplotlib.image").imread(path)
+    height, width = pixels.shape[:2]
+    inked = float((pixels[..., :3].min(axis=2) < 0.9).mean())
+    return width > 1000 and height > 500 and 0.005 < inked < 0.5

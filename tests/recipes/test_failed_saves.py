@@ -1,0 +1,98 @@
+"""A checkpoint that cannot be written ends a run with one message on every rank, or costs it a warning."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.checkpoints import folders
+
+RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
+
+
+def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str | None, list[str]]:
+    """Collective: what ended a run whose third checkpoint failed, and the complete checkpoints."""
+    recipe = load_ours(kind)(demo_config(kind, folder, *RUN, *overrides))
+    recipe.setup()
+    save, saves = recipe._checkpoints.save, [0]
+
+    def save_or_fail(*args: Any) -> None:
+        saves[0] += 1
+        if saves[0] == 3:
+            SPOILERS[spoil](recipe, folder / "out")
+        save(*args)
+
+    recipe._checkpoints.save = save_or_fail
+    message = None
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except AdaptiveError as error:
+        message = str(error)
+        process_group.leave()
+    found = folders.find_checkpoints(folder / "out")
+    return message, sorted(each.name for each in found if each.manifest)
+
+
+def take_the_folder_away(recipe: Any, out: Path) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(out / folders.SAVING)
+    dist.barrier()
+
+
+def put_a_file_in_its_place(recipe: Any, out: Path) -> None:
+    take_the_folder_away(recipe, out)
+    if dist.get_rank() == 0:
+        (out / folders.SAVING).write_text("in the way")
+    dist.barrier()
+
+
+def run_out_of_memory(recipe: Any, out: Path) -> None:
+    def weights(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    object.__setattr__(recipe._checkpoints._contents, "weights", weights)
+
+
+SPOILERS = {"gone": take_the_folder_away, "in the way": put_a_file_in_its_place, "memory": run_out_of_memory}
+
+
+@pytest.mark.parametrize("spoil", ["gone", "in the way"])
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(
+    tmp_path: Path, kind: str, spoil: str
+) -> None:
+    for message, complete in run_on_ranks(2, trained, kind, tmp_path / "run", spoil, timeout_s=60, in_group=False):
+        assert message is not None
+        for word in ("step_6", str(tmp_path / "run" / "out"), "free", "epoch_0", "resume_from_checkpoint=auto"):
+            assert word in message
+        assert complete == ["epoch_0", "step_2"]
+
+
+def test_a_run_may_go_on_without_it(tmp_path: Path) -> None:
+    going_on = "adaptive.on_save_error=continue"
+    for message, complete in run_on_ranks(
+        2, trained, "full", tmp_path / "run", "gone", going_on, timeout_s=60, in_group=False
+    ):
+        assert message is None
+        assert complete == ["epoch_0", "epoch_1", "step_2"]
+
+
+def test_out_of_memory_while_saving_names_the_checkpoint_and_the_one_to_go_on_from(tmp_path: Path) -> None:
+    for rank, (message, complete) in enumerate(
+        run_on_ranks(2, trained, "full", tmp_path / "run", "memory", timeout_s=60, in_group=False)
+    ):
+        assert message is not None
+        for word in ("out of memory while saving checkpoint step_6", f"rank {rank}", "epoch_0"):
+            assert word in message
+        assert complete == ["epoch_0", "step_2"]

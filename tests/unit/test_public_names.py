@@ -1,0 +1,70 @@
+"""What others may use: a room's `__init__` names it, and examples, benchmarks and tools use nothing else."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchtune_adaptive
+
+ROOT = Path(__file__).parents[2]
+USERS = sorted(path for folder in ("examples", "benchmarks", "tools") for path in (ROOT / folder).glob("*.py"))
+OF_THE_RECIPES = ("torchtune_adaptive.tune", "torchtune_adaptive.demo")
+ROOMS = ["limits", "schedules", "memory", "comm", "step", "search", "record", "prediction", "testing"]
+
+
+def used(path: Path) -> Iterator[tuple[str, str]]:
+    """The library's names that a file imports, each with where from."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torchtune_adaptive"):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names if alias.name.startswith("torchtune_adaptive"))
+
+
+def is_public(module: str, name: str) -> bool:
+    return name in getattr(importlib.import_module(module), "__all__", ())
+
+
+def test_the_rule_sees_what_is_used() -> None:
+    found = {each for path in USERS for each in used(path)}
+    assert {("torchtune_adaptive", "StepRunner"), ("torchtune_adaptive.limits", "TokenLimit")} < found
+    assert not is_public("torchtune_adaptive.limits.limit", "TokenLimit")
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_examples_benchmarks_and_tools_use_what_is_public(path: Path) -> None:
+    private = {
+        (module, name)
+        for module, name in used(path)
+        if not module.startswith(OF_THE_RECIPES) and not is_public(module, name)
+    }
+    assert private == set()
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_nobody_reaches_below_the_surface_of_a_runner(path: Path) -> None:
+    assert re.findall(r"runner\._\w+", path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_names_what_it_gives_away(room: str) -> None:
+    module = importlib.import_module(f"torchtune_adaptive.{room}")
+    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert all(hasattr(module, name) for name in module.__all__)
+
+
+def test_the_package_names_what_the_readme_imports_from_it() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = {
+        name.strip()
+        for names in re.findall(r"from torchtune_adaptive import ([\w, ]+)", readme)
+        for name in names.split(",")
+    }
+    assert {"StepRunner", "RowLimit"} <= shown <= set(torchtune_adaptive.__all__)
+    assert all(hasattr(torchtune_adaptive, name) for name in torchtune_adaptive.__all__)

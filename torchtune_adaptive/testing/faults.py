@@ -1,0 +1,128 @@
+"""Running out of memory on purpose, on a chosen rank, in a chosen step, at a chosen operation."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune_adaptive.comm.collectives import rank as this_rank
+from torchtune_adaptive.step.attempt import AroundPass, Pass
+from torchtune_adaptive.step.runner import StepRunner
+
+
+class _At(NamedTuple):
+    """Where faults are due: in the microbatches or in the drains of one step."""
+
+    step: int
+    inside: Pass
+
+
+class FaultInjector:
+    """Makes operations inside a StepRunner run out of memory.
+
+        with FaultInjector(runner).fail_at(rank=1, step=3, operation=40) as faults:
+            train()
+        assert faults.fired == (rank == 1)
+
+    The chosen operation raises torch.OutOfMemoryError in place of running, or what `error` makes of a text: not every
+    backend has a type of its own for it. Operations are what torch's dispatcher sees,
+    collectives among them, and every storage that grows in place: that is how FSDP allocates parameters, and no
+    dispatcher sees it. They are counted from 1 in every step, over all its microbatches, and after a failure from 1
+    again, so that a second `fail_at` of the same step fails in the repeated one.
+
+    Every rank may be given the same calls: only the named one fails. Without a process group the rank is 0.
+    """
+
+    def __init__(self, runner: StepRunner[Any], *, error: Callable[[str], Exception] = torch.OutOfMemoryError) -> None:
+        self.fired = 0
+        """How many operations have failed on this rank."""
+        self.operations: list[str] = []
+        """What was counted last on this rank: the names of the operations, in order."""
+        self._runner = runner
+        self._error = error
+        self._due: defaultdict[_At, deque[int]] = defaultdict(deque)
+        self._counting: _At | None = None
+        self._around_before: AroundPass | None = None
+
+    def fail_at(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
+        """An operation of this step's microbatches fails, in so many attempts at the step, one after the other."""
+        return self._plan(rank, _At(step, "microbatch"), operation, times)
+
+    def fail_in_drain(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
+        """An operation of the drain fails, by which a rank that has failed keeps its peers company."""
+        return self._plan(rank, _At(step, "drain"), operation, times)
+
+    def count(self, *, rank: int, step: int) -> FaultInjector:
+        """Nothing fails in this step; `operations` says what there was to fail."""
+        return self.fail_at(rank=rank, step=step, operation=sys.maxsize)
+
+    def _plan(self, rank: int, at: _At, operation: int, times: int) -> FaultInjector:
+        if operation < 1 or times < 1:
+            raise ValueError(f"operations and times count from 1, not operation={operation}, times={times}")
+        if rank == this_rank():
+            self._due[at].extend([operation] * times)
+        return self
+
+    def __enter__(self) -> FaultInjector:
+        self._around_before = self._runner.around_pass
+        self._runner.around_pass = self._around
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._around_before is not None
+        self._runner.around_pass = self._around_before
+
+    @contextmanager
+    def _around(self, inside: Pass) -> Iterator[None]:
+        assert self._around_before is not None
+        step = self._runner.current_step  # None in a probe, which belongs to no step
+        at = None if step is None else _At(step, inside)
+        # Watching changes how autograd accumulates gradients, so passes in which nothing is to fail stay as they are.
+        watching = self._watching(at) if at is not None and self._due[at] else nullcontext()
+        with self._around_before(inside), watching:
+            yield
+
+    @contextmanager
+    def _watching(self, at: _At) -> Iterator[None]:
+        if at != self._counting:
+            self._counting, self.operations = at, []
+        grow = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            if size > storage.size():
+                self.tick("resize_")
+            return grow(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = grow  # type: ignore[method-assign]
+
+    def tick(self, operation: str) -> None:
+        """One more operation; raises if it is to fail."""
+        assert self._counting is not None
+        self.operations.append(operation)
+        due = self._due[self._counting]
+        if due and len(self.operations) == due[0]:
+            due.popleft()
+            self.fired += 1
+            self.operations = []
+            raise self._error(f"injected: {operation} in step {self._counting.step}")
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, faults: FaultInjector) -> None:
+        super().__init__()
+        self._faults = faults
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._faults.tick(str(func))
+        return func(*args, **(kwargs or {}))

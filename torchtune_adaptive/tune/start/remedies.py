@@ -1,0 +1,30 @@
+"""What the library advises, in keys of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torchtune_adaptive.errors import AdaptiveError, Remedy
+
+KEYS: Mapping[Remedy, str] = {
+    Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len",
+    Remedy.SHORTEN: "set adaptive.oversize to truncate or skip",
+    Remedy.CHECKPOINT_ACTIVATIONS: "set enable_activation_checkpointing: True",
+    Remedy.MORE_RANKS: "train on more ranks",
+    Remedy.SMALLER_LIMIT: "lower batch_size",
+    Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
+    Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",
+    Remedy.MEASURING_STRATEGY: "set adaptive.search to linear or static",
+    Remedy.ROOM_FOR_NCCL: (
+        "if CUDA was out of memory, leave NCCL more of it: lower adaptive.memory_limit, say to 0.9, or batch_size"
+    ),
+    Remedy.CAP_MEMORY: "set adaptive.memory_limit, say 8GiB",
+    Remedy.SMALLER_INCREASE: "ask for less",
+    Remedy.OTHER_BOUND: "set adaptive.beyond_memory to skip or accumulate",
+    Remedy.MEASURE: "measure on the device instead, with use_maximum_batch_size: True",
+}
+
+
+def in_keys(error: AdaptiveError) -> str:
+    """The message for whoever wrote the config."""
+    return error.in_words(KEYS)
