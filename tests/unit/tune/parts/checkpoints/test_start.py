@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.tune.parts.checkpoints.making import CONTENT, complete, save
 from torchtune_adaptive.errors import ConfigError, RunFinished
+from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
@@ -110,11 +111,21 @@ def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> No
 
 def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_2", epochs=3, finished=True)
+    folders.clean(tmp_path)  # as a run does before it ends
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RunFinished, match=r"nothing left to train.*epoch_2"):
         start(tmp_path)
     assert sorted(tmp_path.rglob("*")) == before
     assert start(tmp_path, "epochs=4").resumes
+
+
+def test_a_finished_run_that_was_killed_before_it_ended_is_tidied_up(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_2", epochs=3, finished=True)
+    assert (tmp_path / folders.SAVING).is_dir()
+    with pytest.raises(RunFinished):
+        start(tmp_path)
+    assert not (tmp_path / folders.SAVING).exists()
+    assert (tmp_path / folders.LATEST).resolve().name == "epoch_2"
 
 
 @pytest.mark.parametrize("mode", ["False", "auto"])
