@@ -18,7 +18,8 @@ Points: TypeAlias = Mapping[tuple[int, int], int]
 """Measured bytes by rows and length."""
 
 _BENT = 0.01
-"""Points that are further than this from a surface without pairs of tokens ask for one with them."""
+"""Points that are further than this from a surface without pairs of tokens, in proportion to how far the points lie
+apart, ask for one with them: in proportion to their need, what is resident would hide what grows."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class Surface:
 def fit_surface(points: Points) -> Surface:
     """The surface that is closest to the points in proportion to them; with pairs of tokens only if they show."""
     plain = _fit(points, terms=3)
-    if _worst(plain, points) <= _BENT or len(points) < 4:
+    grown_bytes = max(points.values()) - min(points.values())
+    if len(points) < 4 or _worst(plain, points) <= _BENT * grown_bytes:
         return plain
     bent = _fit(points, terms=4)
     return bent if _worst(bent, points) < _worst(plain, points) else plain
@@ -88,4 +90,5 @@ def _subsets(terms: int) -> Sequence[list[int]]:
 
 
 def _worst(surface: Surface, points: Points) -> float:
-    return max(abs(surface.bytes_at(*at) - measured) / max(1, measured) for at, measured in points.items())
+    """Bytes by which the surface misses a point at most."""
+    return max(abs(surface.bytes_at(*at) - measured) for at, measured in points.items())
