@@ -12,7 +12,7 @@ from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.checkpoints import background
+from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
 
 
 class _Stopped(Exception):
@@ -32,13 +32,21 @@ def stopped_before(epoch: int) -> Iterator[None]:
         if begun == epoch:
             for future in being_saved:
                 future.result(timeout=60 * PATIENCE)
+            for saving in ours:  # which is published after it is written
+                saving.wait()
             raise _Stopped
         set_epoch(sampler, begun)
 
+    def start(saving: BackgroundSave, *args: Any) -> None:
+        ours.append(saving)
+        start_saving(saving, *args)
+
+    ours: list[BackgroundSave] = []
+    start_saving = BackgroundSave.start
     async_save, set_epoch = _checkpointer.async_save, StatefulDistributedSampler.set_epoch
     with (
         mock.patch.object(_checkpointer, "async_save", save),
-        mock.patch.object(background, "async_save", save),
+        mock.patch.object(BackgroundSave, "start", start),
         mock.patch.object(StatefulDistributedSampler, "set_epoch", begin),
     ):
         try:

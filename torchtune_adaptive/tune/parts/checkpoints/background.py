@@ -21,6 +21,10 @@ Finished: TypeAlias = tuple[str, Manifest, list[RandomState]]
 """What is left to be added to a checkpoint that is written: its name, its manifest, the random generators."""
 
 
+THREADS = 2
+"""They write beside training, which needs the cores."""
+
+
 class BackgroundSave:
     """One save at a time. Its collectives have a group of their own, where they cannot meet training's."""
 
@@ -39,7 +43,8 @@ class BackgroundSave:
         self.name, self._error = finished[0], None
         self._ended.clear()
         began = time.perf_counter()
-        writer = FileSystemWriter(folder, single_file_per_rank=False, sync_files=True)
+        # one file for each thread: a file for each tensor would be hundreds to sync, and to sum up
+        writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=THREADS, sync_files=True)
         future = async_save(state, storage_writer=writer, process_group=self.group)
         assert isinstance(future, Future)
         future.add_done_callback(partial(self._finish, finished, began))
