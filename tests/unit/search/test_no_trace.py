@@ -159,5 +159,5 @@ def test_what_was_predicted_is_measured_also_where_a_step_cannot_be_run_again():
 
 @pytest.mark.parametrize("strategy", ["binary", "decrease"])
 def test_strategies_that_run_out_of_memory_are_refused_where_a_step_cannot_be_run_again(strategy: str):
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .* 'linear' or 'static'"):
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .*'linear' or 'static'"):
         search_within(InBackward().step(), meter, 2_000_000, strategy=strategy)
