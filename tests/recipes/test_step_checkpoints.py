@@ -213,10 +213,11 @@ def finished_and_prolonged(folder: Path, ports: list[int]) -> dict[str, Any]:
 
 def test_a_finished_run_is_left_alone_and_goes_on_where_epochs_is_raised(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    for told in run_on_ranks(2, finished_and_prolonged, folder, free_ports(3), timeout_s=120, in_group=False):
-        assert "nothing left to train" in told["message"]
-        assert f"epoch_{EPOCHS - 1}" in told["message"]
-        assert told["untouched"]
+    told = run_on_ranks(2, finished_and_prolonged, folder, free_ports(3), timeout_s=120, in_group=False)
+    for each in told:
+        assert "nothing left to train" in each["message"]
+        assert f"epoch_{EPOCHS - 1}" in each["message"]
+    assert told[0]["untouched"]  # rank 0 draws the picture of the first run when the others may have looked already
     assert [step["step"] for step in read_log(folder / "log.jsonl")] == list(range(1, STEPS * (EPOCHS + 1) + 1))
     assert (folder / "out" / f"epoch_{EPOCHS}").is_dir()
 
