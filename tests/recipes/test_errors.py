@@ -260,7 +260,8 @@ def test_a_dataset_smaller_than_one_step_is_refused_with_the_arithmetic(message:
 
 
 def test_a_sample_longer_than_the_model_takes_is_refused(message: Start) -> None:
-    text = message(FULL, "tokenizer.max_seq_len=None", "model.max_seq_len=32", SMALL, train=True)
+    lengths = ("tokenizer.max_seq_len=None", "model.max_seq_len=32", "adaptive.sequence_length=null")
+    text = message(FULL, *lengths, SMALL, train=True)
     assert_says(text, "tokens", "at most 32", "tokenizer.max_seq_len")
 
 
