@@ -36,13 +36,15 @@ def test_a_rank_has_what_the_question_says_and_else_what_the_run_may_use() -> No
     adaptive = read_adaptive(OmegaConf.create({"memory_limit": "24GiB"}))
     assert budget(PlanSettings(), adaptive, on_gpu=False).limit_bytes == 24 * 2**30
     assert budget(PlanSettings(memory_limit="1GiB"), adaptive, on_gpu=False).limit_bytes == 2**30
+    of_each = read_adaptive(OmegaConf.create({"memory_limit": ["2GiB", "1GiB"]}))
+    assert budget(PlanSettings(world_size=2), of_each, on_gpu=False).limit_bytes == 2**30
 
 
 @pytest.mark.parametrize(
     ("limit", "named"),
     [
         (None, "memory_limit is None, so there is nothing to fit into"),
-        (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1"),
+        (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1: give one for each rank"),
         (0.9, "adaptive.memory_limit: 0.9 is a fraction of no known device"),
     ],
 )
