@@ -60,7 +60,12 @@ class LossWatch:
                 "dataset's columns and its prompt template are those of the data, and whether tokenizer.max_seq_len "
                 "cuts every answer off"
             )
-        if self._nan_steps == self._steps:
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raises NotLearningError if every loss so far was NaN or infinite. Call it before any weights are saved."""
+        so_far = f"in {self._steps} step{'s' * (self._steps > 1)}"
+        if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
                 f"nothing was trained {so_far}: the loss was NaN or infinite every time, so the weights most likely "
                 "were before the run began; check checkpointer.checkpoint_files, or lower optimizer.lr"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -15,8 +16,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.record.files import reason
 from torchtune_adaptive.schedules.growth import EpochPlan
 from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -37,7 +40,8 @@ class Metrics:
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
         self._losses: tuple[float, float] | None = None
-        self._output_dir = settings.output_dir
+        self._checkpoints_in = checkpoint_directory(cfg, settings)
+        self._logger_failed = False
         if self._shown:
             self._logger = components.build("metric_logger", cfg)
             self._logger.log_config(cfg)
@@ -86,18 +90,28 @@ class Metrics:
 
     def _log(self, figures: Mapping[str, float], step: int, result: StepResult, tokens_per_second: float) -> None:
         """To the logger of the config, and to the record of the run, which needs no logger that can be read back."""
-        self._logger.log_dict({**figures, **self._peak_memory()}, step=step)
+        self._to_logger({**figures, **self._peak_memory()}, step)
         memory = {} if result.memory is None else result.memory._asdict()
         samples = self._plan.samples_per_step * dist.get_world_size()
         run = {"samples": samples, "target_tokens_per_second": tokens_per_second, **memory}
         self._journal.step(step, {**figures, **run})
 
+    def _to_logger(self, figures: Mapping[str, float], step: int) -> None:
+        """A full disk is no reason to end a run, least of all before its next checkpoint can say so better."""
+        try:
+            self._logger.log_dict(figures, step=step)
+        except OSError as error:
+            if not self._logger_failed:
+                logger.warning("the metric logger failed at step %d: %s; training goes on", step, reason(error))
+            self._logger_failed = True
+
     def close(self) -> None:
         if not self._shown:
             return
         if self._losses:
-            logger.info("trained: loss %.4f -> %.4f, checkpoints in %s", *self._losses, self._output_dir)
-        self._logger.close()
+            logger.info("trained: loss %.4f -> %.4f, checkpoints in %s", *self._losses, self._checkpoints_in)
+        with suppress(OSError):
+            self._logger.close()
 
     def _peak_memory(self) -> Mapping[str, float]:
         if self._memory_of is None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
@@ -36,7 +37,7 @@ class BackgroundSave:
         self.seconds = 0.0
         self._publish = publish
         self._ended = threading.Event()
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
 
     def start(self, folder: Path, state: dict[str, Any], finished: Finished) -> None:
         """Collective: returns when the state is copied, so that training may change it."""
@@ -49,7 +50,7 @@ class BackgroundSave:
         assert isinstance(future, Future)
         future.add_done_callback(partial(self._finish, finished, began))
 
-    def wait(self) -> Exception | None:
+    def wait(self) -> BaseException | None:
         """What went wrong on this rank, once it is over."""
         self._ended.wait()
         self.name = None
@@ -61,7 +62,7 @@ class BackgroundSave:
             future.result()
             if dist.get_rank() == 0:
                 self._publish(finished)
-        except Exception as error:  # noqa: BLE001 - a thread has nobody to raise to: `wait` hands it on
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - a thread has nobody to raise to but `wait`
             self._error = error
         finally:
             self.seconds = time.perf_counter() - began

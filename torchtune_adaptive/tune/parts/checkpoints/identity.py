@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,6 +20,7 @@ RUN_KEYS = (
     "optimizer",
     "optimizer_in_bwd",
 )
+ENDS_BYTES = 2**22
 LIMITS = ("tokenizer.max_seq_len",)
 """What errors advise to lower where memory is short: a run may go on with less."""
 
@@ -25,7 +28,31 @@ LIMITS = ("tokenizer.max_seq_len",)
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     """The values that a run keeps for its whole life, by their dotted keys."""
     flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
+    if recipe == "lora":
+        flat |= _frozen_weights(cfg)
     return {key: value for key, value in flat.items() if key not in LIMITS}
+
+
+def _frozen_weights(cfg: DictConfig) -> dict[str, Any]:
+    """An adapter is worth nothing beside other weights. By content and not by path: they may lie elsewhere tomorrow."""
+    section = cfg.get("checkpointer")
+    names = _plain(section, "checkpoint_files") if isinstance(section, DictConfig) else None
+    if not isinstance(names, list):
+        return {}
+    folder = Path(str(section.get("checkpoint_dir")))
+    return {f"frozen weights in {name}": _fingerprint(folder / str(name)) for name in names}
+
+
+def _fingerprint(path: Path) -> str | None:
+    """Size, beginning and end of a file: enough to tell two models apart, and done at once for one of any size."""
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        crc32 = zlib.crc32(file.read(ENDS_BYTES))
+        file.seek(max(0, size - ENDS_BYTES))
+        crc32 = zlib.crc32(file.read(ENDS_BYTES), crc32)
+    return f"{size} bytes, CRC-32 {crc32:08x}"
 
 
 def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
@@ -80,7 +81,7 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Any, group: dist
         load_parts(state, storage_reader=reader, process_group=group)
         model.load_state_dict(state.pop(training.MODEL_KEY))
         optimizer.load_state_dict(state.pop(training.OPT_KEY))
-    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - files can be wrong in any way
         problem = _problem(error, f"checkpoint {folder}")
     _agree(problem)
     return state
@@ -126,7 +127,7 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     )
 
 
-def _problem(error: Exception, what: str) -> str:
+def _problem(error: BaseException, what: str) -> str:
     if is_oom(error) or isinstance(error, MemoryError):
         return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
     return f"checkpointer: loading {what} failed on rank {dist.get_rank()}: {components.reason(error)}"

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.folders import RECIPE_STATE, RECIPE_STATE_FILE, Found
-from torchtune_adaptive.tune.parts.checkpoints.manifest import changed_file
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, changed_file
 from torchtune_adaptive.tune.parts.checkpoints.sources import ADAPTER_FILE, EPOCH_FOLDER, Files
 
 DISTRIBUTED_METADATA = ".metadata"
@@ -24,8 +24,8 @@ DISTRIBUTED_METADATA = ".metadata"
 
 def named_files(
     cfg: DictConfig, recipe: str, *, asynchronous: bool, directory: Path, found: Sequence[Found]
-) -> tuple[Files, str | None]:
-    """What the config names, and the id of the run that saved it where that is known."""
+) -> tuple[Files, Manifest | None]:
+    """What the config names, and its manifest where it has one."""
     if not found:
         raise ConfigError(
             f"resume_from_checkpoint is True and checkpointer.output_dir is {str(directory)!r}, where no "
@@ -50,7 +50,7 @@ def named_files(
             f"resume_from_checkpoint is True, but {own.path} is damaged: the content of {name} is not what was saved; "
             f"{_advice(directory, found)}"
         )
-    return replace(files, complete=True), own.manifest.run
+    return replace(files, complete=True), own.manifest
 
 
 def _weights(section: DictConfig, directory: Path) -> Files:
@@ -58,6 +58,11 @@ def _weights(section: DictConfig, directory: Path) -> Files:
     for path in paths:
         _require(path, "checkpointer.checkpoint_files")
     folder = paths[0].parent
+    if other := next((path.parent for path in paths if path.parent != folder), None):
+        raise ConfigError(
+            f"resume_from_checkpoint is True, but checkpointer.checkpoint_files names files of {folder.name} and of "
+            f"{other.name}: name those of one checkpoint"
+        )
     state = _recipe_state(section, directory, folder)
     return Files(folder=folder, weights=tuple(map(str, paths)), recipe_state=str(state))
 

@@ -23,9 +23,9 @@ SHORT_WRITES = ("unexpected pos", "PytorchStreamWriter failed", "basic_ios::clea
 """What torch says when the operating system has taken less than it was given, whose own error it drops."""
 
 
-def cause(error: Exception, directory: Path) -> str:
+def cause(error: BaseException, directory: Path) -> str:
     """Why a checkpoint could not be written. torch's writers fail with texts of their own when a disk is full."""
-    if not directory.is_dir():
+    if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return "the folder is gone"
     free = folders.free_bytes(directory)
     number = _errno(error)

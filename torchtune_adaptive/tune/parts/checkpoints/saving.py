@@ -120,7 +120,7 @@ class Checkpoints:
         problem = None
         if dist.get_rank() == 0:
             problem = self._write(name, {**weights, **state}, manifest, random_states or [])
-        self._settle(name, problem, time.perf_counter() - began)
+        self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
 
     def close(self) -> None:
         """Collective: nothing is left to be written."""
@@ -187,8 +187,8 @@ class Checkpoints:
         problem = next((each for each in told if each is not None), None)
         self._settle(name, problem, self._background.seconds)
 
-    def _settle(self, name: str, problem: str | None, seconds: float) -> None:
-        """Collective: every rank hears from rank 0 whether the checkpoint is there."""
+    def _settle(self, name: str, problem: str | None, seconds: float, *, last: bool = False) -> None:
+        """Collective: rank 0 tells whether the checkpoint is there. Without its last a run has failed."""
         told = [problem]
         dist.broadcast_object_list(told)
         if told[0] is None:
@@ -199,7 +199,7 @@ class Checkpoints:
         message = f"checkpoint {name} could not be saved to {self._directory}: {told[0]}; {self._last_good()}"
         if dist.get_rank() == 0:
             folders.discard_staged(self._directory)
-        if self._stops_on_error:
+        if self._stops_on_error or last:
             raise CheckpointError(
                 f"{message}; once that is mended the same command with resume_from_checkpoint=auto goes on "
                 "(adaptive.on_save_error: continue would have trained on without it)"

@@ -79,17 +79,20 @@ def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
     mode = settings.resume_from_checkpoint
     chosen = _newest(found, cfg, settings, recipe, directory) if mode == AUTO else None
     files: Files | None = None
-    run: str | None = None
+    manifest: Manifest | None = None
     if chosen is not None and chosen.manifest is not None:
-        files, run = files_of(chosen.path, chosen.manifest), chosen.manifest.run
+        files, manifest = files_of(chosen.path, chosen.manifest), chosen.manifest
     elif mode is True:
-        files, run = named_files(
+        files, manifest = named_files(
             cfg, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
         )
+        _check_rest_of_epoch(cfg, recipe, manifest)
     else:
-        _make_room(found, settings, directory)
+        _make_room(cfg, found, settings, directory)
+    if files is not None:
+        logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     _prepare(directory)
-    return Start(run=run or uuid.uuid4().hex[:12], serial=serial, files=files)
+    return Start(run=manifest.run if manifest else uuid.uuid4().hex[:12], serial=serial, files=files)
 
 
 def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe: str, directory: Path) -> Found | None:
@@ -103,15 +106,25 @@ def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe:
         return None
     changed = difference(identity_of(cfg, recipe), chosen.manifest.identity)
     if changed is not None:
-        if _may_overwrite(settings):
-            return None
         raise ConfigError(
             f"resume_from_checkpoint is auto, but {changed} in the run whose checkpoints are in {directory}; set it "
-            "back, or start a new run with another output_dir or with overwrite_output_dir: True"
+            "back, or start a new run: with another output_dir, or with resume_from_checkpoint: False and "
+            "overwrite_output_dir: True"
         )
     _check_unfinished(chosen, chosen.manifest, settings)
-    logger.info("resuming from %s (%s)", chosen.path, chosen.manifest.position)
     return chosen
+
+
+def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None) -> None:
+    """In the middle of an epoch, another order or another size of steps would repeat samples and miss others."""
+    if manifest is None or not manifest.position.steps_in_epoch:
+        return
+    changed = difference(identity_of(cfg, recipe), manifest.identity)
+    if changed is not None:
+        raise ConfigError(
+            f"resume_from_checkpoint is True and the checkpoint is in the middle of an epoch, but {changed} when it "
+            "was saved: set it back, or resume from the end of an epoch"
+        )
 
 
 def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings) -> None:
@@ -132,11 +145,12 @@ def _finish_cleaning(directory: Path, settings: Settings) -> None:
         folders.tidy(directory, settings.keep_last_n_checkpoints, resumed_from=None)
 
 
-def _make_room(found: Sequence[Found], settings: Settings, directory: Path) -> None:
+def _make_room(cfg: DictConfig, found: Sequence[Found], settings: Settings, directory: Path) -> None:
     """A fresh start needs a directory without checkpoints: it never mixes its own with others."""
     if not found:
         return
     if _may_overwrite(settings):
+        _check_not_needed(cfg, found)
         logger.warning("overwrite_output_dir: %d checkpoints in %s are removed", len(found), directory)
         folders.remove_all(directory)
         return
@@ -145,13 +159,26 @@ def _make_room(found: Sequence[Found], settings: Settings, directory: Path) -> N
     how = "resume_from_checkpoint=auto" if complete else "resume_from_checkpoint=True and the files to resume from"
     raise ConfigError(
         f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
-        f"own: go on with that run ({how}), choose another output_dir, or set overwrite_output_dir=True to remove them"
+        f"own: go on with that run ({how}), choose another output_dir, or set resume_from_checkpoint=False and "
+        "overwrite_output_dir=True to remove them"
     )
 
 
 def _may_overwrite(settings: Settings) -> bool:
     """Never when the launcher has started the run again: what is there is what it has saved so far."""
-    return settings.overwrite_output_dir and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+    wanted = settings.overwrite_output_dir and settings.resume_from_checkpoint is False
+    return wanted and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+
+
+def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:
+    """What is to be removed may hold the weights to start from."""
+    start_from = Path(str(cfg.checkpointer.get("checkpoint_dir"))).resolve()
+    for each in found:
+        if each.path.resolve() in (start_from, *start_from.parents):
+            raise ConfigError(
+                f"overwrite_output_dir is True, but checkpointer.checkpoint_dir is {str(start_from)!r}, which would be "
+                "removed: choose another output_dir"
+            )
 
 
 def _prepare(directory: Path) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import errno
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_adaptive.errors import CheckpointError
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
+from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
 
 
 def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:
@@ -69,3 +72,14 @@ def test_what_one_rank_meets_while_loading_all_ranks_tell(
     with pytest.raises(CheckpointError, match=says):
         loading.load(Reader(found), None, "full")
     assert len(told) == 1
+
+
+def test_what_torchs_writer_raises_is_heard_although_it_is_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.new_group", lambda backend: None)
+    published: list[object] = []
+    saving = BackgroundSave(published.append)
+    failed: Future[object] = Future()
+    failed.set_exception(CheckpointException("write", {}))
+    saving._finish(("step_6", None, []), 0.0, failed)  # type: ignore[arg-type]
+    assert isinstance(saving.wait(), CheckpointException)
+    assert published == []

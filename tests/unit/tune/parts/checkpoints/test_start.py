@@ -157,11 +157,38 @@ def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytes
     assert complete(tmp_path) == []
 
 
-def test_a_run_of_this_config_goes_on_where_overwriting_is_allowed(tmp_path: Path) -> None:
+def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
     assert start(tmp_path, "overwrite_output_dir=True").resumes
-    assert not start(tmp_path, "overwrite_output_dir=True", "seed=7").resumes
-    assert complete(tmp_path) == []
+    with pytest.raises(ConfigError, match="seed is 7, and was 0"):
+        start(tmp_path, "overwrite_output_dir=True", "seed=7")
+    (tmp_path / "epoch_0" / "recipe_state.pt").unlink()
+    with pytest.raises(ConfigError, match="resume_from_checkpoint=False and overwrite_output_dir=True"):
+        start(tmp_path, "overwrite_output_dir=True")
+    assert (tmp_path / "epoch_0").is_dir()
+
+
+def test_the_weights_to_start_from_are_never_overwritten(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0")
+    fresh = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
+    with pytest.raises(ConfigError, match=r"checkpointer.checkpoint_dir is .* which would be removed"):
+        start(tmp_path, *fresh, f"checkpointer.checkpoint_dir={tmp_path / 'epoch_0'}")
+    assert complete(tmp_path) == ["epoch_0"]
+
+
+def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_path: Path) -> None:
+    out, base = tmp_path / "out", tmp_path / "base"
+    base.mkdir()
+    (base / "base.pt").write_bytes(b"one model")
+    where = f"checkpointer.checkpoint_dir={base}"
+    identity = identity_of(config(out, where), "lora")
+    save(out, "epoch_0", identity=identity, content=ADAPTER)
+    assert start(out, where, recipe="lora").resumes
+    base.rename(tmp_path / "moved")
+    assert start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora").resumes
+    (tmp_path / "moved" / "base.pt").write_bytes(b"two model")
+    with pytest.raises(ConfigError, match=r"frozen weights in base\.pt"):
+        start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora")
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
@@ -233,6 +260,22 @@ def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_ep
     assert begun.files is not None
     assert begun.files.adapter == str(tmp_path / "epoch_1" / "adapter_model.pt")
     assert begun.files.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
+
+
+def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
+    for epoch in range(2):
+        saved(tmp_path, f"epoch_{epoch}", epoch)
+    both = "epoch_1/model-00001-of-00001.bin,epoch_0/model-00001-of-00001.bin"
+    with pytest.raises(ConfigError, match="files of epoch_1 and of epoch_0"):
+        named(tmp_path, f"checkpointer.checkpoint_files=[{both}]")
+
+
+def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> None:
+    position = Position(epochs=1, steps_in_epoch=2, samples_in_epoch=8, step=6)
+    save(tmp_path, "step_6", identity=identity_of(config(tmp_path), "full"), position=position)
+    assert named(tmp_path, files("step_6")).resumes
+    with pytest.raises(ConfigError, match=r"middle of an epoch, but shuffle is False, and was True"):
+        named(tmp_path, files("step_6"), "shuffle=False")
 
 
 def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
