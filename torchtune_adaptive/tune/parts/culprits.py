@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -57,6 +57,12 @@ def naming_unknown_tokens(model: nn.Module, samples: NamedSamples, last: int) ->
         known = _vocabulary_of(model)
         if known is None or (isinstance(error, AdaptiveError) and not isinstance(error, UnrecoverableError)):
             raise
+        lacking = _find_lacking(samples, last)
+        if lacking is not None:
+            raise SampleError(
+                f"sample {lacking} of the dataset (on rank {rank()}) has no tokens or no labels: see whether the "
+                "dataset's columns and its transform are those of the data"
+            ) from error
         found = _find(samples, last, known)
         if found is None:
             raise
@@ -70,6 +76,15 @@ def naming_unknown_tokens(model: nn.Module, samples: NamedSamples, last: int) ->
 def _vocabulary_of(model: nn.Module) -> int | None:
     embedding = getattr(getattr(model, "decoder", model), "tok_embeddings", None)
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def _find_lacking(samples: NamedSamples, last: int) -> int | None:
+    """The index of a sample without what a microbatch is made of."""
+    for index in samples.last(last):
+        sample = samples[index]
+        if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
+            return index
+    return None
 
 
 def _find(samples: NamedSamples, last: int, known: int) -> tuple[int, int] | None:

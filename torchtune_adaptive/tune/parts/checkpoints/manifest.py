@@ -84,13 +84,16 @@ def read_manifest(folder: Path) -> Manifest | Fault:
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != record.bytes:
-            return f"is damaged: {name} has {'gone' if found is None else f'{found} bytes'}, not {record.bytes} bytes"
+            return f"is damaged: {name} {'is missing' if found is None else f'has {found} bytes, not {record.bytes}'}"
     return manifest
 
 
 def record_files(folder: Path) -> dict[str, FileRecord]:
-    """Size and checksum of every file in a folder, by its name in there."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Size and checksum of every file in a folder, by its name in there.
+
+    A manifest that is there already is another checkpoint's: torchtune copies what lies beside a run's first weights.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     with ThreadPoolExecutor() as pool:
         sums = list(pool.map(_crc32, paths))
     return {

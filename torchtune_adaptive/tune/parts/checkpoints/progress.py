@@ -123,8 +123,6 @@ class Progress:
     def _log_differences(self, saved: Progress, going_on: Progress) -> None:
         if dist.get_rank() != 0:
             return
-        within = f", after {going_on.steps_in_epoch} steps of the next" if going_on.steps_in_epoch else ""
-        logger.info("resuming after epoch %d of %d%s", going_on.epochs_run, going_on.total_epochs, within)
         for field in ("seed", "total_epochs", "max_steps_per_epoch"):
             configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
             if configured != kept:

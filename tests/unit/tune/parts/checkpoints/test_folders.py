@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from tests.unit.tune.parts.checkpoints.making import CONTENT, complete, manifest, save, stage
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE, read_manifest
+from torchtune_adaptive.tune.parts.checkpoints.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+    record_files,
+    write_manifest,
+)
 
 
 class Killed(BaseException):
@@ -125,6 +131,13 @@ def test_a_manifest_that_cannot_be_read_is_a_fault_and_no_error(tmp_path: Path, 
     folder = save(tmp_path, "epoch_0")
     (folder / MANIFEST_FILE).write_bytes(content)
     assert isinstance(read_manifest(folder), str)
+
+
+def test_a_manifest_that_was_copied_along_with_the_first_weights_is_replaced(tmp_path: Path) -> None:
+    folder = stage(tmp_path, "epoch_0")
+    (folder / MANIFEST_FILE).write_text("another run's")
+    write_manifest(folder, manifest(files=record_files(folder)))
+    assert isinstance(read_manifest(folder), Manifest)
 
 
 def test_a_byte_that_has_changed_is_found_before_it_is_trusted(tmp_path: Path) -> None:
