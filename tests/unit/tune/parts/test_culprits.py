@@ -16,6 +16,10 @@ class Decoder(nn.Module):
         self.tok_embeddings = nn.Embedding(4, 2)
 
 
+def look_up(samples: list[dict[str, list[int]]]) -> None:
+    Decoder().tok_embeddings(torch.tensor([(sample["tokens"][-1], sample["labels"][-1]) for sample in samples]))
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
@@ -27,8 +31,7 @@ class Decoder(nn.Module):
 def test_a_sample_that_no_microbatch_can_be_made_of_is_named(wrong: dict[str, object], says: str) -> None:
     samples = NamedSamples([{"tokens": [1], "labels": [1]}, wrong])
     with pytest.raises(SampleError, match=says), naming_unknown_tokens(Decoder(), samples, last=2):
-        batch = [(sample["tokens"][-1], sample["labels"][-1]) for sample in (samples[0], samples[1])]
-        Decoder().tok_embeddings(torch.tensor(batch))
+        look_up([samples[0], samples[1]])
 
 
 def test_a_failure_that_no_sample_explains_is_left_as_it_is() -> None:
