@@ -74,7 +74,13 @@ def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(
 ) -> None:
     for message, complete in run_on_ranks(2, trained, kind, tmp_path / "run", spoil, timeout_s=60, in_group=False):
         assert message is not None
-        for word in ("step_6", str(tmp_path / "run" / "out"), "free", "epoch_0", "resume_from_checkpoint=auto"):
+        for word in (
+            "step_6",
+            str(tmp_path / "run" / "out"),
+            "the folder is gone",
+            "epoch_0",
+            "resume_from_checkpoint=auto",
+        ):
             assert word in message
         assert complete == ["epoch_0", "step_2"]
 
