@@ -96,13 +96,13 @@ class AdaptiveLoraFinetuneDistributed:
         suspects = 2 * self.course.most_samples_per_step
         with self.limited_memory() as memory, naming_unknown_tokens(self.model, self.data.dataset, last=suspects):
             self.watch(memory)
-            for plan in self.course.epochs[self.progress.epochs_run :]:
-                steps = begin_epoch(self.parts, self.course, self.progress, plan)
-                for samples, upcoming in self._metrics.epoch(plan, steps, self.progress.steps_in_epoch):
+            for sizes in self.course.epochs[self.progress.epochs_run :]:
+                steps = begin_epoch(self.parts, self.course, self.progress, sizes)
+                for samples, upcoming in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     result = self.runner.run(samples, step=self.progress.step + 1, upcoming=upcoming)
                     with self.runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
                         grad_norm = self.optimization.update(result.target_tokens)
-                    self.progress = self.progress.after_step(plan, self._ranks)
+                    self.progress = self.progress.after_step(sizes, self._ranks)
                     learning_rate = self.optimization.learning_rate()
                     loss = self._metrics.log_step(
                         self.progress.step,
@@ -117,7 +117,7 @@ class AdaptiveLoraFinetuneDistributed:
                         losses.check_finite()
                         self.save_checkpoint()
                 losses.check()
-                self.progress = self.progress.after_epoch(plan)
+                self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
         self._profiler.stop()
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.record.charts.predictions import draw
-from torchtune_adaptive.tune.plan.answers import Plan, command, frontier, heading, predict, traces
+from torchtune_adaptive.tune.plan.answers import Prediction, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.settings import PlanSettings, read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
@@ -32,7 +32,7 @@ def answer(cfg: DictConfig) -> None:
         draw(Path(settings.picture), first, frontier(plan), heading(cfg, settings, first))
 
 
-def as_table(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
+def as_table(cfg: DictConfig, settings: PlanSettings, plan: Prediction) -> str:
     parts = []
     for each in plan.answers:
         parts += [heading(cfg, settings, each), report.table(each), report.choice(each)]
@@ -43,11 +43,11 @@ def as_table(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
     return "\n".join(parts)
 
 
-def as_csv(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
+def as_csv(cfg: DictConfig, settings: PlanSettings, plan: Prediction) -> str:
     return report.as_csv([row for each in plan.answers for row in report.figures(each)])
 
 
-def as_json(cfg: DictConfig, settings: PlanSettings, plan: Plan) -> str:
+def as_json(cfg: DictConfig, settings: PlanSettings, plan: Prediction) -> str:
     return report.as_json([row for each in plan.answers for row in report.figures(each)], plan.notes)
 
 

@@ -26,7 +26,7 @@ class Collective:
 
     kind: type[AllGather] | type[ReduceScatter]
     numel: int
-    """Of the unsharded side."""
+    """Elements on the unsharded side."""
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup

@@ -17,7 +17,7 @@ class Change:
 
     kind: str
     step: int
-    """The step that it happened in, or after."""
+    """The step in which it happened, or after which."""
     reason: str
     """The line of the log."""
     unit: str
@@ -25,12 +25,12 @@ class Change:
     """The size of the limit, in `unit`."""
     after: int
     ranks: tuple[int, ...] | None = None
-    """Those that caused it."""
+    """The ranks that caused it."""
     rows: int | None = None
-    """Of the largest microbatch that did."""
+    """Rows of the largest microbatch that caused it."""
     length: int | None = None
     """Tokens of its longest sample."""
     peak_bytes: int | None = None
-    """Of the rank that was fullest, of its own budget."""
+    """The peak of the rank that came closest to its own budget."""
     budget_bytes: int | None = None
-    """Of that rank."""
+    """The budget of that rank."""

@@ -24,7 +24,7 @@ class CompletedStep:
 
     target_tokens: int
     seconds: float
-    """Of the slowest rank."""
+    """Seconds that the slowest rank took."""
     retrying: Mapping[int, Microbatch]
     """Ranks whose allocator had to flush its cache in this step, each with its largest microbatch."""
 

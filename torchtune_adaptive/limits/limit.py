@@ -157,7 +157,7 @@ class SurfaceLimit:
     """As many rows as the measured need of every phase, fitted over rows and length, has room for."""
 
     surfaces: Mapping[str, Surface]
-    """By the name of the phase."""
+    """One surface for each phase, by its name."""
     budget_bytes: int
     unit = "bytes"
 

@@ -32,9 +32,9 @@ class Load(NamedTuple):
     tokens: int
     padded_tokens: int
     most_rows: int
-    """Of the microbatch that has the most."""
+    """Rows of the microbatch that has the most."""
     most_tokens: int
-    """Likewise, with padding."""
+    """Tokens, padding included, of the microbatch that has the most."""
 
 
 def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:

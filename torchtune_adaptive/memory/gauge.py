@@ -10,9 +10,9 @@ from torchtune_adaptive.memory.device import MemorySource
 
 class Reading(NamedTuple):
     seconds: float
-    """Since the last step that counted; of the first step, since it began."""
+    """Seconds since the last step that counted; in the first step, since it began."""
     retries: int
-    """Since the last reading."""
+    """Allocator retries since the last reading."""
     peak_bytes: int
     budget_bytes: int
     """0 where nothing measures memory."""

@@ -17,27 +17,24 @@ SCHEDULE = "schedule"
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """One line of the record. What does not apply is None, and is left out of the file."""
+    """One line of the record. What does not apply is None, and is left out of the file.
+
+    From `unit` on, the fields mean what they mean in a Change; `before` and `after` may also be batch sizes.
+    """
 
     kind: str
     step: int
-    """The step that it happened in, or after."""
+    """The step in which it happened, or after which."""
     reason: str
     """The line of the log."""
     unit: str | None = None
     before: int | None = None
-    """The size of the limit (or batch), in `unit`."""
     after: int | None = None
     ranks: tuple[int, ...] | None = None
-    """Those that caused it."""
     rows: int | None = None
-    """Of the microbatch that was too large."""
     length: int | None = None
-    """Likewise: its longest sample."""
     peak_bytes: int | None = None
-    """Of the rank that was fullest, of its own budget."""
     budget_bytes: int | None = None
-    """Of that rank."""
 
 
 def event_of(change: Change) -> Event:

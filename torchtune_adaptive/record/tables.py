@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torchtune_adaptive.record.events import SEARCH, Event
 from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.schedules.accumulation import Accumulation
-from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.peaks import Probe
 from torchtune_adaptive.search.rows import SearchResult
@@ -90,13 +90,13 @@ def step_line(step: Accumulation, ranks: int) -> str:
     return f"{product} {'=' if even else 'for'} {step.samples_per_step * ranks} samples a step ({compared})"
 
 
-def schedule_table(plans: Sequence[EpochPlan], ranks: int, *, by_tokens: bool = False) -> str:
+def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
     """The run before it starts; epochs in a row that are alike share a line."""
     lines = [
-        f"batch schedule · {count_of(len(plans), 'epoch')} · {sum(plan.steps for plan in plans)} steps",
+        f"batch schedule · {count_of(len(epochs), 'epoch')} · {sum(sizes.steps for sizes in epochs)} steps",
         "  epoch    batch size   microbatches   samples a step   steps    learning rate",
     ]
-    for _, alike in groupby(plans, key=lambda plan: {**vars(plan), "epoch": None}):
+    for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None}):
         group = list(alike)
         lines.append(_schedule_line(group[0], group[-1].epoch, ranks, by_tokens))
     return "\n".join(lines)
@@ -147,12 +147,12 @@ def _probe_line(probe: Probe, budget_bytes: int, chosen: str = "") -> str:
     return f"  {size}{need:<23}{seconds:<8}{', '.join(filter(None, remarks))}".rstrip()
 
 
-def _schedule_line(plan: EpochPlan, last_epoch: int, ranks: int, by_tokens: bool) -> str:
-    epochs = f"{plan.epoch}" if plan.epoch == last_epoch else f"{plan.epoch}-{last_epoch}"
-    microbatches = "by tokens" if by_tokens else f"{plan.microbatches} {_TIMES} {plan.microbatch_rows}"
-    samples = plan.samples_per_step * ranks
-    rate = f"{_TIMES} {plan.lr_factor:.3g}"
-    cells = f"  {epochs:<9}{plan.batch_size:<13}{microbatches:<15}{samples:<17}{plan.steps:<9}{rate}"
-    if plan.refused_batch_size is None:
+def _schedule_line(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: bool) -> str:
+    epochs = f"{sizes.epoch}" if sizes.epoch == last_epoch else f"{sizes.epoch}-{last_epoch}"
+    microbatches = "by tokens" if by_tokens else f"{sizes.microbatches} {_TIMES} {sizes.microbatch_rows}"
+    samples = sizes.samples_per_step * ranks
+    rate = f"{_TIMES} {sizes.lr_factor:.3g}"
+    cells = f"  {epochs:<9}{sizes.batch_size:<13}{microbatches:<15}{samples:<17}{sizes.steps:<9}{rate}"
+    if sizes.refused_batch_size is None:
         return cells
-    return f"{cells.ljust(76)}   <- {plan.refused_batch_size} asked for, does not fit"
+    return f"{cells.ljust(76)}   <- {sizes.refused_batch_size} asked for, does not fit"

@@ -55,7 +55,7 @@ def milestones(batch_sizes: Mapping[int, int]) -> Increase:
 
 
 @dataclass(frozen=True)
-class EpochPlan:
+class EpochSizes:
     """One epoch of the run as it will be, for one rank."""
 
     epoch: int
@@ -78,13 +78,13 @@ def steady(
     samples_per_rank: int,
     max_steps_per_epoch: int | None = None,
     lr_scaling: str = "none",
-    past: Sequence[EpochPlan] = (),
-) -> tuple[EpochPlan, ...]:
+    past: Sequence[EpochSizes] = (),
+) -> tuple[EpochSizes, ...]:
     """Every epoch of a run whose steps are all alike, after the `past` epochs of a resumed one."""
     return (
         *past[:epochs],
         *(
-            EpochPlan(
+            EpochSizes(
                 epoch=epoch,
                 batch_size=step.rows,
                 microbatches=step.microbatches,
@@ -109,8 +109,8 @@ def simulate(
     beyond_memory: str = "skip",
     max_steps_per_epoch: int | None = None,
     lr_scaling: str = "none",
-    past: Sequence[EpochPlan] = (),
-) -> tuple[EpochPlan, ...]:
+    past: Sequence[EpochSizes] = (),
+) -> tuple[EpochSizes, ...]:
     """Every epoch of the run, in order.
 
     `max_batch_size` is what fits; an increase above it is refused (`skip`), taken with more microbatches
@@ -118,14 +118,14 @@ def simulate(
     for them again, so that what fits today does not change what was trained.
     """
     configured = batch_size * gradient_accumulation_steps
-    plans = list(past[:epochs])
-    current = plans[-1].batch_size if plans else batch_size
-    for epoch in range(len(plans), epochs):
+    course = list(past[:epochs])
+    current = course[-1].batch_size if course else batch_size
+    for epoch in range(len(course), epochs):
         asked = _ask(function, epoch, current)
         taken = _admit(asked, current, max_batch_size, beyond_memory, epoch)
         samples = taken * gradient_accumulation_steps
-        plans.append(
-            EpochPlan(
+        course.append(
+            EpochSizes(
                 epoch=epoch,
                 batch_size=taken,
                 **_microbatches(taken, gradient_accumulation_steps, max_batch_size),
@@ -136,12 +136,12 @@ def simulate(
             )
         )
         current = taken
-    return tuple(plans)
+    return tuple(course)
 
 
-def total_steps(plans: Sequence[EpochPlan]) -> int:
+def total_steps(epochs: Sequence[EpochSizes]) -> int:
     """Optimizer steps of the whole run: what a learning-rate schedule is made for."""
-    return sum(plan.steps for plan in plans)
+    return sum(sizes.steps for sizes in epochs)
 
 
 def function_name(function: Increase) -> str:

@@ -31,9 +31,9 @@ class Profile:
 
     budget_bytes: int
     points: tuple[Probe, ...]
-    """In the order they were measured."""
+    """Every probe, in the order they were measured."""
     surfaces: Mapping[str, Surface]
-    """Of each phase, never below what was measured."""
+    """The surface of each phase, never below what was measured."""
     held_out_error: float
     """The most by which the first fit missed a peak that it had not seen, in proportion to that peak."""
     limit_bytes: int

@@ -77,7 +77,7 @@ class RankReport(NamedTuple):
     retries: int
     seconds: float
     peaks: tuple[int, ...]
-    """Of each phase; 0 for phases that were not reached."""
+    """The peak of each phase; 0 for a phase that was not reached."""
 
     @property
     def missing_bytes(self) -> int:

@@ -33,14 +33,14 @@ class SearchResult:
     round_to: str
     budget_bytes: int
     probes: tuple[Probe, ...]
-    """In the order they were measured."""
+    """Every probe, in the order they were measured."""
     lines: Mapping[str, Surface]
-    """Fitted to each phase; empty where fewer than two sizes ran to their end."""
+    """The line of each phase; empty where fewer than two sizes ran to their end."""
     fits_rows: float
     """Before rounding: where the lines cross the budget (linear), what was predicted (static), else the most rows that
     fit."""
     rows: int
-    """The answer."""
+    """The answer: rows of a microbatch."""
     reason: str
     """Why not more: what `rows` was rounded from, what did not fit, or which bound it met."""
 

@@ -21,7 +21,7 @@ Pass: TypeAlias = Literal["microbatch", "drain"]
 AroundPass: TypeAlias = Callable[[Pass], AbstractContextManager[object]]
 
 
-class Attempts(Generic[Sample]):
+class PlanRunner(Generic[Sample]):
     """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
 
     def __init__(

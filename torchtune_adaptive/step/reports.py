@@ -19,7 +19,7 @@ class Totals(NamedTuple):
     """What a microbatch contributes to its step."""
 
     loss_sum: Tensor
-    """Without dimensions, detached, summed over the target tokens."""
+    """The loss summed over the target tokens: a detached tensor without dimensions."""
     target_tokens: int
 
 
@@ -35,17 +35,17 @@ class StepResult:
     """A step whose gradients are complete on every rank and belong to each of its samples exactly once."""
 
     loss_sum: Tensor
-    """Summed over the target tokens of all ranks."""
+    """The loss summed over the target tokens of all ranks."""
     target_tokens: int
-    """Of all ranks."""
+    """Target tokens of all ranks together."""
     microbatches: int
-    """On each rank, in the attempt that counts."""
+    """Microbatches of each rank, in the attempt that counts."""
     recoveries: int
     """How often the step was run again."""
     load: Load
-    """Of all ranks: tokens in sum, microbatches at their largest."""
+    """The load of all ranks: their tokens in sum, their largest microbatch."""
     retries: int = 0
-    """How often allocators flushed their caches, on all ranks."""
+    """Cache flushes of the allocators of all ranks."""
     memory: Fullest | None = None
     """None where nothing measures it."""
 
@@ -56,19 +56,19 @@ class Report(NamedTuple):
     failed: float = 0
     """1 where it ran out of memory."""
     rows: float = 0
-    """Of the microbatch that did; where the allocator retried, of the largest."""
+    """Rows of the microbatch that ran out of memory; of the largest one where the allocator only retried."""
     length: float = 0
     position: float = 0
     target_tokens: float = 0
     loss_sum: float = 0
     upcoming_microbatches: float = 0
-    """What this rank will need for the next step, where it knows that already."""
+    """Microbatches that this rank needs for the next step, where it knows them already."""
     tokens: float = 0
     padded_tokens: float = 0
     most_rows: float = 0
     most_tokens: float = 0
     seconds: float = 0
-    """Since the last step that counted."""
+    """Seconds since the last step that counted."""
     retries: float = 0
     peak_bytes: float = 0
     budget_bytes: float = 0

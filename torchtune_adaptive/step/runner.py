@@ -24,7 +24,7 @@ from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
-from torchtune_adaptive.step.attempt import AroundPass, Attempts
+from torchtune_adaptive.step.attempt import AroundPass, PlanRunner
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
@@ -92,7 +92,7 @@ class StepRunner(Generic[Sample]):
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self._ledger = CollectiveLedger(model if recover else None) if ledger is None else ledger
-        self._attempts = Attempts(
+        self._attempts = PlanRunner(
             model, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover
         )
         self._agreement = Agreement(len(Report._fields))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.accumulation import LR_SCALINGS, Accumulation, lr_factor
 from torchtune_adaptive.schedules.growth import (
-    EpochPlan,
+    EpochSizes,
     Increase,
     add_every,
     double_every,
@@ -24,7 +24,7 @@ def sizes_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options
     return [plan.batch_size for plan in plans_of(function, epochs, batch_size, **options)]
 
 
-def plans_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochPlan, ...]:
+def plans_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochSizes, ...]:
     defaults = {"gradient_accumulation_steps": 2, "samples_per_rank": 100_000}
     return simulate(function, epochs=epochs, batch_size=batch_size, **{**defaults, **options})
 

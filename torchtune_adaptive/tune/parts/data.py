@@ -34,9 +34,9 @@ class Data:
     collate: Collate
     loader: StepLoader[Any]
     max_seq_len: int | None
-    """Where the tokenizer cuts: no sample is longer. None: it does not."""
+    """The length at which the tokenizer cuts samples; None if it does not."""
     ignored_label: int
-    """What the loss ignores."""
+    """The label that the loss ignores."""
 
 
 def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:

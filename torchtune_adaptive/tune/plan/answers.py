@@ -39,7 +39,7 @@ Traced = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Prediction:
     answers: Sequence[Answer]
     """One for each length."""
     longest: int
@@ -50,7 +50,7 @@ class Plan:
     """What the answer assumes, and what is not modelled."""
 
 
-def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
+def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Prediction:
     """What fits at each length; `traced` is called after each of `traces(...)` traces."""
     adaptive = read_adaptive(cfg.get("adaptive"))
     given = lengths(cfg, adaptive, plan)
@@ -63,14 +63,14 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Plan:
         answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
         error = _check(step, law, answers[0])
         traced()
-        return Plan(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
+        return Prediction(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
 
 
 def traces() -> int:
     return 2 * len(TRACED_ROWS) + 1
 
 
-def frontier(plan: Plan) -> list[Answer]:
+def frontier(plan: Prediction) -> list[Answer]:
     """Answers from an eighth of the first length to eight times as long, as far as the model goes."""
     first = plan.answers[0]
     lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))

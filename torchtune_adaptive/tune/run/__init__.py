@@ -1,1 +1,1 @@
-"""What a recipe does with its parts: finding what fits, planning epochs, logging, saving progress."""
+"""What a recipe does with its parts: finding what fits, sizing epochs, logging, saving progress."""

@@ -1,4 +1,4 @@
-"""From the config, and what fits, to a plan of every epoch of the run."""
+"""From the config, and what fits, to the batch sizes and steps of every epoch of the run."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from torchtune_adaptive.errors import ConfigError, IncreaseError
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
-from torchtune_adaptive.schedules.growth import EpochPlan, Increase, simulate, steady
+from torchtune_adaptive.schedules.growth import EpochSizes, Increase, simulate, steady
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
 
-def plan_epochs(
+def size_epochs(
     settings: Settings,
     adaptive: AdaptiveConfig,
     function: Increase | None,
     rows_that_fit: int | None,
     progress: Progress,
     samples_per_rank: int,
-) -> tuple[EpochPlan, ...]:
+) -> tuple[EpochSizes, ...]:
     """Every epoch of the run. With a function the configured size is the start and what fits is the bound."""
     begun = () if progress.begun is None else (progress.begun,)
     common: dict[str, Any] = {
@@ -96,12 +97,12 @@ def _naming_the_key() -> Iterator[None]:
 
 
 def announce(
-    plans: Sequence[EpochPlan], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
+    epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
 ) -> None:
     """The arithmetic of the run, before it starts; what is different from the run that it resumes."""
     if dist.get_rank() != 0:
         return
-    plan = plans[-1]
+    sizes = epochs[-1]
     before = (*progress.past, *([progress.begun] if progress.begun else []))
     if before and progress.ranks != ranks:
         was = before[-1]
@@ -109,21 +110,21 @@ def announce(
             "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
             ranks,
             progress.ranks,
-            plan.samples_per_step * ranks,
+            sizes.samples_per_step * ranks,
             was.samples_per_step * progress.ranks,
-            plan.steps,
+            sizes.steps,
             was.steps,
         )
-    if len({each.samples_per_step for each in plans}) > 1 or any(each.refused_batch_size for each in plans):
-        logger.info("%s", schedule_table(plans, ranks, by_tokens=limit is not None))
+    if len({each.samples_per_step for each in epochs}) > 1 or any(each.refused_batch_size for each in epochs):
+        logger.info("%s", schedule_table(epochs, ranks, by_tokens=limit is not None))
         return
-    growth = plan.samples_per_step / settings.samples_per_step
+    growth = sizes.samples_per_step / settings.samples_per_step
     if limit is None:
-        line = step_line(Accumulation(plan.batch_size, plan.microbatches, plan.samples_per_step, growth), ranks)
+        line = step_line(Accumulation(sizes.batch_size, sizes.microbatches, sizes.samples_per_step, growth), ranks)
     else:
-        line = f"{plan.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
-    epochs = f"{len(plans)} epoch{'s' * (len(plans) > 1)}"
-    logger.info("%s · %d steps an epoch · %s", line, plan.steps, epochs)
+        line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
+    count = count_of(len(epochs), "epoch")
+    logger.info("%s · %d steps an epoch · %s", line, sizes.steps, count)
 
 
 def _step(settings: Settings, adaptive: AdaptiveConfig, rows_that_fit: int | None) -> Accumulation:

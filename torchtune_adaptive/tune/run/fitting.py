@@ -84,7 +84,7 @@ class FitRequest:
     """Collective: makes the step to measure."""
     data: Data
     found: Callable[[Event], None]
-    """Keeps the record of the run."""
+    """Writes an event into the record of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class Measuring(Generic[Answer]):
 
     kind: type[Answer]
     measure: Callable[[], Answer]
-    """Collective."""
+    """Collective: searches, or profiles."""
     options: Mapping[str, object]
     """What the answer depends on, besides config and memory."""
     table: Callable[[Answer], str]

@@ -13,7 +13,7 @@ from torchtune_adaptive.record.charts.run import draw_run
 from torchtune_adaptive.record.events import SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
-from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -45,13 +45,13 @@ class RunJournal:
         """A search, which knows nothing of the steps that the run has taken before."""
         self.event(replace(event, step=self._steps_before))
 
-    def epoch(self, plan: EpochPlan, progress: Progress, ranks: int) -> None:
+    def epoch(self, sizes: EpochSizes, progress: Progress, ranks: int) -> None:
         """Where an epoch begins whose steps have not as many samples as those of the epoch before."""
         past, step = progress.past, progress.step
-        if progress.steps_in_epoch or not past or past[-1].samples_per_step == plan.samples_per_step:
+        if progress.steps_in_epoch or not past or past[-1].samples_per_step == sizes.samples_per_step:
             return
-        before, after = past[-1].samples_per_step * ranks, plan.samples_per_step * ranks
-        reason = f"epoch {plan.epoch}: batch size {past[-1].batch_size} -> {plan.batch_size}, samples a step {after}"
+        before, after = past[-1].samples_per_step * ranks, sizes.samples_per_step * ranks
+        reason = f"epoch {sizes.epoch}: batch size {past[-1].batch_size} -> {sizes.batch_size}, samples a step {after}"
         self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.files import reason
-from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
@@ -50,13 +50,13 @@ class Metrics:
         """The peak of this memory begins anew at every logged step."""
         self._memory = memory
 
-    def epoch(self, plan: EpochPlan, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
+    def epoch(self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
         """The steps left of an epoch, with a progress bar around them."""
-        self._plan = plan
+        self._sizes = sizes
         ours = [logging.getLogger("torchtune_adaptive")]
         with (
             logging_redirect_tqdm(ours),
-            tqdm(total=plan.steps, initial=steps_done, disable=not self._shown) as self._bar,
+            tqdm(total=sizes.steps, initial=steps_done, disable=not self._shown) as self._bar,
         ):
             self._step_began = time.perf_counter()
             yield from steps
@@ -77,7 +77,7 @@ class Metrics:
         if self._shown:
             self._losses = (self._losses[0] if self._losses else loss, loss)
             self._bar.update(1)
-            self._bar.set_description(f"{self._plan.epoch + 1}|{step}|Loss: {loss:.4f}")
+            self._bar.set_description(f"{self._sizes.epoch + 1}|{step}|Loss: {loss:.4f}")
         if step % self._every != 0:
             return loss
         if self._shown:
@@ -92,7 +92,7 @@ class Metrics:
         """To the logger of the config, and to the record of the run, which needs no logger that can be read back."""
         self._to_logger({**figures, **self._peak_memory()}, step)
         memory = {} if result.memory is None else result.memory._asdict()
-        samples = self._plan.samples_per_step * dist.get_world_size()
+        samples = self._sizes.samples_per_step * dist.get_world_size()
         run = {"samples": samples, "target_tokens_per_second": tokens_per_second, **memory}
         self._journal.step(step, {**figures, **run})
 

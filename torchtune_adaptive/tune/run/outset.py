@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.schedules.growth import EpochPlan, total_steps
+from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.checkpoints import Checkpoints
@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample
 from torchtune_adaptive.tune.parts.optimization import Optimization
-from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, plan_epochs
+from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
 from torchtune_adaptive.tune.run.fitting import FitRequest, rows_that_fit, training_step
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.token_budget import Microbatches, microbatches_of
@@ -38,7 +38,7 @@ class Parts:
     settings: Settings
     adaptive: AdaptiveConfig
     ranks: int
-    """Of the data: each trains on samples of its own."""
+    """Data-parallel ranks: each trains on samples of its own."""
     tokenizer: Any
     loss_fn: nn.Module
     data: Data
@@ -68,16 +68,16 @@ class Parts:
 class Course:
     """The run as it will be."""
 
-    epochs: tuple[EpochPlan, ...]
+    epochs: tuple[EpochSizes, ...]
     microbatches: Microbatches
 
     @property
     def most_samples_per_step(self) -> int:
-        return max(plan.samples_per_step for plan in self.epochs)
+        return max(sizes.samples_per_step for sizes in self.epochs)
 
 
 def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -> tuple[Course, Progress]:
-    """Collective: searches where the config asks for it, plans every epoch, and sets schedules to where the run is."""
+    """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
     settings, adaptive, data = parts.settings, parts.adaptive, parts.data
     progress = _with_dataset(progress, len(data.dataset))
     parts.journal.start(progress.step or total_steps(progress.past))
@@ -86,28 +86,28 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
     before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
     increase = build_increase_function(parts.cfg)
-    epochs = plan_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
-    most_samples = max(plan.samples_per_step for plan in epochs)
+    epochs = size_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
+    most_samples = max(sizes.samples_per_step for sizes in epochs)
     microbatches = microbatches_of(request, most_samples)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     course = Course(epochs, microbatches)
     return course, _start_schedules(parts, course, progress)
 
 
-def begin_epoch(parts: Parts, course: Course, progress: Progress, plan: EpochPlan) -> Steps:
+def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSizes) -> Steps:
     """Collective: sets limit and learning rate, and yields the steps that are left of the epoch.
 
     A step is the samples of this rank and, where they are planned ahead, those of the next step.
     """
-    parts.journal.epoch(plan, progress, parts.ranks)
-    parts.runner.use_limit(course.microbatches.limit_of(plan))
-    parts.optimization.use_lr_factor(plan.lr_factor)
+    parts.journal.epoch(sizes, progress, parts.ranks)
+    parts.runner.use_limit(course.microbatches.limit_of(sizes))
+    parts.optimization.use_lr_factor(sizes.lr_factor)
     # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
     within = progress.steps_in_epoch > 0
     if not within:
         parts.checkpoints.restore_random_state()
     steps = course.microbatches.steps(
-        parts.data.loader, plan, steps_done=progress.steps_in_epoch, samples_done=progress.samples_in_epoch
+        parts.data.loader, sizes, steps_done=progress.steps_in_epoch, samples_done=progress.samples_in_epoch
     )
     if within:
         parts.checkpoints.restore_random_state()

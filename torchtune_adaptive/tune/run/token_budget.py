@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
-from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.microbatch import Sample, cut, filler, length_of
@@ -43,21 +43,21 @@ class Microbatches:
     """How the samples of a run's steps share microbatches."""
 
     limit: Limit | None = None
-    """None: by rows, as the plan of the epoch says."""
+    """None: by rows, as many as the sizes of the epoch say."""
     admit: Callable[[Sample], Sample] | None = None
     """Makes a sample that is too long for any microbatch one that is not."""
 
-    def limit_of(self, plan: EpochPlan) -> Limit:
-        return self.limit or RowLimit(plan.microbatch_rows)
+    def limit_of(self, sizes: EpochSizes) -> Limit:
+        return self.limit or RowLimit(sizes.microbatch_rows)
 
     def steps(
-        self, loader: StepLoader[Sample], plan: EpochPlan, *, steps_done: int = 0, samples_done: int = 0
+        self, loader: StepLoader[Sample], sizes: EpochSizes, *, steps_done: int = 0, samples_done: int = 0
     ) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
         """The steps left of an epoch: the samples of each, and of the next where it has to be planned ahead."""
         steps = loader.epoch(
-            plan.epoch,
-            samples_per_step=plan.samples_per_step,
-            steps=plan.steps - steps_done,
+            sizes.epoch,
+            samples_per_step=sizes.samples_per_step,
+            steps=sizes.steps - steps_done,
             samples_done=samples_done,
         )
         if self.limit is None or not self.limit.by_length:

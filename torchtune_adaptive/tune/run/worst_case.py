@@ -50,7 +50,7 @@ class Longest(NamedTuple):
 
     length: int
     at: int
-    """Its index."""
+    """The index of the sample."""
 
 
 def longest_sample(cfg: DictConfig, dataset: Any) -> Longest:

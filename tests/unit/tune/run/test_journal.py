@@ -11,12 +11,12 @@ import pytest
 
 from torchtune_adaptive.record.events import SCHEDULE
 from torchtune_adaptive.record.timeline import read_timeline
-from torchtune_adaptive.schedules.growth import EpochPlan, double_every, simulate
+from torchtune_adaptive.schedules.growth import EpochSizes, double_every, simulate
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.run.journal import RunJournal
 
 
-def progress(plans: tuple[EpochPlan, ...], step: int) -> Progress:
+def progress(plans: tuple[EpochSizes, ...], step: int) -> Progress:
     """Where the second epoch begins, or in the middle of it."""
     begun = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=plans[:1], ranks=2)
     return replace(begun, step=step, steps_in_epoch=step - plans[0].steps)

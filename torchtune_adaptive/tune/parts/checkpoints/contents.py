@@ -24,7 +24,7 @@ class Contents(Protocol):
 
     recipe: str
     adapter_only: bool
-    """Whether the weights of the whole model stay out."""
+    """Whether only the adapter is saved, without the weights of the whole model."""
 
     def weights(self, model: nn.Module, device: torch.device) -> State:
         """Collective: under torchtune's keys, on rank 0."""

@@ -38,7 +38,7 @@ class Found:
     path: Path
     manifest: Manifest | None
     fault: str | None
-    """Why it is not complete."""
+    """Why the checkpoint is not complete; None if it is."""
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ class Position:
     """How far a run has come. Any boundary between two steps is one."""
 
     epochs: int
-    """Whole epochs behind it."""
+    """Epochs that are finished."""
     steps_in_epoch: int
     samples_in_epoch: int
     """Samples of this epoch that all ranks together have trained on, however many ranks there were."""

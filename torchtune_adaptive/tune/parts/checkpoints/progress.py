@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.schedules.growth import EpochPlan
+from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -39,9 +39,9 @@ class Progress:
     epochs_run: int
     total_epochs: int
     max_steps_per_epoch: int | None
-    past: tuple[EpochPlan, ...] = ()
+    past: tuple[EpochSizes, ...] = ()
     """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
-    begun: EpochPlan | None = None
+    begun: EpochSizes | None = None
     """The epoch that is under way, if one is: it ends as it was planned, whatever fits today."""
     steps_in_epoch: int = 0
     samples_in_epoch: int = 0
@@ -67,20 +67,20 @@ class Progress:
             step=self.step,
         )
 
-    def after_step(self, plan: EpochPlan, ranks: int) -> Progress:
+    def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
         return replace(
             self,
-            begun=plan,
+            begun=sizes,
             steps_in_epoch=self.steps_in_epoch + 1,
-            samples_in_epoch=self.samples_in_epoch + plan.samples_per_step * ranks,
+            samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
             step=self.step + 1,
         )
 
-    def after_epoch(self, plan: EpochPlan) -> Progress:
+    def after_epoch(self, sizes: EpochSizes) -> Progress:
         return replace(
             self,
             epochs_run=self.epochs_run + 1,
-            past=(*self.past, plan),
+            past=(*self.past, sizes),
             begun=None,
             steps_in_epoch=0,
             samples_in_epoch=0,
@@ -115,8 +115,8 @@ class Progress:
         if (wrong := theirs["epochs_run"]) < 0:
             raise ConfigError(f"the checkpoint says that {wrong} epochs were run: its recipe state is damaged")
         ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
-        past = tuple(EpochPlan(**plan) for plan in ours.pop("past", ()))
-        begun = EpochPlan(**plan) if (plan := ours.pop("begun", None)) else None
+        past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
+        begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
         known = {name: value for name, value in ours.items() if name in OURS}
         return Progress(**theirs, past=past, begun=begun, **known)
 

@@ -92,12 +92,12 @@ class Checkpoints:
 
     def due(self, progress: Progress) -> bool:
         """Whether `save_every_n_steps` asks for one here; where an epoch ends, there is one anyway."""
-        every, plan = self._save_every, progress.begun
+        every, sizes = self._save_every, progress.begun
         return (
             every is not None
-            and plan is not None
+            and sizes is not None
             and progress.step % every == 0
-            and progress.steps_in_epoch < plan.steps
+            and progress.steps_in_epoch < sizes.steps
         )
 
     def save(self, progress: Progress, model: nn.Module, optimizer: Any, loader_state: Mapping[str, Any]) -> None:

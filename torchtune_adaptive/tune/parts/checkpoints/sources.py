@@ -24,7 +24,7 @@ class Files:
     distributed: bool = False
     """All of it is in the folder, in the format of torch.distributed.checkpoint."""
     weights: tuple[str, ...] = ()
-    """Of the whole model; empty where only an adapter was saved."""
+    """Files of the whole model's weights; empty where only an adapter was saved."""
     adapter: str | None = None
     recipe_state: str | None = None
     complete: bool = False

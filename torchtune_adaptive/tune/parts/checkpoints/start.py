@@ -41,9 +41,9 @@ class Start:
     run: str
     """The id of the run: a new one, or that of the run that goes on."""
     serial: int
-    """What its next checkpoint counts as."""
+    """The serial of its next checkpoint."""
     files: Files | None = None
-    """What to go on from; None: anew."""
+    """The checkpoint to go on from; None for a fresh start."""
 
     @property
     def resumes(self) -> bool:
