@@ -37,7 +37,7 @@ class AdaptiveError(Exception):
         return self.in_words({remedy: remedy.value for remedy in self.remedies})
 
     def in_words(self, words: Mapping[Remedy, str]) -> str:
-        """The message, with the remedies in somebody's own words."""
+        """The message, with each remedy in the words that are given for it."""
         if not self.remedies:
             return self.fact
         *others, last = (words[remedy] for remedy in self.remedies)
@@ -76,7 +76,7 @@ class NotLearningError(AdaptiveError):
 
 
 class EarlyExitError(AdaptiveError):
-    """The process was asked to end before the run was done, with the status of success."""
+    """Something in the run asked the process to end, with the status of success, before the run was done."""
 
 
 class RecoveryUnsupportedError(AdaptiveError):

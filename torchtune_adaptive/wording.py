@@ -5,11 +5,11 @@ from collections.abc import Iterable
 
 
 def count_of(count: int, one: str, many: str | None = None) -> str:
-    """`1 row`, `2 rows`; `many` where an s is not enough."""
+    """`1 row`, `2 rows`; `many` is the plural where it takes more than an s."""
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> str:
-    """`; did you mean a or b?` for names that are at least so alike, of 1; nothing if there are none."""
+    """`; did you mean a or b?` for names that are similar enough; nothing if there are none."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)
     return f"; did you mean {' or '.join(near)}?" if near else ""

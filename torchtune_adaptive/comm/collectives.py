@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import Remedy, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 
 LET_GO_S = 0.2
-"""They need microseconds; on a machine with more to do than cores, milliseconds."""
+"""How long gloo's threads are given: they need microseconds, and milliseconds on a crowded machine."""
 
 
 def rank() -> int:

@@ -99,7 +99,7 @@ def _groups(module: FSDPModule) -> list[Any]:
 
 
 def initialize(root: FSDPModule) -> None:
-    """What FSDP leaves to the first forward."""
+    """Does now what FSDP leaves to the first forward."""
     root._get_fsdp_state()._lazy_init()
 
 
@@ -111,8 +111,8 @@ def is_idle(root: FSDPModule) -> bool:
 
 
 def reset(root: Any) -> None:
-    """Back to where FSDP is between two steps, without the gradients of an unfinished pass."""
-    if hasattr(root, "reset_iter_state"):
+    """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
+    if hasattr(root, "reset_iter_state"):  # from torch 2.13
         root.reset_iter_state()
     else:
         _reset_iter_state(root)

@@ -117,11 +117,14 @@ class CollectiveLedger:
                 Remedy.NO_RECOVERY,
             )
         record = self._record or self._record_by_replay(replay)
+        # Every microbatch communicates the same, so the position alone says what peers expect next. Zeros will do:
+        # they go into this attempt's gradients, which all ranks throw away at the agreement.
         for collective in (record * self._microbatches)[self.position :]:
             self._issue_zeros(collective)
 
     def _record_by_replay(self, replay: Callable[[], object]) -> tuple[Collective, ...]:
         """Collective: finishes the step's first microbatch, leaving out what it has already communicated."""
+        # The failed pass has issued the first of these, and peers have matched them: a second time nobody would.
         self._already_issued = self.position
         self.begin_microbatch()
         try:
@@ -133,6 +136,7 @@ class CollectiveLedger:
 
     def _issue_zeros(self, collective: Collective) -> None:
         group, comm = collective.group, collective.comm
+        # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
         whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
         whole.zero_()
         shard = whole.chunk(group.size())[group.rank()]

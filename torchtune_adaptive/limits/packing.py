@@ -14,7 +14,7 @@ Plan: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 _HALVINGS = 6
-"""Of the interval in which microbatches of equal size are looked for: to a few percent of the largest."""
+"""Bisections of the size that all microbatches may have: they find it to a few percent of the largest."""
 
 
 class Fits(Protocol):

@@ -49,7 +49,8 @@ _OOM_TEXTS = re.compile(
 def is_oom(error: BaseException) -> bool:
     """Whether an exception says that device memory ran out, so that a smaller microbatch may fit.
 
-    Also where that is what it was raised from, as torch.compile and DTensor do. An error of ours never: it has judged.
+    That may be hidden in what the exception was raised from: torch.compile and DTensor wrap it. Our own errors never
+    count: whoever raised them has decided already that the run ends.
     """
     return any(_says_oom(each) for each in _origins(error))
 
@@ -61,9 +62,9 @@ def _says_oom(error: BaseException) -> bool:
 
 
 def _origins(error: BaseException) -> Iterator[BaseException]:
-    """The error, and what it was raised from.
+    """The error, and everything that it was raised from.
 
-    Not `__context__`: an error that was met while another was handled is not about that one.
+    `__context__` is left out: an error met while another was being handled is not about that other one.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]
@@ -151,17 +152,17 @@ class MemorySource(Protocol):
 
     @property
     def retries(self) -> int:
-        """How often an allocation succeeded only after cached blocks were given back to the device."""
+        """How often an allocation succeeded only after the allocator had returned cached blocks to the device."""
 
     def reset_peak(self) -> None:
-        """Forgets the peak; what it was cannot be put back."""
+        """Starts a new peak; the old one is lost."""
 
     def unlimited(self) -> AbstractContextManager[None]:
         """Suspends a limit that is lower than what the device has."""
 
 
 class CudaMemory:
-    """The memory of a GPU, the current one by default; another process on it counts as not there.
+    """The memory of a GPU, the current one by default. What other processes hold of it is not available.
 
     A limit stays in force: the allocator itself runs out of memory there, so a big GPU can stand in for a small one.
     """

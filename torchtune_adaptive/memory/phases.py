@@ -26,7 +26,7 @@ class PeakMeter(Protocol):
 
 
 def phase_names(boundaries: Mapping[str, nn.Module]) -> list[str]:
-    """In the order they run. Each boundary is named after the part of the model that it ends."""
+    """The phases in the order they run. A boundary bears the name of the part of the model that it ends."""
     if not boundaries:
         return ["forward and backward", UPDATE]
     forward = [f"{part} forward" for part in boundaries]

@@ -22,7 +22,7 @@ from torchtune_adaptive.memory.device import RngState, plain_tensors
 def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Iterator[None]:
     """Puts parameters, gradients, buffers, optimizer state and random generators back.
 
-    Gradients are not copied: nothing may be added to those that there are.
+    Gradients are not copied, so there must be none that anything could be added to.
     """
     rng = RngState.capture()
     gradients = [(parameter, parameter.grad) for model in models for parameter in model.parameters()]
@@ -54,7 +54,7 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
 
 
 class _Contents:
-    """What is in tensors, DTensors and quantized ones among them."""
+    """The contents of tensors, DTensors and quantized tensors included."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         distinct = {id(tensor): tensor for tensor in tensors}.values()

@@ -72,6 +72,8 @@ class CachingAllocator:
         block = self._take(pool, size) or self._from_device(pool, size)
         if block is None:
             return None
+        # The allocator's own rule: what is left of a large block stays with it unless it is more than a small one,
+        # since pieces that nothing fits into are fragments.
         rest = block.size - size
         if rest >= GRAIN if pool.small or self._expandable else rest > SMALL:
             self._split(block, size)
@@ -93,7 +95,7 @@ class CachingAllocator:
     def _from_device(self, pool: Pool, size: int) -> Block | None:
         taken = self._expand if self._expandable else self._new_segment
         block = taken(pool, size)
-        if block is None:
+        if block is None:  # as cudaMalloc fails: the cache is flushed, and the device asked once more
             self.retries += 1
             self._flush()
             block = taken(pool, size)

@@ -31,7 +31,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def keep_file(path: Path, content: bytes, otherwise: str) -> None:
-    """Writes a file that a run can do without: if that fails, one line says why, and what follows from it."""
+    """Writes a file that a run can do without; if that fails, one line says why, and what it means."""
     try:
         replace_file(path, content)
     except OSError as error:
@@ -52,14 +52,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def reason(error: BaseException) -> str:
-    """A line on what went wrong; of an OSError only its cause, since the caller names the file."""
+    """What went wrong, in a line; for an OSError only the cause, since the caller names the file."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _sync_folder(folder: Path) -> None:
-    """Makes a renaming durable, on file systems that can."""
+    """Makes a rename durable, on file systems that can do so."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

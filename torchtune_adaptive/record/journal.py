@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Journal:
     """Appends lines to the two files of a run.
 
-    Nothing here raises. The first line that cannot be written is told of once; later ones are tried all the same, since
+    Nothing here raises. The first line that cannot be written is reported; later ones are still tried, since
     a full disk may have room again.
     """
 
@@ -81,7 +81,7 @@ def _append_line(path: Path, line: str) -> None:
 
 
 def _line_break_if_torn(descriptor: int) -> str:
-    """What ends a line that was left unfinished, which would swallow the next one."""
+    """A line break, if the last line was left unfinished: it would swallow the next one."""
     size = os.fstat(descriptor).st_size
     return "\n" if size and os.pread(descriptor, 1, size - 1) != b"\n" else ""
 

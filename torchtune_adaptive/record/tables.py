@@ -51,7 +51,7 @@ def profile_table(result: Profile) -> str:
 
 
 def search_event(result: SearchResult, sequence_length: int) -> Event:
-    """The answer, for the record of the run."""
+    """The answer of a search, for the record of the run."""
     peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
     reason = f"batch search: {count_of(result.rows, 'row')} of {sequence_length} tokens ({result.reason})"
     return Event(
@@ -66,7 +66,7 @@ def search_event(result: SearchResult, sequence_length: int) -> Event:
 
 
 def profile_event(result: Profile) -> Event:
-    """The same for a profile."""
+    """The answer of a profile, for the record of the run."""
     reason = f"token budget: any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
     limit_bytes, budget_bytes = result.limit_bytes, result.budget_bytes
     return Event(kind=SEARCH, step=0, reason=reason, unit="bytes", after=limit_bytes, budget_bytes=budget_bytes)

@@ -21,7 +21,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Timeline:
-    """What became of a run, in order of its steps."""
+    """What happened in a run, in the order of its steps."""
 
     steps: tuple[Record, ...]
     events: tuple[Record, ...]
@@ -45,7 +45,7 @@ def read_steps(directory: Path) -> list[Record]:
 
 
 def _steps_that_count(lines: Iterable[Record]) -> list[Record]:
-    """In the order in which they were written, whatever the clock of the machine said: a step that comes again was
+    """The steps in the order in which they were written, whatever the machine's clock said: a step that comes again was
     lost with all that followed it, and trained again."""
     kept: list[Record] = []
     for line in lines:
@@ -59,7 +59,7 @@ def _steps_that_count(lines: Iterable[Record]) -> list[Record]:
 
 
 def _events_that_count(lines: Iterable[Record]) -> list[Record]:
-    """All but those of another run in the same place, and of steps that were lost."""
+    """All events but those of another run in the same place, or of steps that were lost."""
     kept: list[Record] = []
     for line in lines:
         if line["kind"] == START:
@@ -94,7 +94,7 @@ def _read(path: Path, belongs: Callable[[object], bool]) -> list[Record]:
 
 
 def _record_of(line: bytes) -> Record | None:
-    """None for whatever no run has written."""
+    """The record in a line; None if no run has written it."""
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # a line can nest deeper than Python's stack
@@ -106,5 +106,5 @@ def _record_of(line: bytes) -> Record | None:
 
 
 def _is_number(value: object) -> bool:
-    """Finite, and small enough for a picture."""
+    """Whether this is a finite number, small enough for a picture."""
     return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]

@@ -21,7 +21,7 @@ from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, 
 MOST_POINTS = 8
 
 _FILL = 0.95
-"""Of what is known to fit, so that a probe is no bet."""
+"""The share of what is known to fit that a probe asks for: it measures, it does not bet."""
 _LEAST_LENGTH = 2
 
 

@@ -16,11 +16,11 @@ class Probe:
     """Tokens of each row; 0 where all probes of a search have the same."""
     peak: Peak
     held_out: bool = False
-    """Whether it was kept from the first fit, to see what that is worth."""
+    """Whether the first fit has not seen it, and so can be judged by it."""
 
     @property
     def tokens(self) -> int:
-        """Of the microbatch, padding included."""
+        """Tokens of the microbatch, padding included."""
         return self.rows * self.length
 
     def accepted(self, budget_bytes: int) -> bool:
@@ -46,7 +46,7 @@ def phase_points(probes: Sequence[Probe]) -> dict[str, dict[tuple[int, int], int
 
 
 def phase_rows(probes: Sequence[Probe]) -> dict[str, dict[int, int]]:
-    """The same by rows, where all have one length."""
+    """Measured bytes by rows alone, where all rows have one length."""
     return {phase: {rows: need for (rows, _), need in at.items()} for phase, at in phase_points(probes).items()}
 
 

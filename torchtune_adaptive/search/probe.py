@@ -180,7 +180,7 @@ class Prober:
         self._exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks))
 
     def _own_room(self) -> Room:
-        """That of the warm-up: others may use the GPU too, but an answer is for one budget."""
+        """The warm-up's room: other processes come and go on a GPU, but an answer is for one budget."""
         if self._room is not None:
             return self._room
         self._memory.reset_peak()

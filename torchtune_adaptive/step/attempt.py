@@ -89,6 +89,8 @@ class PlanRunner(Generic[Sample]):
 
     def _drain(self, sample: Sample) -> None:
         """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
+        # A drain may run out of memory too. What it has issued by then counts, so each try goes on from there, and
+        # only one that gets nowhere is the end.
         stuck_at = -1
         while not self._try_to_drain(sample):
             if self._ledger.position == stuck_at:
@@ -102,6 +104,7 @@ class PlanRunner(Generic[Sample]):
     def _try_to_drain(self, sample: Sample) -> bool:
         """Collective: frees everything, then drains; False if that ran out of memory too."""
         try:
+            # Gradients first: what they hold may be what the drain needs.
             self.discard()
             release()
             with self.around_pass("drain"):

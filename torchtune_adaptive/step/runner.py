@@ -92,7 +92,7 @@ class StepRunner(Generic[Sample]):
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self._ledger = CollectiveLedger(model if recover else None) if ledger is None else ledger
-        self._attempts = PlanRunner(
+        self._plans = PlanRunner(
             model, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover
         )
         self._agreement = Agreement(len(Report._fields))
@@ -120,11 +120,11 @@ class StepRunner(Generic[Sample]):
 
         Replace it while no step runs, to measure passes or to let them fail.
         """
-        return self._attempts.around_pass
+        return self._plans.around_pass
 
     @around_pass.setter
     def around_pass(self, around: AroundPass) -> None:
-        self._attempts.around_pass = around
+        self._plans.around_pass = around
 
     def use_limit(self, limit: Limit) -> None:
         """From the next step on; where recovery has come down to less, that stays."""
@@ -170,7 +170,7 @@ class StepRunner(Generic[Sample]):
             plan = self._planner.plan(lengths, self.limit)
             if self.on_plan is not None:
                 self.on_plan(step, plan)
-            totals, failed = self._attempts.run(samples, plan)
+            totals, failed = self._plans.run(samples, plan)
             ahead = self._planner.look_ahead(None if upcoming is None else self._lengths(upcoming), self.limit)
             reports = self._agree(totals, failed, plan, lengths, len(ahead.plan) if ahead else 0)
             if not reports.failed:
@@ -178,7 +178,9 @@ class StepRunner(Generic[Sample]):
                 self._planner.keep(ahead, reports.upcoming_microbatches)
                 self._reconsider(reports, step)
                 return self._result(totals, reports, len(plan), recoveries)
-            self._attempts.discard()
+            # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
+            # one is the same step.
+            self._plans.discard()
             rng.restore()
             self._tell(self._governor.out_of_memory(reports.failed, step), reports)
             recoveries += 1
@@ -194,10 +196,10 @@ class StepRunner(Generic[Sample]):
         numbers = iter(range(len(samples)))
         plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
         lengths = self._lengths(samples)
-        totals, failed = self._attempts.run(samples, plan)
+        totals, failed = self._plans.run(samples, plan)
         reports = self._agree(totals, failed, plan, lengths)
         if reports.failed:
-            self._attempts.discard()
+            self._plans.discard()
             return Attempt(None, tuple(reports.failed))
         return Attempt(self._result(totals, reports, len(plan), recoveries=0), ())
 

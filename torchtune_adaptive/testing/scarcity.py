@@ -1,4 +1,4 @@
-"""Less memory than there is."""
+"""Makes memory scarcer than it is."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ INK = "#333333"
 
 
 def new_figure(path: Path, width: float, height: float) -> Figure | None:
-    """Without matplotlib, logs one line on how to get it, and returns None."""
+    """A new figure; without matplotlib None, and one line on how to get it."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -38,7 +38,7 @@ def new_figure(path: Path, width: float, height: float) -> Figure | None:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """In the format that the file's name asks for."""
+    """Saves a figure in the format that the file's name asks for."""
     image = io.BytesIO()
     figure.savefig(image, format=path.suffix[1:] or "png", dpi=200)
     replace_file(path, image.getvalue())
@@ -48,7 +48,7 @@ def save(figure: Figure, path: Path) -> Path:
 def no_run_ends_over(
     name: str,
 ) -> Callable[[Callable[Arguments, Path | None]], Callable[Arguments, Path | None]]:
-    """For what draws this picture: if that fails, in whatever way, one line says why, and the answer is None."""
+    """Decorates what draws a picture: however that fails, one line says why, and the answer is None."""
 
     def decorate(draw: Callable[Arguments, Path | None]) -> Callable[Arguments, Path | None]:
         @wraps(draw)
@@ -65,7 +65,7 @@ def no_run_ends_over(
 
 
 def unit_of(count: float) -> tuple[str, int]:
-    """Name and bytes of the unit that an amount of memory is shown in."""
+    """The unit in which an amount of memory is shown: its name and its bytes."""
     return ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
 
 

@@ -50,7 +50,7 @@ _EVENTS = {
 
 @no_run_ends_over(REPORT_FILE)
 def draw_run(directory: Path, timeline: Timeline) -> Path | None:
-    """Draws the run into its directory. None without matplotlib or without steps, or if it fails: a line says why."""
+    """Draws the run into its directory; None, and a line that says why, without matplotlib, steps or luck."""
     panels = [draw for draw, figures in _PANELS.items() if timeline.series(*figures)[0]]
     if not panels:
         return None
@@ -70,7 +70,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
 
 
 def _draw_sizes(axes: Axes, timeline: Timeline) -> None:
-    """Logarithmic: sizes are halved and doubled."""
+    """The sizes, on a logarithmic scale: they are halved and doubled."""
     axes.step(
         *timeline.series("samples"), where="post", color=GREY, linewidth=1.2, label="samples of a step, all ranks"
     )

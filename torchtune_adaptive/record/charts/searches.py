@@ -74,7 +74,7 @@ def draw_profile(directory: Path, result: Profile) -> Path | None:
 
 
 def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> None:
-    """What rows of one length need: measured, and as the surfaces have it, up to what fits."""
+    """What rows of one length need, as measured and as fitted, up to what fits."""
     surfaces = result.surfaces.values()
     rows_that_fit = min(surface.rows_within(result.limit_bytes, length) for surface in surfaces)
     # The phase that is full first changes along the way, so the line has corners.
@@ -89,7 +89,7 @@ def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_
 
 
 def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> None:
-    """What each phase measured, and its line as far as the budget."""
+    """The measurements of each phase, and its line up to the budget."""
     complete = [probe for probe in shown if probe.peak.fits]
     right = _right_edge(result, shown)
     for index, phase in enumerate(complete[0].peak.phase_bytes):

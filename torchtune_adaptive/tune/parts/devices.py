@@ -39,13 +39,13 @@ def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
 
 
 def prepare(settings: Settings) -> None:
-    """Before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
+    """Call before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
     if settings.fsdp_cpu_offload:
         training.set_torch_num_threads()
 
 
 def start_clean(device: torch.device) -> None:
-    """After everything is built: what building left behind must not count as training's peak."""
+    """Call after everything is built: what building left behind must not count as training's peak."""
     if device.type == "cpu":
         gc.collect()
     else:

@@ -67,5 +67,5 @@ class StepLoader(Generic[Sample]):
         return padded[samples_done + ours.rank :: ours.num_replicas]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the last epoch has come to, for torchtune's recipes; ours begin with a whole epoch."""
+        """The position in the last epoch, for torchtune's recipes; ours do not read it."""
         return {} if self._loader is None else dict(self._loader.state_dict())

@@ -91,7 +91,7 @@ def _zero_of(logits: Logits) -> Tensor:
 
 
 def _nothing(ignored: int) -> Sample:
-    """In place of a sample without tokens, of which a model cannot run a whole microbatch: one token, not learned."""
+    """Replaces a sample without tokens, which no model can run alone: one token that is not learned."""
     return {"tokens": [0], "labels": [ignored]}
 
 
@@ -178,7 +178,7 @@ def build_step_runner(
 
 
 def _check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
-    """Before a sample of that length is made, of which an error would be about the data."""
+    """Refuses a length that the model cannot take, before a sample of it is made whose error would blame the data."""
     wanted, allowed = adaptive.sequence_length, getattr(model, "max_seq_len", None)
     if wanted is not None and allowed is not None and wanted > allowed:
         raise ConfigError(

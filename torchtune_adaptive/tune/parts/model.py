@@ -106,7 +106,7 @@ def _parallelize_tensors(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) ->
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
-    """torchtune's two switches exclude each other: with both set, neither acts."""
+    """Checkpoints activations as the config says. With both of torchtune's switches set, neither acts."""
     if settings.enable_activation_checkpointing and settings.ac_mode is None:
         policy = {modules.TransformerSelfAttentionLayer}
         training.set_activation_checkpointing(model, auto_wrap_policy=policy)
@@ -141,7 +141,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
 
 
 def _init_rope(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """RoPE's tables are in no checkpoint."""
+    """Fills RoPE's tables, which are in no checkpoint."""
     with training.set_default_dtype(dtype), device:
         _call_where_present(model, "rope_init")
 
@@ -181,7 +181,7 @@ def _load(
 
 
 def _check_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> None:
-    """Before any rank communicates, so that what fails from here on is not the files' fault."""
+    """Refuses wrong weights before any rank communicates: what fails from then on is not the files' fault."""
     places = model.state_dict()
     unknown = sorted(weights.keys() - places.keys())
     if unknown:

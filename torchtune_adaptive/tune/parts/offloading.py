@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def leaving_nothing_offloaded(run: Callable[P, T], offloaded: OffloadActivations) -> Callable[P, T]:
-    """The same pass; if it raises, activations that wait for a backward that will not come are forgotten."""
+    """Wraps a pass: if it raises, forgets the activations that wait for a backward that will not come."""
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:

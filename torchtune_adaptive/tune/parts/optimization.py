@@ -97,7 +97,7 @@ def build_optimization(
 
 
 def _check_state(cfg: DictConfig, settings: Settings, state: State, device: torch.device) -> None:
-    """Another optimizer's state would be loaded without a word, and never used."""
+    """Refuses another optimizer's state, which torch would load without a word and never use."""
     one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
     if not isinstance(one_state, Mapping) or "state" not in one_state:
         return  # not saved that way: told by its name where it is loaded
@@ -121,7 +121,7 @@ def _names(keys: set[str]) -> str:
 def _update(
     model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, target_tokens: int
 ) -> float | None:
-    """Of gradients that are summed over target tokens and averaged over ranks."""
+    """One update, from gradients that are summed over target tokens and averaged over ranks."""
     # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
     # A step without any has no gradients but zeros.
     training.scale_grads(model, torch.tensor(dist.get_world_size() / max(1, target_tokens)))

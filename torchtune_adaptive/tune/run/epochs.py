@@ -99,7 +99,7 @@ def _naming_the_key() -> Iterator[None]:
 def announce(
     epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
 ) -> None:
-    """The arithmetic of the run, before it starts; what is different from the run that it resumes."""
+    """Logs the arithmetic of the run before it starts, and what differs from the run that it resumes."""
     if dist.get_rank() != 0:
         return
     sizes = epochs[-1]

@@ -241,6 +241,6 @@ def _progress_bar() -> Iterator[Progress]:
 
 
 def say(line: str) -> None:
-    """On rank 0."""
+    """Logs a line, on rank 0 only."""
     if dist.get_rank() == 0:
         logger.info("%s", line)

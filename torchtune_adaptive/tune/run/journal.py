@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.start.settings import Settings
 
 
 class RunJournal:
-    """On other ranks, nothing."""
+    """Keeps the record on rank 0; on other ranks it does nothing."""
 
     def __init__(self, settings: Settings) -> None:
         self._directory = Path(settings.output_dir)
@@ -35,18 +35,18 @@ class RunJournal:
             self._journal.step(step, figures)
 
     def start(self, steps_done: int) -> None:
-        """What the files hold of later steps, from a run that ended early, does not count any more."""
+        """Opens the record at a step. What it holds of later steps, from a run that ended early, no longer counts."""
         how = f"training starts after step {steps_done}" if steps_done else "training starts"
         if self._journal is not None:
             self._journal.start(Event(kind=START, step=steps_done, reason=how))
         self._steps_before = steps_done
 
     def found(self, event: Event) -> None:
-        """A search, which knows nothing of the steps that the run has taken before."""
+        """Records a search. It does not know the steps that the run has taken; the journal does."""
         self.event(replace(event, step=self._steps_before))
 
     def epoch(self, sizes: EpochSizes, progress: Progress, ranks: int) -> None:
-        """Where an epoch begins whose steps have not as many samples as those of the epoch before."""
+        """Records the start of an epoch whose steps have more or fewer samples than those of the epoch before."""
         past, step = progress.past, progress.step
         if progress.steps_in_epoch or not past or past[-1].samples_per_step == sizes.samples_per_step:
             return
@@ -55,6 +55,6 @@ class RunJournal:
         self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
 
     def close(self) -> None:
-        """Once training has ended: the picture."""
+        """Draws the picture, once training has ended."""
         if self._journal is not None:
             draw_run(self._directory, read_timeline(self._directory))

@@ -1,4 +1,4 @@
-"""Tells a run that learns from one that only goes on: NaN losses, and nothing to learn at all."""
+"""Tells a run that learns from one that merely goes on: with NaN losses, or with nothing to learn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LossWatch:
         self._said = False
 
     def saw(self, step: int, loss: float, target_tokens: int, grad_norm: float | None = None) -> None:
-        """Says so, or raises NotLearningError, where the loss or the norm of the gradient is NaN or infinite."""
+        """Warns, or raises NotLearningError, when the loss or the gradient norm is NaN or infinite."""
         self._steps += 1
         self._learning_steps += target_tokens > 0
         self._nan_steps += not math.isfinite(loss)

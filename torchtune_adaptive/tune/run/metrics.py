@@ -47,7 +47,7 @@ class Metrics:
             self._logger.log_config(cfg)
 
     def watch(self, memory: MemorySource | None) -> None:
-        """The peak of this memory begins anew at every logged step."""
+        """Logs the peak of this memory, which starts anew at every logged step."""
         self._memory = memory
 
     def epoch(self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
@@ -70,7 +70,7 @@ class Metrics:
         learning_rate: float,
         grad_norm: float | None,
     ) -> float:
-        """Returns the loss, which a GPU was waited for."""
+        """Logs a step and returns its loss. Reading it waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens)
         now = time.perf_counter()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
@@ -89,7 +89,7 @@ class Metrics:
         return loss
 
     def _log(self, figures: Mapping[str, float], step: int, result: StepResult, tokens_per_second: float) -> None:
-        """To the logger of the config, and to the record of the run, which needs no logger that can be read back."""
+        """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
         self._to_logger({**figures, **self._peak_memory()}, step)
         memory = {} if result.memory is None else result.memory._asdict()
         samples = self._sizes.samples_per_step * dist.get_world_size()
@@ -97,7 +97,7 @@ class Metrics:
         self._journal.step(step, {**figures, **run})
 
     def _to_logger(self, figures: Mapping[str, float], step: int) -> None:
-        """A full disk is no reason to end a run, least of all before its next checkpoint can say so better."""
+        """Logs to the config's logger. A full disk must not end the run here: the next checkpoint says it better."""
         try:
             self._logger.log_dict(figures, step=step)
         except OSError as error:
@@ -121,7 +121,7 @@ class Metrics:
 
 
 def _load(result: StepResult, tokens_per_second: float) -> dict[str, float]:
-    """What the step was made of, and how fast it was."""
+    """The figures of what a step was made of, and how fast it was."""
     return {
         "tokens_per_second_per_gpu": tokens_per_second / dist.get_world_size(),
         "microbatches": result.microbatches,

@@ -124,7 +124,7 @@ def _with_dataset(progress: Progress, samples: int) -> Progress:
 
 
 def _start_schedules(parts: Parts, course: Course, progress: Progress) -> Progress:
-    """Learning rate and limit, from where the run has come to."""
+    """Sets learning rate and limit to where the run has come to."""
     # torchtune's own checkpoints do not count steps
     step = total_steps(course.epochs[: progress.epochs_run]) + progress.steps_in_epoch
     latest = progress.begun or (progress.past[-1] if progress.past else None)

@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 PROGRAM = "torchtune_adaptive.tune.plan.rows"
 TIME_LIMIT_S = 300.0
-"""Less than the other ranks wait in a collective before they give up."""
+"""Seconds for the prediction: fewer than the other ranks wait in a collective before they give up."""
 OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int) -> int:
-    """Collective: the most rows of so many tokens that are said to fit on every rank; 0 if nothing can be said."""
+    """Collective: the most rows of this length that are predicted to fit on every rank; 0 without a prediction."""
     tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
     answer = [0]
     if dist.get_rank() == 0:

@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 LONGEST_SAMPLE = 2**20
-"""Lengths are compared up to here, where no limit says less."""
+"""The longest sample that is compared with the limit, where nothing says less."""
 
 
 def check_token_budget(settings: Settings, adaptive: AdaptiveConfig) -> None:
@@ -45,7 +45,7 @@ class Microbatches:
     limit: Limit | None = None
     """None: by rows, as many as the sizes of the epoch say."""
     admit: Callable[[Sample], Sample] | None = None
-    """Makes a sample that is too long for any microbatch one that is not."""
+    """Turns a sample that is too long for any microbatch into one that is not."""
 
     def limit_of(self, sizes: EpochSizes) -> Limit:
         return self.limit or RowLimit(sizes.microbatch_rows)
@@ -106,7 +106,7 @@ def _limit(request: FitRequest, most_rows: int) -> Limit | None:
 
 
 def _as_rows(limit: Limit, length: int) -> RowLimit:
-    """Rows of one length: as many as fit, in the order of the data."""
+    """Rows of one length: as many as fit, in the order of the data, with nothing to gain from sorting."""
     rows = limit.rows_at(length)
     if rows == 0:
         raise ConfigError(
@@ -134,7 +134,7 @@ _REMEDY = (
 
 
 def _admit(sample: Sample, *, longest: int, oversize: str, ignored: int) -> Sample:
-    """The sample if it fits; else a part of it, or one that counts nothing, so that all ranks keep as many samples."""
+    """The sample if it fits; else its beginning, or a stand-in without labels, so that no rank is a sample short."""
     length = length_of(sample)
     if length <= longest:
         return sample

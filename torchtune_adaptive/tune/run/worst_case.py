@@ -80,7 +80,7 @@ def _by_length(sample: Longest) -> tuple[int, int]:
 
 
 def _read(path: Path, key: str) -> Longest:
-    """The answer of an earlier scan of the same data; of length 0 if there is none."""
+    """The answer of an earlier scan of the same data; a sample of length 0 if there was none."""
     try:
         record = read_json(path) or {}
         return Longest(int(record["longest"]), int(record["index"])) if record.get("key") == key else Longest(0, 0)

@@ -55,7 +55,7 @@ def _described(section: Any) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """An error of another library in one line, without what nobody reads to the end."""
+    """Another library's error in one line, cut where nobody would read on."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > LONGEST_REASON:
         text = f"{text[:LONGEST_REASON]} ..."

@@ -112,7 +112,7 @@ def _parse() -> DictConfig:
 
 
 def _misfit() -> str:
-    """The first override that does not go with the config, as a section cannot be replaced by a list."""
+    """The first override that the config cannot take: a list, say, in place of a section."""
     file = OmegaConf.load(sys.argv[sys.argv.index("--config") + 1])
     for word in sys.argv[1:]:
         with suppress(*UNREADABLE):

@@ -1,4 +1,4 @@
-"""What ends a run from inside, without a word, and would look like its end."""
+"""Refuses exits from inside a run that would look like its proper end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchtune_adaptive.errors import EarlyExitError
 
 @contextmanager
 def refusing_early_exits() -> Iterator[None]:
-    """Makes `sys.exit(0)` an error: in a dataset or a schedule, say, it would be a success that trained nothing."""
+    """Makes `sys.exit(0)` an error: called in a dataset, say, it would report success for no training."""
     try:
         yield
     except SystemExit as error:

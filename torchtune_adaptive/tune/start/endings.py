@@ -12,20 +12,20 @@ from contextlib import suppress
 from pathlib import Path
 
 HEAD_START_S = 0.8
-"""How long other ranks leave it to rank 0 to tell of what all of them may have met."""
+"""How long other ranks wait for rank 0 to report what all of them may have met."""
 FOR_THE_CAUSE_S = 1.5
 """How long a rank that may only have lost a peer waits for that peer to say why."""
 UNTIL_ENDED_S = 10.0
-"""How long a rank without a message waits for the launcher to end it: the rank that spoke is to be the first to end."""
+"""How long a rank without a message waits to be ended by the launcher, so that the rank that spoke ends first."""
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
 def speaks_first(wait_s: float) -> bool:
-    """Whether this rank is the first of its machine to tell of a failure, after giving others `wait_s` to do so.
+    """Whether this rank is the first of its machine to report a failure, after giving others `wait_s` to do so.
 
-    The first to make a file in the launcher's own directory speaks. Without such a launcher nobody can tell, and every
-    rank that the wait does not see ended speaks.
+    The first to make a file in the launcher's own directory speaks. Without such a launcher ranks
+    cannot know of each other, and each that outlives the wait speaks.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
@@ -62,6 +62,6 @@ def end_with_the_launcher() -> None:
 
 
 def _told_file(environment: Mapping[str, str]) -> Path | None:
-    """Beside the folders that torchrun has made for the ranks of this attempt; there is another for each restart."""
+    """The file, beside the folders that torchrun makes for the ranks of one attempt; every restart has its own."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] / "told" if error_file else None

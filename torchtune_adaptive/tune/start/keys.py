@@ -33,11 +33,11 @@ SECTIONS = (
 )
 COMPONENT = "_component_"
 MISSPELT = 0.8
-"""How alike two names are, of 1, before one is taken for a slip in the other."""
+"""The similarity, up to 1, from which one name is taken for the other misspelt."""
 
 
 def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> None:
-    """Refuses keys that look like a slip in one that is read; of others that nothing reads it tells."""
+    """Refuses keys that look like misspelt ones; names the others that nothing reads in a log line."""
     known = {*(field.name for field in dataclasses.fields(Settings)), *SECTIONS, *more}
     unread = sorted(str(key) for key in cfg if key not in known | _referred_to(cfg))
     _check_places(cfg, unread)
@@ -64,7 +64,7 @@ def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
 
 
 def _paths(path: str, value: Any) -> Iterator[str]:
-    """This key, and those in its section, as far as no component is in charge."""
+    """This key and those of its section, down to the first component, which checks its own."""
     yield path
     if isinstance(value, DictConfig) and not value._is_none() and COMPONENT not in value:
         for key in value:

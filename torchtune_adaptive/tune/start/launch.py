@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.start.remedies import in_keys
 logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
-"""The status of a command that Ctrl-C has ended, as shells have it."""
+"""The exit status that shells give to a command ended by Ctrl-C."""
 
 
 class Recipe(Protocol):
@@ -79,7 +79,7 @@ def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
 
 
 def _ending_well(work: Callable[[], None]) -> None:
-    """Does the work; whatever ends it too early is told once, by the rank that met it first."""
+    """Does the work. Whatever ends it early is reported once, by the rank that met it first."""
     show_decisions()
     try:
         try:
@@ -127,5 +127,5 @@ def _end_interrupted() -> None:
 
 
 def _rank() -> int:
-    """The rank as the launcher says it, which is known before there is a process group."""
+    """The rank that the launcher assigned: known before there is a process group."""
     return int(os.environ.get("RANK", "0"))

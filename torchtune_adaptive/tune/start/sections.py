@@ -52,7 +52,7 @@ NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v
 
 
 MOST_TOKENS = 2**24
-"""Of a row. What no model takes is refused before lists of that length are made."""
+"""Tokens of a row: what no model takes is refused before lists of that length are made."""
 
 
 def one_of(*choices: Any) -> Rule:

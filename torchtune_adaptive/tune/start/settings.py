@@ -74,7 +74,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraSettings:
-    """What the recipe itself has to know of a LoRA model's section, to check and to save its adapters."""
+    """The keys of a LoRA model's section that the recipe itself needs, to check and save its adapters."""
 
     lora_attn_modules: tuple[str, ...] = option(some_of(*PROJECTIONS))
     apply_lora_to_mlp: bool = option(BOOL)
@@ -84,7 +84,7 @@ class LoraSettings:
 
 
 def read_full_settings(cfg: DictConfig) -> Settings:
-    """Settings of a full finetune, with the combinations refused that torchtune refuses as well."""
+    """Settings of a full finetune; refuses the combinations that torchtune refuses."""
     settings = _read_settings(cfg)
     _check_offloading(settings)
     _check_optimizer_in_bwd(settings)
@@ -93,7 +93,7 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """The same for LoRA, which knows less, and of its model's section."""
+    """Settings of a LoRA finetune, some of them from its model's section."""
     settings = _read_settings(cfg)
     for key, value, allowed in (
         ("optimizer_in_bwd", settings.optimizer_in_bwd, False),

@@ -23,7 +23,7 @@ Finished: TypeAlias = tuple[str, Manifest, list[RandomState]]
 
 
 THREADS = 2
-"""They write beside training, which needs the cores."""
+"""The writing threads: few, since training needs the cores."""
 
 
 class BackgroundSave:
@@ -51,7 +51,7 @@ class BackgroundSave:
         future.add_done_callback(partial(self._finish, finished, began))
 
     def wait(self) -> BaseException | None:
-        """What went wrong on this rank, once it is over."""
+        """Waits for the save, and returns what went wrong on this rank."""
         self._ended.wait()
         self.name = None
         return self._error

@@ -124,7 +124,7 @@ def remove(folder: Path) -> None:
 
 
 def leftovers(directory: Path) -> list[Path]:
-    """What a run removes before it ends, unless it is killed."""
+    """The folders that a run removes before it ends, and a killed one leaves."""
     return [path for prefix in (SAVING, REMOVING, LINKING) for path in directory.glob(f"{prefix}*")]
 
 
@@ -138,7 +138,7 @@ def clean(directory: Path) -> None:
 
 
 def discard_staged(directory: Path) -> None:
-    """Gives the room back that a checkpoint took which could not be finished."""
+    """Frees the space of a checkpoint that could not be finished."""
     staging = directory / SAVING
     shutil.rmtree(staging, ignore_errors=True)
     with suppress(OSError):
@@ -172,7 +172,7 @@ def _serial(found: Found) -> int:
 
 
 def _link(place: Path, target: str) -> None:
-    """Links are hints, and some file systems have none."""
+    """Sets a link where the file system has links: they are hints, and nothing depends on them."""
     draft = place.with_name(f"{LINKING}{uuid.uuid4().hex[:8]}")
     with suppress(OSError):
         draft.symlink_to(target)
@@ -182,7 +182,7 @@ def _link(place: Path, target: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """A folder's names are data too; a file system that cannot sync folders has no more to give."""
+    """Syncs a folder, whose names are data too, where the file system can do so."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

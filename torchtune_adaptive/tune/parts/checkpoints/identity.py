@@ -22,7 +22,7 @@ RUN_KEYS = (
 )
 ENDS_BYTES = 2**22
 LIMITS = ("tokenizer.max_seq_len",)
-"""What errors advise to lower where memory is short: a run may go on with less."""
+"""Keys that errors advise to lower when memory is short: a run may go on with less."""
 
 
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
 
 
 def _frozen_weights(cfg: DictConfig) -> dict[str, Any]:
-    """An adapter is worth nothing beside other weights. By content and not by path: they may lie elsewhere tomorrow."""
+    """A fingerprint of the frozen weights, without which an adapter is worth nothing. By content: paths change."""
     section = cfg.get("checkpointer")
     names = _plain(section, "checkpoint_files") if isinstance(section, DictConfig) else None
     if not isinstance(names, list):
@@ -56,7 +56,7 @@ def _fingerprint(path: Path) -> str | None:
 
 
 def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
-    """The first value that is not what the checkpoint's run had, with both."""
+    """The first key whose value is not the one that the checkpoint's run had, and both values."""
     for key in sorted(configured.keys() | saved.keys()):
         ours, theirs = configured.get(key), saved.get(key)
         if ours != theirs:

@@ -109,7 +109,7 @@ def _check_is_weights(state: State) -> None:
 
 
 def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
-    """Of files that no manifest vouches for: that the state was saved after the epoch whose weights these are."""
+    """Refuses a state that was saved after another epoch than these weights, where no manifest vouches for them."""
     if recipe == "lora" and training.ADAPTER_KEY not in state:
         raise ConfigError(
             "resume_from_checkpoint is True, but no adapter weights were found: "

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: written last of all its files, so that it is complete where this is true."""
+"""What a checkpoint says of itself. It is written last, so a checkpoint whose manifest holds true is complete."""
 
 from __future__ import annotations
 

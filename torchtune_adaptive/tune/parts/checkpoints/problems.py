@@ -16,11 +16,11 @@ from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.start.components import reason
 
 NEARLY_FULL_BYTES = 2**20
-"""What a file system may have left when a write has failed for want of room: the rest of a block, not of a file."""
+"""Bytes that may still be free after a write has failed for want of room: less than a block, on most systems."""
 
 
 SHORT_WRITES = ("unexpected pos", "PytorchStreamWriter failed", "basic_ios::clear")
-"""What torch says when the operating system has taken less than it was given, whose own error it drops."""
+"""torch's words for a write that the operating system cut short; it drops the error that says why."""
 
 
 def cause(error: BaseException, directory: Path) -> str:
@@ -41,14 +41,14 @@ def cause(error: BaseException, directory: Path) -> str:
 
 
 def require_folder(path: Path) -> None:
-    """torchtune's checkpointers would make the whole path anew, on whatever file system is left."""
+    """Refuses a folder that is gone: torchtune would create the path anew, on whatever file system is left."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path} is gone")
 
 
 @contextmanager
 def quiet_torchtune() -> Iterator[None]:
-    """Its lines name the staging folder, where nothing stays."""
+    """Silences torchtune's lines, which name the staging folder, where nothing stays."""
     talker = get_logger()
     level = talker.level
     talker.setLevel(logging.WARNING)

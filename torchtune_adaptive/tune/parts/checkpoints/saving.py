@@ -123,7 +123,7 @@ class Checkpoints:
         self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
 
     def close(self) -> None:
-        """Collective: nothing is left to be written."""
+        """Collective: finishes what is still being written."""
         self._settle_background()
         if dist.get_rank() == 0:
             shutil.rmtree(self._directory / folders.SAVING, ignore_errors=True)
@@ -214,7 +214,7 @@ class Checkpoints:
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
-        """Gathering needs memory too, and its collectives cannot be repeated on one rank alone."""
+        """Names the checkpoint if gathering it runs out of memory, which no rank can repeat alone."""
         try:
             yield
         except Exception as error:

@@ -38,7 +38,7 @@ class Files:
 
 
 def files_of(folder: Path, manifest: Manifest) -> Files:
-    """Those of a complete checkpoint."""
+    """The files of a complete checkpoint."""
     folder = folder.absolute()
     adapter = folder / ADAPTER_FILE
     return Files(

@@ -36,7 +36,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The same on all ranks."""
+    """Where a run starts: the same on all ranks."""
 
     run: str
     """The id of the run: a new one, or that of the run that goes on."""
@@ -116,7 +116,7 @@ def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe:
 
 
 def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None) -> None:
-    """In the middle of an epoch, another order or another size of steps would repeat samples and miss others."""
+    """Refuses, in mid-epoch, a changed order or size of steps: it would repeat samples and miss others."""
     if manifest is None or not manifest.position.steps_in_epoch:
         return
     changed = difference(identity_of(cfg, recipe), manifest.identity)
@@ -137,7 +137,7 @@ def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings) -> 
 
 
 def _finish_cleaning(directory: Path, settings: Settings) -> None:
-    """A kill may have come after the last checkpoint, but before the links pointed at it and old ones were gone."""
+    """Sets the links and prunes, which a kill right after the last checkpoint has prevented."""
     if not folders.leftovers(directory):
         return
     with suppress(OSError):  # the run is finished all the same
@@ -165,13 +165,13 @@ def _make_room(cfg: DictConfig, found: Sequence[Found], settings: Settings, dire
 
 
 def _may_overwrite(settings: Settings) -> bool:
-    """Never when the launcher has started the run again: what is there is what it has saved so far."""
+    """Whether old checkpoints may go: never when the launcher has restarted the run, whose own they are."""
     wanted = settings.overwrite_output_dir and settings.resume_from_checkpoint is False
     return wanted and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
 
 
 def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:
-    """What is to be removed may hold the weights to start from."""
+    """Refuses to remove a folder that holds the weights to start from."""
     start_from = Path(str(cfg.checkpointer.get("checkpoint_dir"))).resolve()
     for each in found:
         if each.path.resolve() in (start_from, *start_from.parents):
@@ -182,7 +182,7 @@ def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:
 
 
 def _prepare(directory: Path) -> None:
-    """The place where checkpoints are written; raises now rather than at the first save."""
+    """Prepares the folder for checkpoints; what is wrong with it shows now and not at the first save."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folders.clean(directory)
