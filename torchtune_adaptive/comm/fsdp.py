@@ -30,6 +30,7 @@ __all__ = [
     "is_idle",
     "replace_collectives",
     "reset",
+    "settle",
     "why_recovery_is_off",
 ]
 
@@ -108,6 +109,18 @@ def is_idle(root: FSDPModule) -> bool:
     if root._get_fsdp_state()._comm_ctx.post_forward_order:
         return False
     return all(group.is_sharded for module in _modules(root) for group in _groups(module))
+
+
+def settle(root: FSDPModule) -> None:
+    """Brings FSDP back to idle after a pass that has run to its end, but had no backward that would have done it.
+
+    Unlike `reset` it waits for nothing: parameters are freed in the order of the stream that has used them.
+    """
+    for module in _modules(root):
+        module.reshard()
+        for group in _groups(module):
+            group._post_forward_indices.clear()
+    root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
 def reset(root: Any) -> None:

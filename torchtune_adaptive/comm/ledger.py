@@ -35,55 +35,75 @@ class Collective:
     comm: Any = field(compare=False)
 
 
+@dataclass
+class _Record:
+    """What one microbatch of a stage communicates, on every rank and in every microbatch alike."""
+
+    collectives: tuple[Collective, ...] | None = None
+    varies: bool = False
+
+
 class CollectiveLedger:
     """Counts FSDP's collectives since the step began, and issues those that are still to come.
 
-    `position` is where this rank is in the step; at the end of a step all ranks are at the same position.
+    `position` is where this rank is in the step; at the end of a step all ranks are at the same position. Stages that
+    run the same models share one ledger, which keeps a record for each of them.
     """
 
-    def __init__(self, root: Any) -> None:
-        """Watches the collectives of a model sharded by FSDP2; of anything else, or None, nothing."""
+    def __init__(self, *roots: Any) -> None:
+        """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing."""
         self.position = 0
         self._microbatches = 0
-        self._record: tuple[Collective, ...] | None = None  # what one microbatch communicates
-        self._record_varies = False
+        self._records: dict[str, _Record] = {}  # by stage
+        self._record = _Record()  # of the stage that runs
         self._current: list[Collective] = []  # what the running microbatch has communicated
         self._already_issued = 0  # collectives that a replay leaves out
-        self._root = root if isinstance(root, FSDPModule) else None
-        self._watches = False
-        self._put_back: Callable[[], None] = lambda: None
-        if self._root is not None and world_size() > 1:
-            self._watches = True
-            self._put_back = fsdp.replace_collectives(
-                self._root, partial(_CountedAllGather, self), partial(_CountedReduceScatter, self)
-            )
+        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        self._watches = bool(self._roots) and world_size() > 1
+        self._put_back = [
+            fsdp.replace_collectives(root, partial(_CountedAllGather, self), partial(_CountedReduceScatter, self))
+            for root in self._roots
+            if self._watches
+        ]
 
     def close(self) -> None:
         """Puts FSDP's own collectives back."""
-        self._put_back()
+        for put_back in self._put_back:
+            put_back()
         self._watches = False
 
-    def begin_step(self, microbatches: int) -> None:
+    def begin_step(self, microbatches: int, stage: str = "") -> None:
         """Starts counting, from a state in which every microbatch communicates the same."""
         self.position = 0
         self._microbatches = microbatches
-        if self._root is not None:
+        self._record = self._records.setdefault(stage, _Record())
+        for root in self._roots:
             # Cannot be repeated when it fails halfway, so it must not happen inside of a microbatch.
-            fsdp.initialize(self._root)
-            # An evaluation pass leaves unsharded parameters behind, and an order that prefetching follows.
-            if not fsdp.is_idle(self._root):
-                self.reset()
+            fsdp.initialize(root)
+            # What ran outside of a step, say an evaluation, may have ended anywhere.
+            if not fsdp.is_idle(root):
+                fsdp.reset(root)
 
     def begin_microbatch(self) -> None:
         self._current = []
 
     def end_microbatch(self) -> None:
         """Records what a microbatch communicates, or compares with the record."""
+        self._settle()
         seen = tuple(self._current)
-        if self._record is None:
-            self._record = seen
-        elif seen != self._record:
-            self._record_varies = True
+        if self._record.collectives is None:
+            self._record.collectives = seen
+        elif seen != self._record.collectives:
+            self._record.varies = True
+
+    def _settle(self) -> None:
+        """Brings FSDP back to idle after a pass without a backward, which would leave parameters gathered.
+
+        The next pass would communicate less than the record says.
+        """
+        for root in self._roots:
+            if not fsdp.is_idle(root):
+                fsdp.settle(root)
 
     def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
         """Collective: runs `call`, and counts it from the moment that peers can match it."""
@@ -109,14 +129,14 @@ class CollectiveLedger:
         """
         if not self._watches:
             return
-        if self._record_varies:
+        if self._record.varies:
             raise RecoveryUnsupportedError(
                 "out of memory, and what a microbatch communicates changes from one to the next, so what the "
                 "peers still expect is not known",
                 Remedy.SMALLER_LIMIT,
                 Remedy.NO_RECOVERY,
             )
-        record = self._record or self._record_by_replay(replay)
+        record = self._record.collectives or self._record_by_replay(replay)
         # Every microbatch communicates the same, so the position alone says what peers expect next. Zeros will do:
         # they go into this attempt's gradients, which all ranks throw away at the agreement.
         for collective in (record * self._microbatches)[self.position :]:
@@ -131,8 +151,9 @@ class CollectiveLedger:
             replay()
         finally:
             self._already_issued = 0
-        self._record = tuple(self._current)
-        return self._record
+        self._settle()
+        self._record.collectives = record = tuple(self._current)
+        return record
 
     def _issue_zeros(self, collective: Collective) -> None:
         group, comm = collective.group, collective.comm
@@ -149,8 +170,8 @@ class CollectiveLedger:
 
     def reset(self) -> None:
         """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
-        if self._root is not None:
-            fsdp.reset(self._root)
+        for root in self._roots:
+            fsdp.reset(root)
 
 
 class _Counted:

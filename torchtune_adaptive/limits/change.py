@@ -18,6 +18,8 @@ class Change:
     kind: str
     step: int
     """The step in which it happened, or after which."""
+    stage: str | None = None
+    """The stage of the step; None where steps have only one."""
     reason: str
     """The line of the log."""
     unit: str

@@ -58,9 +58,10 @@ class Governor:
     taken back, and the next try waits for twice as many. 0: never.
     """
 
-    def __init__(self, allowed: Limit, *, regrow_after: int) -> None:
+    def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
         self.limit = allowed
         self.counters = Counters()
+        self._stage = stage
         self._allowed = allowed
         self._size: int | None = None  # None: as allowed
         self._regrow_after = regrow_after
@@ -79,7 +80,7 @@ class Governor:
 
     def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
         """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none."""
-        what = f"step {step}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
+        what = f"{self._at(step)}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
         before = self.limit
         try:
             after = _shrunk(before, failed)
@@ -151,7 +152,7 @@ class Governor:
 
     def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
         """The step has counted already, so it is not run again."""
-        what = f"step {step}: the allocator had to flush its cache on {_ranks(retrying)} in two steps in a row"
+        what = f"{self._at(step)}: the allocator had to flush its cache on {_ranks(retrying)} in two steps in a row"
         before, rates = self.limit, self._thrashing_rates
         self.counters.thrashings += 1
         try:
@@ -177,7 +178,7 @@ class Governor:
             self._tolerated.add(faster.size)
         self._change(faster.size)
         speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
-        return self._note(TRIAL, step, f"step {step}: {speeds}; going on with {self.limit}", smaller)
+        return self._note(TRIAL, step, f"{self._at(step)}: {speeds}; going on with {self.limit}", smaller)
 
     def _grow_if_due(self, step: int) -> Change | None:
         due = self._regrow_after if self._before_growth is not None else self._wait
@@ -193,14 +194,23 @@ class Governor:
         self._change(min(before.next_size, self._allowed.size))
         self._before_growth = before.size
         self.counters.growths += 1
-        reason = f"step {step}: {quiet} steps without trouble: {before} -> {self.limit}, on probation"
+        reason = f"{self._at(step)}: {quiet} steps without trouble: {before} -> {self.limit}, on probation"
         return self._note(GROWTH, step, reason, before)
+
+    def _at(self, step: int) -> str:
+        return f"step {step}, {self._stage}" if self._stage else f"step {step}"
 
     def _note(
         self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
     ) -> Change:
         change = Change(
-            kind=kind, step=step, reason=reason, unit=before.unit, before=before.size, after=self.limit.size
+            kind=kind,
+            step=step,
+            stage=self._stage or None,
+            reason=reason,
+            unit=before.unit,
+            before=before.size,
+            after=self.limit.size,
         )
         if not by:
             return change

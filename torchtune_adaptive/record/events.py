@@ -25,6 +25,7 @@ class Event:
     kind: str
     step: int
     """The step in which it happened, or after which."""
+    stage: str | None = None
     reason: str
     """The line of the log."""
     unit: str | None = None

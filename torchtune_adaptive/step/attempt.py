@@ -26,26 +26,28 @@ class PlanRunner(Generic[Sample]):
 
     def __init__(
         self,
-        model: nn.Module,
+        models: Sequence[nn.Module],
         forward_backward: Callable[[Sequence[Sample]], Totals],
         ledger: CollectiveLedger,
         *,
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None,
         recover: bool,
+        stage: str = "",
     ) -> None:
         self.around_pass: AroundPass = lambda _: nullcontext()
         self._forward_backward = forward_backward
         self._ledger = ledger
-        self._model = model
+        self._models = models
         self._stand_in = stand_in
         self._filler = filler
         self._recover = recover
+        self._stage = stage
 
     def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
-        totals = None
-        self._ledger.begin_step(len(plan))
+        totals: Totals | None = None
+        self._ledger.begin_step(len(plan), self._stage)
         for number, rows in enumerate(plan):
             before = totals
             totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
@@ -59,7 +61,7 @@ class PlanRunner(Generic[Sample]):
     def discard(self) -> None:
         """Drops all gradients of the step, finished or not: they were None when it began."""
         self._ledger.reset()
-        for parameter in self._model.parameters():
+        for parameter in (each for model in self._models for each in model.parameters()):
             parameter.grad = None
 
     def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -76,11 +78,9 @@ class PlanRunner(Generic[Sample]):
         try:
             self._ledger.begin_microbatch()
             with self.around_pass("microbatch"):
-                loss_sum, target_tokens = self._forward_backward(samples)
+                totals = self._forward_backward(samples)
             self._ledger.end_microbatch()
-            if before is not None:
-                loss_sum, target_tokens = before.loss_sum + loss_sum, before.target_tokens + target_tokens
-            return Totals(loss_sum, target_tokens)
+            return totals if before is None else before.plus(totals)
         except Exception as error:
             if not (self._recover and is_oom(error)):
                 raise

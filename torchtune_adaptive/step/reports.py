@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
-from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.comm.collectives import Agreement, sum_over_ranks
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
@@ -16,11 +18,18 @@ from torchtune_adaptive.limits.packing import Load, Plan
 
 
 class Totals(NamedTuple):
-    """What a microbatch contributes to its step."""
+    """What a microbatch contributes to its step, or to a stage of it."""
 
     loss_sum: Tensor
     """The loss summed over the target tokens: a detached tensor without dimensions."""
     target_tokens: int
+    sums: Mapping[str, Tensor] = MappingProxyType({})
+    """Further sums over the samples, by name: tensors like `loss_sum`. Every microbatch has the same names."""
+
+    def plus(self, other: Totals) -> Totals:
+        """The totals of both; raises where one has sums that the other has not."""
+        sums = {name: self.sums[name] + other.sums[name] for name in self.sums.keys() | other.sums.keys()}
+        return Totals(self.loss_sum + other.loss_sum, self.target_tokens + other.target_tokens, sums)
 
 
 class Fullest(NamedTuple):
@@ -46,6 +55,8 @@ class StepResult:
     """The load of all ranks: their tokens in sum, their largest microbatch."""
     retries: int = 0
     """Cache flushes of the allocators of all ranks."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sums of all microbatches on all ranks, by name."""
     memory: Fullest | None = None
     """None where nothing measures it."""
 
@@ -138,6 +149,28 @@ class Reports(tuple[Report, ...]):
 def exchange(agreement: Agreement, report: Report) -> Reports:
     """Collective: the reports of all ranks."""
     return Reports(Report(*row) for row in agreement.gather(report))
+
+
+def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
+    """Collective: for sums, and on CUDA for the loss, which did not ride on the agreement."""
+    assert totals is not None, "a rank that ran out of memory has said so, and nobody asks for a result"
+    names = sorted(totals.sums)
+    mine = [totals.sums[name] for name in names]
+    if totals.loss_sum.device.type == "cpu":
+        loss_sum = totals.loss_sum.new_tensor(reports.loss_sum)
+        sums = list(sum_over_ranks(torch.stack(mine))) if mine else []
+    else:
+        loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *mine]))
+    return StepResult(
+        loss_sum=loss_sum,
+        target_tokens=reports.target_tokens,
+        microbatches=microbatches,
+        recoveries=recoveries,
+        load=reports.load,
+        retries=reports.retries,
+        sums=dict(zip(names, sums, strict=True)),
+        memory=reports.fullest,
+    )
 
 
 def troubling(plan: Plan, lengths: Sequence[int], failed: int | None, retries: int) -> Microbatch:

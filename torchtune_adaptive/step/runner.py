@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from torch import nn
 
-from torchtune_adaptive.comm.collectives import Agreement, let_go, rank, sum_over_ranks
+from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
@@ -26,7 +26,7 @@ from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.step.attempt import AroundPass, PlanRunner
 from torchtune_adaptive.step.planning import Planner
-from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, troubling
+from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, result_of, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,13 @@ class Attempt(NamedTuple):
     result: StepResult | None
     """None where some rank ran out of memory: there are no gradients then."""
     failed_ranks: tuple[int, ...]
+
+
+def _check_recovery(models: Sequence[nn.Module]) -> None:
+    for reason in filter(None, map(why_recovery_is_off, models)):
+        raise RecoveryUnsupportedError(
+            f"a step of this model cannot be run again after running out of memory: {reason}", Remedy.NO_RECOVERY
+        )
 
 
 class StepRunner(Generic[Sample]):
@@ -56,7 +63,11 @@ class StepRunner(Generic[Sample]):
 
     `limit` is what a microbatch may be. `regrow_after` steps without trouble are followed by a try of the next larger
     limit, up to the given one; 0: never. Give a Governor in place of the limit to decide that yourself. `ledger` counts
-    the collectives of the model, and finishes them for a rank that failed; by default it is made for the model.
+    the collectives of the models, and finishes them for a rank that failed; by default it is made for them.
+
+    A step of several stages has a runner for each: `stage` is its name, in messages and in the record. `frozen` are
+    models that a microbatch runs beside the trained one. A stage may have no backward at all; it keeps its results by
+    sample, since a repeated attempt writes them again. Stages that share models share a `ledger`.
 
     `on_change` is told whenever the limit changes, on every rank. `on_plan` is told the step and the plan of every
     attempt before it begins.
@@ -74,15 +85,15 @@ class StepRunner(Generic[Sample]):
         recover: bool = True,
         regrow_after: int = 200,
         ledger: CollectiveLedger | None = None,
+        frozen: Sequence[nn.Module] = (),
+        stage: str = "",
         on_change: Callable[[Change], None] | None = None,
         on_plan: Callable[[int, Plan], object] | None = None,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
-        if recover and (reason := why_recovery_is_off(model)) is not None:
-            raise RecoveryUnsupportedError(
-                f"a step of this model cannot be run again after running out of memory: {reason}",
-                Remedy.NO_RECOVERY,
-            )
+        models = (model, *frozen)
+        if recover:
+            _check_recovery(models)
         self.model = model
         self.length_of = length_of
         self.stand_in = stand_in
@@ -91,13 +102,14 @@ class StepRunner(Generic[Sample]):
         self.on_plan = on_plan
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
-        self._ledger = CollectiveLedger(model if recover else None) if ledger is None else ledger
+        self._ledger = CollectiveLedger(*(models if recover else ())) if ledger is None else ledger
         self._plans = PlanRunner(
-            model, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover
+            models, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover, stage=stage
         )
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement)
-        self._governor = limit if isinstance(limit, Governor) else Governor(limit, regrow_after=regrow_after)
+        governor = limit if isinstance(limit, Governor) else Governor(limit, regrow_after=regrow_after, stage=stage)
+        self._governor = governor
         self._gauge = Gauge()
 
     @property
@@ -177,7 +189,7 @@ class StepRunner(Generic[Sample]):
                 self._gauge.end_step()
                 self._planner.keep(ahead, reports.upcoming_microbatches)
                 self._reconsider(reports, step)
-                return self._result(totals, reports, len(plan), recoveries)
+                return result_of(totals, reports, len(plan), recoveries)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
             self._plans.discard()
@@ -201,7 +213,7 @@ class StepRunner(Generic[Sample]):
         if reports.failed:
             self._plans.discard()
             return Attempt(None, tuple(reports.failed))
-        return Attempt(self._result(totals, reports, len(plan), recoveries=0), ())
+        return Attempt(result_of(totals, reports, len(plan), recoveries=0), ())
 
     def _check(self, samples: Sequence[Sample]) -> None:
         if not samples:
@@ -225,16 +237,15 @@ class StepRunner(Generic[Sample]):
         upcoming: int = 0,
     ) -> Reports:
         """Collective: what happened on every rank, the same everywhere."""
-        loss_sum, target_tokens = (None, 0) if totals is None else totals
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
-        loss_on_host = loss_sum.item() if loss_sum is not None and loss_sum.device.type == "cpu" else 0.0
+        loss_on_host = totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0
         reading = self._gauge.read()
         size = troubling(plan, lengths, failed, reading.retries)
         mine = Report(
             failed=failed is not None,
             **size._asdict(),
             position=self._ledger.position,
-            target_tokens=target_tokens,
+            target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths)._asdict(),
@@ -243,23 +254,6 @@ class StepRunner(Generic[Sample]):
         reports = exchange(self._agreement, mine)
         reports.check_positions()
         return reports
-
-    def _result(self, totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
-        """Collective: on CUDA, where the loss did not ride on the agreement."""
-        assert totals is not None
-        if totals.loss_sum.device.type == "cpu":
-            loss_sum = totals.loss_sum.new_tensor(reports.loss_sum)
-        else:
-            loss_sum = sum_over_ranks(totals.loss_sum)
-        return StepResult(
-            loss_sum=loss_sum,
-            target_tokens=reports.target_tokens,
-            microbatches=microbatches,
-            recoveries=recoveries,
-            load=reports.load,
-            retries=reports.retries,
-            memory=reports.fullest,
-        )
 
     def _reconsider(self, reports: Reports, step: int) -> None:
         """Lets the limit change after a step that counted. Without recovery no other limit can be tried."""
