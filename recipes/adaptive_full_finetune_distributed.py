@@ -113,8 +113,7 @@ class AdaptiveFullFinetuneDistributed:
                     )
                     losses.saw(self.progress.step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
-                    if self._checkpoints.due(self.progress):
-                        losses.check_finite()
+                    if self._checkpoints.due(self.progress) and losses.worth_saving(self.progress.step):
                         self.save_checkpoint()
                 losses.check()
                 self.progress = self.progress.after_epoch(sizes)

@@ -13,11 +13,13 @@ import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.distributed.kinds import as_dtensor_does
+from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.running import Finished, demo_config, run_ours, start_here, tune_run
 from torchtune_adaptive.demo.dataset import DemoDataset
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
+from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 
@@ -26,6 +28,7 @@ BAD = 13
 """A sample of rank 1, where two ranks share the samples in order."""
 KNOWN_TOKENS = 128
 SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
+EVERY_STEP = "save_every_n_steps=1"
 CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
 
 
@@ -79,11 +82,13 @@ def how_it_ends(folder: Path, *overrides: str) -> tuple[str, str]:
 
 
 def saved(folder: Path) -> list[Path]:
-    return list((folder / "out").glob("epoch_*"))
+    return [found.path for found in find_checkpoints(folder / "out")]
 
 
 def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) -> None:
-    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", *with_flaw("masked"), timeout_s=100, in_group=False)
+    ends = run_on_ranks(
+        2, how_it_ends, tmp_path / "run", *with_flaw("masked"), EVERY_STEP, timeout_s=100, in_group=False
+    )
     assert ends[0] == ends[1]
     kind, message = ends[0]
     assert kind == NotLearningError.__name__
@@ -94,7 +99,7 @@ def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) 
 
 def test_a_run_whose_every_loss_is_nan_is_no_success_on_any_rank(tmp_path: Path) -> None:
     loss = f"loss._component_={HERE}.NotANumber"
-    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", loss, "epochs=2", timeout_s=100, in_group=False)
+    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", loss, EVERY_STEP, timeout_s=100, in_group=False)
     assert ends[0] == ends[1]
     kind, message = ends[0]
     assert kind == NotLearningError.__name__
@@ -114,14 +119,36 @@ def test_a_loss_that_becomes_nan_stops_all_ranks_at_that_step(tmp_path: Path) ->
     assert re.match(r"step [23]: the loss is (nan|inf), and adaptive.on_nan_loss is stop", message)
 
 
-def test_by_default_it_is_said_once_with_the_key_that_stops_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    start_here("full", "--config", "adaptive/demo/full", *CHEAP, *EXPLODES, train=True)
-    said = [record.getMessage() for record in caplog.records if "adaptive.on_nan_loss" in record.getMessage()]
-    assert len(said) == 1
-    assert re.match("step [23]: the loss is (nan|inf)", said[0])
+def test_by_default_it_is_said_once_and_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    burst = ("use_maximum_batch_size=False", "adaptive=null", f"loss._component_={HERE}.Burst")
+    saving = ("epochs=2", EVERY_STEP, "keep_last_n_checkpoints=1")
+    ends = run_on_ranks(2, said_until_the_end, tmp_path / "run", *burst, *saving, timeout_s=100, in_group=False)
+    for kind, message, _ in ends:
+        assert kind == NotLearningError.__name__
+        assert "epoch_1 is not saved, since the weights are NaN or infinite; the last good one is " in message
+        assert "start again from there with a lower optimizer.lr" in message
+    assert re.match(r"step 2: the loss is nan; .*adaptive.on_nan_loss: stop", ends[0][2][0])
+    assert ends[0][2][1].startswith("checkpoint step_2 is not saved, since the weights are NaN or infinite")
+    assert [len(said) for _, _, said in ends] == [2, 0], "each is said once, by rank 0"
+    assert [path.name for path in saved(tmp_path / "run")] == ["step_1"]
+
+
+class Burst(CEWithChunkedOutputLoss):
+    """A loss that is no number in the second step of a run, and so leaves weights that are none."""
+
+    calls = 0
+
+    def forward(self, logits: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = super().forward(logits, labels)
+        return loss * torch.nan if self.calls == 4 else loss  # two microbatches a step
+
+
+def said_until_the_end(folder: Path, *overrides: str) -> tuple[str, str, list[str]]:
+    """Collective: the error that this rank ends with, and what it has said of losses."""
+    with listening("torchtune_adaptive") as heard:
+        kind, message = how_it_ends(folder, *overrides)
+    return kind, message, [line for line in heard if "on_nan_loss" in line or "not saved" in line]
 
 
 def losses_of(watch: LossWatch, *losses: float) -> None:

@@ -50,6 +50,11 @@ def take_the_folder_away(recipe: Any, out: Path) -> None:
     dist.barrier()
 
 
+def take_it_away_between_saves(recipe: Any, out: Path) -> None:
+    recipe._checkpoints._settle_background()
+    take_the_folder_away(recipe, out)
+
+
 def put_a_file_in_its_place(recipe: Any, out: Path) -> None:
     take_the_folder_away(recipe, out)
     if dist.get_rank() == 0:
@@ -64,7 +69,12 @@ def run_out_of_memory(recipe: Any, out: Path) -> None:
     object.__setattr__(recipe._checkpoints._contents, "weights", weights)
 
 
-SPOILERS = {"gone": take_the_folder_away, "in the way": put_a_file_in_its_place, "memory": run_out_of_memory}
+SPOILERS = {
+    "gone": take_the_folder_away,
+    "in the way": put_a_file_in_its_place,
+    "gone between": take_it_away_between_saves,
+    "memory": run_out_of_memory,
+}
 
 
 @pytest.mark.parametrize("spoil", ["gone", "in the way"])
@@ -83,6 +93,17 @@ def test_every_rank_ends_with_the_path_the_cause_and_the_last_good_checkpoint(
         ):
             assert word in message
         assert complete == ["epoch_0", "step_2"]
+
+
+def test_a_folder_that_is_gone_is_not_made_anew_beside_training(tmp_path: Path) -> None:
+    beside = "enable_async_checkpointing=True"
+    for message, complete in run_on_ranks(
+        2, trained, "full", tmp_path / "run", "gone between", beside, timeout_s=90, in_group=False
+    ):
+        assert message is not None
+        assert "step_6" in message
+        assert "the folder is gone" in message
+        assert complete == ["dist_epoch_0", "step_2"]
 
 
 def test_a_run_may_go_on_without_it(tmp_path: Path) -> None:

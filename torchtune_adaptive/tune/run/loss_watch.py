@@ -49,6 +49,16 @@ class LossWatch:
             )
         self._said = True
 
+    def worth_saving(self, step: int) -> bool:
+        """Whether a step checkpoint should be saved; raises NotLearningError if every loss so far was NaN.
+
+        Steps without a label look like progress to whoever resumes, and are none.
+        """
+        self.check_finite()
+        if self._learning_steps == 0 and dist.get_rank() == 0:
+            logger.warning("step %d: no checkpoint, since no sample so far has had a token to learn", step)
+        return self._learning_steps > 0
+
     def check(self) -> None:
         """Raises NotLearningError if no step so far has trained anything. Call it before weights are saved."""
         if self._steps == 0:

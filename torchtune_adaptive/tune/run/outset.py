@@ -90,6 +90,7 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     most_samples = max(sizes.samples_per_step for sizes in epochs)
     microbatches = microbatches_of(request, most_samples)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
+    parts.checkpoints.make_room()
     course = Course(epochs, microbatches)
     return course, _start_schedules(parts, course, progress)
 

@@ -47,7 +47,7 @@ class Found:
 
 def find_checkpoints(directory: Path) -> list[Found]:
     """All folders that look like checkpoints: the complete ones first, newest first."""
-    found = [_examined(path) for path in _named(directory) if path.is_dir()]
+    found = [_examined(path) for path in named(directory) if path.is_dir()]
     return sorted(found, key=lambda each: (-each.manifest.serial if each.manifest else 1, each.name))
 
 
@@ -147,7 +147,7 @@ def discard_staged(directory: Path) -> None:
 
 def remove_all(directory: Path) -> None:
     """Removes every checkpoint, of whatever run, and the links to them."""
-    for path in [directory / LATEST, directory / RECIPE_STATE, *_named(directory)]:
+    for path in [directory / LATEST, directory / RECIPE_STATE, *named(directory)]:
         if path.is_symlink() or (path.is_dir() and path.name != LATEST):
             remove(path)
 
@@ -158,7 +158,8 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
-def _named(directory: Path) -> list[Path]:
+def named(directory: Path) -> list[Path]:
+    """Everything in a directory that has the name of a checkpoint."""
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
 

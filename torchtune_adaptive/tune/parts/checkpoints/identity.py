@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from torchtune_adaptive.tune.parts.checkpoints.named import file_names
 
 RUN_KEYS = (
     "model",
@@ -20,6 +22,8 @@ RUN_KEYS = (
     "optimizer",
     "optimizer_in_bwd",
 )
+TOLD_KEYS = ("loss", "lr_scheduler", "clip_grad_norm", "dtype", "tokenizer.max_seq_len")
+"""Keys that may change in the course of a run, but not without a word: they change what it trains from there on."""
 ENDS_BYTES = 2**22
 LIMITS = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
@@ -33,14 +37,19 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in LIMITS}
 
 
+def told_values(cfg: DictConfig) -> dict[str, Any]:
+    """The values that a run may change, and tells of, by their dotted keys."""
+    return _flat({key: _plain(cfg, key) for key in TOLD_KEYS})
+
+
 def _frozen_weights(cfg: DictConfig) -> dict[str, Any]:
     """A fingerprint of the frozen weights, without which an adapter is worth nothing. By content: paths change."""
     section = cfg.get("checkpointer")
-    names = _plain(section, "checkpoint_files") if isinstance(section, DictConfig) else None
-    if not isinstance(names, list):
+    names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None
+    if not isinstance(names, ListConfig | DictConfig):
         return {}
     folder = Path(str(section.get("checkpoint_dir")))
-    return {f"frozen weights in {name}": _fingerprint(folder / str(name)) for name in names}
+    return {f"frozen weights in {name}": _fingerprint(folder / name) for name in file_names(names)}
 
 
 def _fingerprint(path: Path) -> str | None:
@@ -57,15 +66,17 @@ def _fingerprint(path: Path) -> str | None:
 
 def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
     """The first key whose value is not the one that the checkpoint's run had, and both values."""
-    for key in sorted(configured.keys() | saved.keys()):
-        ours, theirs = configured.get(key), saved.get(key)
-        if ours != theirs:
-            return f"{key} is {ours!r}, and was {theirs!r}"
-    return None
+    return next(iter(differences(configured, saved)), None)
+
+
+def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+    """Every such key, with both values."""
+    pairs = ((key, configured.get(key), saved.get(key)) for key in sorted(configured.keys() | saved.keys()))
+    return [f"{key} is {ours!r}, and was {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
 
 
 def _plain(cfg: DictConfig, key: str) -> Any:
-    value = cfg.get(key)
+    value = OmegaConf.select(cfg, key)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 

@@ -62,6 +62,8 @@ class Manifest:
     saved_at: str
     files: Mapping[str, FileRecord]
     """Every other file of the folder."""
+    told: Mapping[str, Any] | None = None
+    """The part of the config that the run may change, but not without a word; None in checkpoints from before."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
@@ -79,7 +81,7 @@ def read_manifest(folder: Path) -> Manifest | Fault:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return f"has a {MANIFEST_FILE} that cannot be read"
+        return f"has an {MANIFEST_FILE} that cannot be read"
     for name, record in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
@@ -113,6 +115,8 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
 
 def _parsed(values: Any) -> Manifest:
     version = values.pop("version")
+    if not all(isinstance(values.get(name), dict) for name in ("identity", "versions", "files")):
+        raise TypeError("identity, versions and files are mappings")
     if version != VERSION:
         raise ValueError(f"version {version}")
     files = {str(name): FileRecord(**record) for name, record in values.pop("files").items()}

@@ -54,7 +54,7 @@ def named_files(
 
 
 def _weights(section: DictConfig, directory: Path) -> Files:
-    paths = [directory / name for name in _file_names(section.get("checkpoint_files"))]
+    paths = [directory / name for name in file_names(section.get("checkpoint_files"))]
     for path in paths:
         _require(path, "checkpointer.checkpoint_files")
     folder = paths[0].parent
@@ -125,7 +125,7 @@ def _check_same_folder(files: Files, known: dict[Path, Found]) -> None:
         )
 
 
-def _file_names(value: Any) -> list[str]:
+def file_names(value: Any) -> list[str]:
     """The names in `checkpoint_files`: a list, or torchtune's short form for many of them."""
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if isinstance(plain, list) and plain:

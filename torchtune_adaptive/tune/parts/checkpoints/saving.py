@@ -19,12 +19,12 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, NotLearningError, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished
 from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, optimizer_state
-from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
+from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.random_state import (
@@ -33,10 +33,13 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
     restore_random_state,
     write_random_state,
 )
+from torchtune_adaptive.tune.parts.checkpoints.soundness import weights_are_finite
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+_GOES_ON = "once that is mended the same command with resume_from_checkpoint=auto goes on"
 
 
 class Checkpoints:
@@ -60,14 +63,23 @@ class Checkpoints:
         self._directory = checkpoint_directory(cfg, settings).absolute()
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
-        self._identity = identity_of(cfg, contents.recipe)
+        self._identity, self._told = identity_of(cfg, contents.recipe), told_values(cfg)
         self._serial = start.serial
+        self._worth_saving = True  # as the last save has found the weights
         self._resumed_from = start.files.folder.name if start.files else None
         self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
         self.last: Path | None = start.files.folder if start.files else None
         """The newest complete checkpoint: what a user goes on from when the run ends here."""
+
+    def make_room(self) -> None:
+        """On rank 0: removes another run's checkpoints, once nothing but training itself can fail any more."""
+        if self._start.overwrites and dist.get_rank() == 0:
+            logger.warning(
+                "overwrite_output_dir: %d checkpoints in %s are removed", self._start.overwrites, self._directory
+            )
+            folders.remove_all(self._directory)
 
     def load(self) -> State:
         """Collective: the weights to start from; when resuming, the checkpoint's and its state."""
@@ -102,25 +114,45 @@ class Checkpoints:
 
     def save(self, progress: Progress, model: nn.Module, optimizer: Any, loader_state: Mapping[str, Any]) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
-        began = time.perf_counter()
+        self._settle_background()
+        state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
         name = _name(progress, distributed=in_background)
-        self._settle_background()
+        if not weights_are_finite(model):
+            self._pass_over(name, last=progress.finished)
+            return
+        self._worth_saving = True
+        if in_background:
+            self._save_in_background(name, progress, state, model, optimizer)
+        else:
+            self._save_here(name, progress, state, model, optimizer)
+
+    def _save_here(self, name: str, progress: Progress, state: State, model: nn.Module, optimizer: Any) -> None:
+        """Collective: returns once the checkpoint is there."""
+        began, problem = time.perf_counter(), None
         with self._naming(name):
             random_states = gather_random_state()
-            state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
-            manifest = self._manifest(progress, distributed=in_background)
-            if in_background:
-                assert self._background is not None
-                everything = {**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
-                self._background.start(self._staged(name), everything, (name, manifest, random_states or []))
-                return
-            state[training.OPT_KEY] = optimizer_state(model, optimizer, self._device)
+            manifest = self._manifest(progress, distributed=False)
+            optimizer_part = {training.OPT_KEY: optimizer_state(model, optimizer, self._device)}
             weights = self._contents.weights(model, self._device)
-        problem = None
         if dist.get_rank() == 0:
-            problem = self._write(name, {**weights, **state}, manifest, random_states or [])
+            problem = self._write(name, {**weights, **state, **optimizer_part}, manifest, random_states or [])
         self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
+
+    def _save_in_background(
+        self, name: str, progress: Progress, state: State, model: nn.Module, optimizer: Any
+    ) -> None:
+        """Collective: returns once the state is copied, so that training may change it."""
+        assert self._background is not None
+        # torch would create a folder that is gone anew, on whatever file system is left.
+        if gone := _from_rank_0(None if self._staged(name).parent.is_dir() else "the folder is gone"):
+            self._fail(name, gone, last=False)
+            return
+        with self._naming(name):
+            random_states = gather_random_state()
+            manifest = self._manifest(progress, distributed=True)
+            everything = {**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
+            self._background.start(self._staged(name), everything, (name, manifest, random_states or []))
 
     def close(self) -> None:
         """Collective: finishes what is still being written."""
@@ -175,6 +207,7 @@ class Checkpoints:
             versions=problems.versions(),
             saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             files={},
+            told=self._told,
         )
 
     def _settle_background(self) -> None:
@@ -188,24 +221,37 @@ class Checkpoints:
         self._settle(name, problem, self._background.seconds)
 
     def _settle(self, name: str, problem: str | None, seconds: float, *, last: bool = False) -> None:
-        """Collective: rank 0 tells whether the checkpoint is there. Without its last a run has failed."""
-        told = [problem]
-        dist.broadcast_object_list(told)
-        if told[0] is None:
-            self.last = self._directory / name
-            if dist.get_rank() == 0:
-                logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
+        """Collective: rank 0 tells whether the checkpoint is there."""
+        told = _from_rank_0(problem)
+        if told is not None:
+            self._fail(name, told, last=last)
             return
-        message = f"checkpoint {name} could not be saved to {self._directory}: {told[0]}; {self._last_good()}"
+        self.last = self._directory / name
+        if dist.get_rank() == 0:
+            logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
+
+    def _fail(self, name: str, problem: str, *, last: bool) -> None:
+        """On every rank: training goes on if the config says so, but a run without its last checkpoint has failed."""
+        message = f"checkpoint {name} could not be saved to {self._directory}: {problem}; {self._last_good()}"
         if dist.get_rank() == 0:
             folders.discard_staged(self._directory)
-        if self._stops_on_error or last:
+        if self._stops_on_error:
             raise CheckpointError(
-                f"{message}; once that is mended the same command with resume_from_checkpoint=auto goes on "
-                "(adaptive.on_save_error: continue would have trained on without it)"
+                f"{message}; {_GOES_ON} (adaptive.on_save_error: continue would have trained on without it)"
             )
+        if last:
+            raise CheckpointError(f"{message}; {_GOES_ON}")
         if dist.get_rank() == 0:
             logger.warning("%s; training goes on (adaptive.on_save_error: continue)", message)
+
+    def _pass_over(self, name: str, *, last: bool) -> None:
+        """On every rank: weights that are NaN would only push out those that are not."""
+        fact = f"checkpoint {name} is not saved, since the weights are NaN or infinite; {self._last_good()}"
+        if last:
+            raise NotLearningError(f"{fact}: start again from there with a lower optimizer.lr or a clip_grad_norm")
+        if self._worth_saving and dist.get_rank() == 0:
+            logger.warning("%s; nor is any that follows, as long as they are", fact)
+        self._worth_saving = False
 
     def _last_good(self) -> str:
         if self.last is None or not self.last.is_dir():
@@ -224,6 +270,13 @@ class Checkpoints:
                 f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {self._last_good()}: go on "
                 "from there with resume_from_checkpoint=auto and a smaller batch_size or adaptive.max_batch_size"
             ) from error
+
+
+def _from_rank_0(value: str | None) -> str | None:
+    """Collective: rank 0's value, on every rank."""
+    told = [value]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def _name(progress: Progress, *, distributed: bool) -> str:

@@ -8,7 +8,6 @@ resume_from_checkpoint: False    anew, in an output directory without checkpoint
 from __future__ import annotations
 
 import logging
-import os
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,9 +21,10 @@ from omegaconf import DictConfig
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
-from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
+from torchtune_adaptive.tune.parts.checkpoints.identity import difference, differences, identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.named import named_files
+from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -44,6 +44,9 @@ class Start:
     """The serial of its next checkpoint."""
     files: Files | None = None
     """The checkpoint to go on from; None for a fresh start."""
+
+    overwrites: int = 0
+    """Checkpoints of another run in the output directory, to be removed once training can begin."""
 
     @property
     def resumes(self) -> bool:
@@ -72,8 +75,9 @@ def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:
 
 
 def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
-    """On rank 0: looks at the output directory, and makes room in it for what the run will write."""
+    """On rank 0: looks at the output directory, and prepares it for what the run will write."""
     directory = checkpoint_directory(cfg, settings)
+    _check_names_are_free(directory)
     found = folders.find_checkpoints(directory)
     serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
     mode = settings.resume_from_checkpoint
@@ -88,11 +92,12 @@ def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
         )
         _check_rest_of_epoch(cfg, recipe, manifest)
     else:
-        _make_room(cfg, found, settings, directory)
+        check_fresh_start(cfg, found, settings, directory)
     if files is not None:
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     _prepare(directory)
-    return Start(run=manifest.run if manifest else uuid.uuid4().hex[:12], serial=serial, files=files)
+    run = manifest.run if manifest else uuid.uuid4().hex[:12]
+    return Start(run=run, serial=serial, files=files, overwrites=len(found) if files is None else 0)
 
 
 def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe: str, directory: Path) -> Found | None:
@@ -112,6 +117,9 @@ def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe:
             "overwrite_output_dir: True"
         )
     _check_unfinished(chosen, chosen.manifest, settings)
+    told = chosen.manifest.told
+    if told is not None and (changes := differences(told_values(cfg), told)):
+        logger.warning("changed since the checkpoint was saved: %s", "; ".join(changes))
     return chosen
 
 
@@ -131,8 +139,8 @@ def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings) -> 
     if manifest.position.epochs >= settings.epochs:
         _finish_cleaning(chosen.path.parent, settings)
         raise RunFinished(
-            f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} "
-            f"({manifest.position}, epochs: {settings.epochs})"
+            f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} ({manifest.position}); "
+            f"epochs above {manifest.position.epochs} would go on from there"
         )
 
 
@@ -145,40 +153,9 @@ def _finish_cleaning(directory: Path, settings: Settings) -> None:
         folders.tidy(directory, settings.keep_last_n_checkpoints, resumed_from=None)
 
 
-def _make_room(cfg: DictConfig, found: Sequence[Found], settings: Settings, directory: Path) -> None:
-    """A fresh start needs a directory without checkpoints: it never mixes its own with others."""
-    if not found:
-        return
-    if _may_overwrite(settings):
-        _check_not_needed(cfg, found)
-        logger.warning("overwrite_output_dir: %d checkpoints in %s are removed", len(found), directory)
-        folders.remove_all(directory)
-        return
-    complete = any(each.manifest for each in found)
-    names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
-    how = "resume_from_checkpoint=auto" if complete else "resume_from_checkpoint=True and the files to resume from"
-    raise ConfigError(
-        f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
-        f"own: go on with that run ({how}), choose another output_dir, or set resume_from_checkpoint=False and "
-        "overwrite_output_dir=True to remove them"
-    )
-
-
-def _may_overwrite(settings: Settings) -> bool:
-    """Whether old checkpoints may go: never when the launcher has restarted the run, whose own they are."""
-    wanted = settings.overwrite_output_dir and settings.resume_from_checkpoint is False
-    return wanted and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
-
-
-def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:
-    """Refuses to remove a folder that holds the weights to start from."""
-    start_from = Path(str(cfg.checkpointer.get("checkpoint_dir"))).resolve()
-    for each in found:
-        if each.path.resolve() in (start_from, *start_from.parents):
-            raise ConfigError(
-                f"overwrite_output_dir is True, but checkpointer.checkpoint_dir is {str(start_from)!r}, which would be "
-                "removed: choose another output_dir"
-            )
+def _check_names_are_free(directory: Path) -> None:
+    if file := next((path for path in folders.named(directory) if not path.is_dir() and path.exists()), None):
+        raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
 
 
 def _prepare(directory: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from tests.unit.tune.parts.checkpoints.making import CONTENT, complete, save
 from torchtune_adaptive.errors import ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
+from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
 from torchtune_adaptive.tune.start.settings import read_full_settings
@@ -49,7 +50,9 @@ def saved(
     directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
 ) -> Path:
     position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
-    return save(directory, name, serial, identity=identity_of(config(directory), recipe), position=position, **options)
+    cfg = config(directory)
+    identity, told = identity_of(cfg, recipe), told_values(cfg)
+    return save(directory, name, serial, identity=identity, told=told, position=position, **options)
 
 
 def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
@@ -153,8 +156,9 @@ def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytes
         start(tmp_path, *overwrite)
     assert complete(tmp_path) == ["epoch_0"]
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    assert not start(tmp_path, *overwrite).resumes
-    assert complete(tmp_path) == []
+    decided = start(tmp_path, *overwrite)
+    assert (decided.resumes, decided.overwrites) == (False, 1)
+    assert complete(tmp_path) == ["epoch_0"], "what is wrong with the rest of the config shows before anything is lost"
 
 
 def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
@@ -176,6 +180,53 @@ def test_the_weights_to_start_from_are_never_overwritten(tmp_path: Path) -> None
     assert complete(tmp_path) == ["epoch_0"]
 
 
+@pytest.mark.parametrize(
+    ("folder", "named"),
+    [
+        (".", "checkpointer.checkpoint_files=[epoch_0/model.bin]"),
+        ("elsewhere", "checkpointer.checkpoint_files=[../epoch_0/model.bin]"),
+        (".", "checkpointer.adapter_checkpoint=epoch_0/adapter.pt"),
+    ],
+)
+def test_nothing_that_the_config_reads_is_overwritten(tmp_path: Path, folder: str, named: str) -> None:
+    saved(tmp_path, "epoch_0")
+    (tmp_path / folder).mkdir(exist_ok=True)
+    fresh = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
+    with pytest.raises(ConfigError, match=r"checkpointer.\w+ is .*epoch_0.* which would be removed"):
+        start(tmp_path, *fresh, f"checkpointer.checkpoint_dir={tmp_path / folder}", named)
+    assert complete(tmp_path) == ["epoch_0"]
+
+
+@pytest.mark.parametrize("mode", ["auto", "False"])
+def test_a_file_with_the_name_of_a_checkpoint_is_left_to_its_owner(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "step_3").write_text("my notes")
+    with pytest.raises(ConfigError, match=r"step_3' is a file, but has the name of a checkpoint: move it"):
+        start(tmp_path, f"resume_from_checkpoint={mode}")
+    assert (tmp_path / "step_3").read_text() == "my notes"
+
+
+@pytest.mark.parametrize(
+    "change", ["clip_grad_norm=0.5", "dtype=bf16", "loss._component_=a.b", "tokenizer.max_seq_len=64"]
+)
+def test_what_a_run_may_change_it_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str) -> None:
+    saved(tmp_path, "epoch_0")
+    with caplog.at_level("WARNING"):
+        assert start(tmp_path).resumes
+        assert caplog.messages == []
+        assert start(tmp_path, change).resumes
+    assert caplog.messages[0].startswith(f"changed since the checkpoint was saved: {change.split('=')[0]} is ")
+
+
+def test_a_manifest_that_somebody_has_edited_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, "epoch_0")
+    saved(tmp_path, "epoch_1", serial=1)
+    file = tmp_path / "epoch_1" / "adaptive_checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "identity": None}))
+    with caplog.at_level("WARNING"):
+        assert start(tmp_path).resumes
+    assert "epoch_1 has an adaptive_checkpoint.json that cannot be read" in caplog.text
+
+
 def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_path: Path) -> None:
     out, base = tmp_path / "out", tmp_path / "base"
     base.mkdir()
@@ -189,6 +240,20 @@ def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_pa
     (tmp_path / "moved" / "base.pt").write_bytes(b"two model")
     with pytest.raises(ConfigError, match=r"frozen weights in base\.pt"):
         start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora")
+
+
+def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
+    files = {"filename_format": "base-{}-of-{}.bin", "max_filename": "00002"}
+    for folder, second in (("one", b"1"), ("two", b"2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "base-00001-of-00002.bin").write_bytes(b"0")
+        (tmp_path / folder / "base-00002-of-00002.bin").write_bytes(second)
+    identities = []
+    for folder in ("one", "two"):
+        cfg = config(tmp_path / "out", f"checkpointer.checkpoint_dir={tmp_path / folder}")
+        cfg.checkpointer.checkpoint_files = files
+        identities.append(identity_of(cfg, "lora"))
+    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin is ")
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:

@@ -1,0 +1,60 @@
+"""A fresh start among the checkpoints of another run: refused, or allowed to remove them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from omegaconf import DictConfig, ListConfig
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.checkpoints.folders import Found
+from torchtune_adaptive.tune.parts.checkpoints.named import file_names
+from torchtune_adaptive.tune.start.settings import Settings
+
+
+def check_fresh_start(cfg: DictConfig, found: Sequence[Found], settings: Settings, directory: Path) -> None:
+    """Refuses a fresh start that would mix its checkpoints with those found, unless it may remove them."""
+    if not found:
+        return
+    if _may_overwrite(settings):
+        _check_not_needed(cfg, found)
+        return
+    complete = any(each.manifest for each in found)
+    names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
+    how = "resume_from_checkpoint=auto" if complete else "resume_from_checkpoint=True and the files to resume from"
+    raise ConfigError(
+        f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
+        f"own: go on with that run ({how}), choose another output_dir, or set resume_from_checkpoint=False and "
+        "overwrite_output_dir=True to remove them"
+    )
+
+
+def _may_overwrite(settings: Settings) -> bool:
+    """Whether old checkpoints may go: never when the launcher has restarted the run, whose own they are."""
+    wanted = settings.overwrite_output_dir and settings.resume_from_checkpoint is False
+    return wanted and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+
+
+def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:
+    """Refuses to remove a folder that holds anything to start from."""
+    folders = {each.path.resolve() for each in found}
+    for key, path in _read_at_the_start(cfg.checkpointer):
+        if not folders.isdisjoint((path, *path.parents)):
+            raise ConfigError(
+                f"overwrite_output_dir is True, but checkpointer.{key} is {str(path)!r}, which would be removed: "
+                "choose another output_dir"
+            )
+
+
+def _read_at_the_start(section: DictConfig) -> Iterator[tuple[str, Path]]:
+    """The keys and paths of what the checkpointer reads, links followed."""
+    folder = Path(str(section.get("checkpoint_dir"))).resolve()
+    yield "checkpoint_dir", folder
+    files = section.get("checkpoint_files")
+    if isinstance(files, ListConfig | DictConfig):
+        yield from (("checkpoint_files", (folder / name).resolve()) for name in file_names(files))
+    for key in ("adapter_checkpoint", "recipe_checkpoint"):
+        if isinstance(name := section.get(key), str):
+            yield key, (folder / name).resolve()
