@@ -92,6 +92,7 @@ class AdaptiveLoraFinetuneDistributed:
         devices.start_clean(self._device)
         losses = LossWatch(self._adaptive.on_nan_loss)
         self._profiler.start()
+        stopping = False
         # a step's samples and, where they are read ahead, the next one's
         suspects = 2 * self.course.most_samples_per_step
         with self.limited_memory() as memory, naming_unknown_tokens(self.model, self.data.dataset, last=suspects):
@@ -113,19 +114,21 @@ class AdaptiveLoraFinetuneDistributed:
                     )
                     losses.saw(self.progress.step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
-                    if self._checkpoints.due(self.progress):
+                    stopping = result.asked_to_stop
+                    if self._checkpoints.due(self.progress, stopping):
                         losses.check_finite()
-                        self.save_checkpoint()
+                        self.save_checkpoint(stopping)
                 losses.check()
                 self.progress = self.progress.after_epoch(sizes)
-                self.save_checkpoint()
+                self.save_checkpoint(stopping)
         self._profiler.stop()
 
-    def save_checkpoint(self) -> None:
-        """Collective: all that is needed to go on from here."""
+    def save_checkpoint(self, stopping: bool = False) -> None:
+        """Collective: all that is needed to go on from here; the run ends with it where the ranks are to stop."""
         progress = replace(self.progress, limit=self.runner.state_dict())
         optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
         self._checkpoints.save(progress, self.model, optimizer, loader_state)
+        self._checkpoints.end_if_asked(progress, stopping)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)

@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "record/charts": {"record", "limits", "search", "prediction"},
     "prediction": {"memory"},
     "tune": set(),
-    "tune/start": {"limits.rungs", "schedules", "search.strategies"},
+    "tune/start": {"limits.rungs", "schedules", "search.strategies", "comm.collectives"},
     "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {

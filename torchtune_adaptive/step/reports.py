@@ -48,6 +48,8 @@ class StepResult:
     """Cache flushes of the allocators of all ranks."""
     memory: Fullest | None = None
     """None where nothing measures it."""
+    asked_to_stop: bool = False
+    """Whether some rank was asked to end the run: all of them know it at the same step."""
 
 
 class Report(NamedTuple):
@@ -73,6 +75,7 @@ class Report(NamedTuple):
     peak_bytes: float = 0
     budget_bytes: float = 0
     """0 where nothing measures memory."""
+    asked_to_stop: float = 0
 
     @property
     def microbatch(self) -> Microbatch:
@@ -115,6 +118,10 @@ class Reports(tuple[Report, ...]):
     @property
     def upcoming_microbatches(self) -> int:
         return int(max(report.upcoming_microbatches for report in self))
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return any(report.asked_to_stop for report in self)
 
     @property
     def load(self) -> Load:

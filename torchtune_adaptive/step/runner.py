@@ -40,6 +40,7 @@ class Attempt(NamedTuple):
     result: StepResult | None
     """None where some rank ran out of memory: there are no gradients then."""
     failed_ranks: tuple[int, ...]
+    asked_to_stop: bool = False
 
 
 class StepRunner(Generic[Sample]):
@@ -59,7 +60,8 @@ class StepRunner(Generic[Sample]):
     the collectives of the model, and finishes them for a rank that failed; by default it is made for the model.
 
     `on_change` is told whenever the limit changes, on every rank. `on_plan` is told the step and the plan of every
-    attempt before it begins.
+    attempt before it begins. `asked_to_stop` says whether this rank is to end the run, by a signal say: what the ranks
+    agree on anyway tells all of them, in the result of the same step.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class StepRunner(Generic[Sample]):
         ledger: CollectiveLedger | None = None,
         on_change: Callable[[Change], None] | None = None,
         on_plan: Callable[[int, Plan], object] | None = None,
+        asked_to_stop: Callable[[], bool] = bool,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         if recover and (reason := why_recovery_is_off(model)) is not None:
@@ -89,6 +92,7 @@ class StepRunner(Generic[Sample]):
         self.recovers = recover
         self.on_change = on_change
         self.on_plan = on_plan
+        self._asked_to_stop = asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self._ledger = CollectiveLedger(model if recover else None) if ledger is None else ledger
@@ -200,8 +204,8 @@ class StepRunner(Generic[Sample]):
         reports = self._agree(totals, failed, plan, lengths)
         if reports.failed:
             self._plans.discard()
-            return Attempt(None, tuple(reports.failed))
-        return Attempt(self._result(totals, reports, len(plan), recoveries=0), ())
+            return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
+        return Attempt(self._result(totals, reports, len(plan), recoveries=0), (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
         if not samples:
@@ -239,6 +243,7 @@ class StepRunner(Generic[Sample]):
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths)._asdict(),
             **reading._asdict(),
+            asked_to_stop=self._asked_to_stop(),
         )
         reports = exchange(self._agreement, mine)
         reports.check_positions()
@@ -259,6 +264,7 @@ class StepRunner(Generic[Sample]):
             load=reports.load,
             retries=reports.retries,
             memory=reports.fullest,
+            asked_to_stop=reports.asked_to_stop,
         )
 
     def _reconsider(self, reports: Reports, step: int) -> None:

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, RunStopped, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished
@@ -35,6 +35,7 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
 )
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,13 @@ class Checkpoints:
         self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
-        self.last: Path | None = start.files.folder if start.files else None
+        self._asked_to_stop = False
+        THIS_RUN.newest = start.files.folder if start.files else None
+
+    @property
+    def last(self) -> Path | None:
         """The newest complete checkpoint: what a user goes on from when the run ends here."""
+        return THIS_RUN.newest
 
     def load(self) -> State:
         """Collective: the weights to start from; when resuming, the checkpoint's and its state."""
@@ -90,19 +96,17 @@ class Checkpoints:
         if reason is not None and dist.get_rank() == 0:
             logger.info("random draws (dropout) begin anew from the seed: %s", reason)
 
-    def due(self, progress: Progress) -> bool:
-        """Whether `save_every_n_steps` asks for one here; where an epoch ends, there is one anyway."""
+    def due(self, progress: Progress, asked_to_stop: bool = False) -> bool:
+        """Whether there is to be one here, within an epoch; where an epoch ends, there is one anyway."""
         every, sizes = self._save_every, progress.begun
-        return (
-            every is not None
-            and sizes is not None
-            and progress.step % every == 0
-            and progress.steps_in_epoch < sizes.steps
-        )
+        within = sizes is not None and progress.steps_in_epoch < sizes.steps
+        return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
     def save(self, progress: Progress, model: nn.Module, optimizer: Any, loader_state: Mapping[str, Any]) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
         began = time.perf_counter()
+        if progress.finished:
+            THIS_RUN.doing = Doing.LAST_SAVE
         in_background = self._background is not None and not progress.finished
         name = _name(progress, distributed=in_background)
         self._settle_background()
@@ -121,6 +125,12 @@ class Checkpoints:
         if dist.get_rank() == 0:
             problem = self._write(name, {**weights, **state}, manifest, random_states or [])
         self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
+
+    def end_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
+        """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
+        if (asked_to_stop or self._asked_to_stop) and not progress.finished:
+            self._settle_background()
+            raise RunStopped(f"stopped after step {progress.step}")
 
     def close(self) -> None:
         """Collective: finishes what is still being written."""
@@ -188,11 +198,15 @@ class Checkpoints:
         self._settle(name, problem, self._background.seconds)
 
     def _settle(self, name: str, problem: str | None, seconds: float, *, last: bool = False) -> None:
-        """Collective: rank 0 tells whether the checkpoint is there. Without its last a run has failed."""
-        told = [problem]
+        """Collective: rank 0 tells whether the checkpoint is there. Without its last a run has failed.
+
+        And whether it was asked to stop in the meantime, so that not one step more is trained.
+        """
+        told: list[Any] = [problem, THIS_RUN.asked_to_stop()]
         dist.broadcast_object_list(told)
+        self._asked_to_stop = told[1]
         if told[0] is None:
-            self.last = self._directory / name
+            THIS_RUN.newest = self._directory / name
             if dist.get_rank() == 0:
                 logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
             return
