@@ -14,8 +14,10 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.checkpoints import Checkpoints, FullContents, find_start
+from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
+from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.culprits import naming_unknown_tokens
 from torchtune_adaptive.tune.parts.data import build_data
 from torchtune_adaptive.tune.parts.loss import build_loss
@@ -143,6 +145,7 @@ class AdaptiveFullFinetuneDistributed:
         self.runner.close()
         self._metrics.close()
         self.parts.journal.close()
+        self._start.release()
         process_group.leave()
 
 

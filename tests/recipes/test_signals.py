@@ -12,6 +12,7 @@ import torch
 from tests.recipes import signalled
 from tests.recipes.running import saved_weights
 from tests.recipes.signalled import Blow, live_on_ranks
+from torchtune_adaptive.command.status import Condition, judge, look
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 EPOCHS = 2
@@ -50,12 +51,18 @@ def told(lines: str) -> str:
     return str(text)
 
 
+def condition(folder: Path) -> Condition:
+    """As `tune-adaptive status` has it."""
+    return judge(look(folder / "out"))[0]
+
+
 def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], *overrides: str) -> None:
     again = live_on_ranks(ranks, "full", folder, *RUN, *overrides)
     assert [each.status for each in again] == [0] * ranks, again
     weights, theirs = saved_weights(folder, EPOCHS - 1), undisturbed[ranks]
     assert [name for name in theirs if not torch.equal(weights[name], theirs[name])] == []
     assert [path.name for path in (folder / "out").glob(".*")] == []
+    assert condition(folder) is Condition.FINISHED
 
 
 @pytest.mark.parametrize(
@@ -80,6 +87,7 @@ def test_a_signal_saves_the_step_that_is_under_way(
     assert all(not TO_GO_ON.search(each.lines) for each in ended[1:])
     notices = [line for each in ended for line in each.lines.splitlines() if "a checkpoint follows this step" in line]
     assert len(notices) == (0 in blow.ranks)
+    assert condition(tmp_path / "run") is Condition.CAN_GO_ON
     assert_goes_on(tmp_path / "run", ranks, undisturbed)
 
 
@@ -125,6 +133,7 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
     assert [each.status for each in ended] == [0, 0]
     assert told(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
     assert not list((tmp_path / "run" / "out").glob("*_[0-9]"))
+    assert condition(tmp_path / "run") is Condition.CAN_GO_ON
 
 
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from torchtune import config
 
 from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.errors import AdaptiveError, RunFinished, RunStopped, UnrecoverableError
+from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.configs import read_command_line
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.endings import (
@@ -75,6 +76,10 @@ def _run(recipe_type: type[Recipe]) -> None:
         if _rank() == 0:
             line = "%s: %s; %s. To go on: %s"
             logger.info(line, THIS_RUN.asked_by, stopped, THIS_RUN.saved, command_to_go_on())
+            THIS_RUN.note_end(run_file.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
+    else:
+        if _rank() == 0:
+            THIS_RUN.note_end(run_file.FINISHED)
 
 
 def _live(recipe: Recipe) -> None:
@@ -128,6 +133,8 @@ def show_decisions() -> None:
 def _end_with(error: AdaptiveError, wait_s: float) -> None:
     if not speaks_first(wait_s):
         end_silently()
+    if not isinstance(error, UnrecoverableError):  # which goes on when it is started again
+        THIS_RUN.note_end(run_file.ERROR, in_keys(error))
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
     # until the ranks have met, an error is about the config, which is the same for all of them

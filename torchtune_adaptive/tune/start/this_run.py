@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from torchtune_adaptive.tune.start import run_file
+
 
 class Doing(Enum):
     """Where a run is, and what a signal does to it there."""
@@ -29,6 +31,12 @@ class ThisRun:
     """The first that asked this rank to end the run."""
     newest: Path | None = None
     """The newest complete checkpoint."""
+    places: tuple[Path, ...] = ()
+    """The folders that it writes into; none before it has found out where it starts."""
+
+    def note_end(self, how: str, message: str = "") -> None:
+        for place in self.places:
+            run_file.end(place, how, message)
 
     def asked_to_stop(self) -> bool:
         return self.signal is not None
