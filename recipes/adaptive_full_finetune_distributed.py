@@ -14,8 +14,10 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.checkpoints import Checkpoints, FullContents, find_start
+from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
+from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.culprits import naming_unknown_tokens
 from torchtune_adaptive.tune.parts.data import build_data
 from torchtune_adaptive.tune.parts.loss import build_loss
@@ -92,6 +94,7 @@ class AdaptiveFullFinetuneDistributed:
         devices.start_clean(self._device)
         losses = LossWatch(self._adaptive.on_nan_loss)
         self._profiler.start()
+        stopping = False
         # a step's samples and, where they are read ahead, the next one's
         suspects = 2 * self.course.most_samples_per_step
         with self.limited_memory() as memory, naming_unknown_tokens(self.model, self.data.dataset, last=suspects):
@@ -113,11 +116,15 @@ class AdaptiveFullFinetuneDistributed:
                     )
                     losses.saw(self.progress.step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
-                    if self._checkpoints.due(self.progress) and losses.worth_saving(self.progress.step):
-                        self.save_checkpoint()
+                    stopping = result.asked_to_stop
+                    if self._checkpoints.due(self.progress, stopping):
+                        if losses.worth_saving(self.progress.step):
+                            self.save_checkpoint()
+                        self._checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
+                self._checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
     def save_checkpoint(self) -> None:
@@ -139,6 +146,7 @@ class AdaptiveFullFinetuneDistributed:
         self.runner.close()
         self._metrics.close()
         self.parts.journal.close()
+        self._start.release()
         process_group.leave()
 
 

@@ -101,6 +101,10 @@ class RunFinished(Exception):
     """There is nothing left to train; the message says so."""
 
 
+class RunStopped(Exception):
+    """The ranks have agreed to end before the work is done, as one of them was asked to; the message says where."""
+
+
 class PredictionError(AdaptiveError):
     """What a step allocates cannot be predicted."""
 

@@ -97,20 +97,27 @@ def tune_run_in_a_terminal(ranks: int | None, folder: Path, *overrides: str) -> 
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
-def test_ctrl_c_is_told_in_one_line(ranks: int | None, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_is_told_in_one_line(ranks: int | None, tmp_path: Path) -> None:
     with tune_run_in_a_terminal(ranks, tmp_path, *LONG) as run:
         run.when(lambda: TRAINS.search(run.output), STARTS_S)
         os.killpg(run.process.pid, signal.SIGINT)
         status = run.process.wait(60)
-    assert re.findall(r"^interrupted", run.output, re.MULTILINE) == ["interrupted"], run.output
-    launchers = run.output.partition("Traceback")[2]
+    told = re.findall(r"^SIGINT: stopped after step (\d+); saved is (.*)\. To go on: (.*)$", run.output, re.MULTILINE)
+    assert len(told) == 1, run.output
+    step, saved, command = told[0]
+    assert saved == str(tmp_path / "out" / f"step_{step}")
+    assert (tmp_path / "out" / f"step_{step}" / "adaptive_checkpoint.json").is_file()
+    launcher = [] if ranks is None else ["--nproc_per_node", "2"]
+    typed = ["tune", "run", *launcher, FULL, "--config", "adaptive/demo/full", *LONG, "resume_from_checkpoint=auto"]
+    assert command.split() == typed
     assert "KeyboardInterrupt" not in run.output, run.output
+    launchers = run.output.partition("Traceback")[2]
     if ranks is None:
-        assert (status, launchers) == (130, ""), run.output
-    else:  # the launcher's own traceback is all that it adds
+        assert (status, launchers) == (0, ""), run.output
+    else:  # the launcher's own traceback and status are all that it adds
+        assert status == 1
         assert "SignalException" in launchers, run.output
         assert "Traceback" not in launchers, run.output
-        assert str(tmp_path) not in launchers, run.output
 
 
 @pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [2]), (3, [1, 2])])

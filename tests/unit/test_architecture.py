@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "record/charts": {"record", "limits", "search", "prediction"},
     "prediction": {"memory"},
     "tune": set(),
-    "tune/start": {"limits.rungs", "schedules", "search.strategies"},
+    "tune/start": {"limits.rungs", "schedules", "search.strategies", "comm.collectives"},
     "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {
@@ -63,6 +63,7 @@ ROOMS: dict[str, set[str]] = {
         "search",
         "prediction",
     },
+    "command": {"tune/start", "tune/parts/checkpoints"},
     "demo": set(),
     # nothing imports it but tests, ours and those of users
     "testing": {"limits", "memory", "comm", "step"},
@@ -83,8 +84,13 @@ WITHOUT_TORCH = {
     "record.files",
     "record.journal",
     "record.timeline",
+    "command",
+    "tune.parts.checkpoints.folders",
+    "tune.parts.checkpoints.lock",
+    "tune.start.run_file",
+    "tune.start.signals",
 }
-TUNE_SIDE = {"tune", "demo"}
+TUNE_SIDE = {"tune", "demo", "command"}
 ABOUT_A_RUN = {"prediction.report", "record.charts.run"}
 """The answer of adaptive_plan, and a command that takes the folder of a run."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}

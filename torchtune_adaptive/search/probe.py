@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.comm.collectives import Agreement, rank
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, RunStopped, UnrecoverableError
 from torchtune_adaptive.memory.device import MemorySource, is_oom, release
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
@@ -210,6 +210,8 @@ class Prober:
                     step.update(attempt.result)
                 meter.end_phase()
         step.runner.model.zero_grad(set_to_none=True)
+        if attempt.asked_to_stop:
+            raise RunStopped("stopped in the search, before the first step")
         return meter.peaks, attempt.failed_ranks
 
     def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:

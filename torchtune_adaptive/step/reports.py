@@ -59,6 +59,8 @@ class StepResult:
     """The sums of all microbatches on all ranks, by name."""
     memory: Fullest | None = None
     """None where nothing measures it."""
+    asked_to_stop: bool = False
+    """Whether some rank was asked to end the run: all of them know it at the same step."""
 
 
 class Report(NamedTuple):
@@ -84,6 +86,7 @@ class Report(NamedTuple):
     peak_bytes: float = 0
     budget_bytes: float = 0
     """0 where nothing measures memory."""
+    asked_to_stop: float = 0
 
     @property
     def microbatch(self) -> Microbatch:
@@ -128,6 +131,10 @@ class Reports(tuple[Report, ...]):
         return int(max(report.upcoming_microbatches for report in self))
 
     @property
+    def asked_to_stop(self) -> bool:
+        return any(report.asked_to_stop for report in self)
+
+    @property
     def load(self) -> Load:
         return Load(
             tokens=int(sum(report.tokens for report in self)),
@@ -170,6 +177,7 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         retries=reports.retries,
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
+        asked_to_stop=reports.asked_to_stop,
     )
 
 

@@ -40,6 +40,7 @@ class Attempt(NamedTuple):
     result: StepResult | None
     """None where some rank ran out of memory: there are no gradients then."""
     failed_ranks: tuple[int, ...]
+    asked_to_stop: bool = False
 
 
 def _check_recovery(models: Sequence[nn.Module]) -> None:
@@ -70,7 +71,8 @@ class StepRunner(Generic[Sample]):
     sample, since a repeated attempt writes them again. Stages that share models share a `ledger`.
 
     `on_change` is told whenever the limit changes, on every rank. `on_plan` is told the step and the plan of every
-    attempt before it begins.
+    attempt before it begins. `asked_to_stop` says whether this rank is to end the run, by a signal say: what the ranks
+    agree on anyway tells all of them, in the result of the same step.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class StepRunner(Generic[Sample]):
         stage: str = "",
         on_change: Callable[[Change], None] | None = None,
         on_plan: Callable[[int, Plan], object] | None = None,
+        asked_to_stop: Callable[[], bool] = bool,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         models = (model, *frozen)
@@ -100,6 +103,7 @@ class StepRunner(Generic[Sample]):
         self.recovers = recover
         self.on_change = on_change
         self.on_plan = on_plan
+        self._asked_to_stop = asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self._ledger = CollectiveLedger(*(models if recover else ())) if ledger is None else ledger
@@ -212,8 +216,8 @@ class StepRunner(Generic[Sample]):
         reports = self._agree(totals, failed, plan, lengths)
         if reports.failed:
             self._plans.discard()
-            return Attempt(None, tuple(reports.failed))
-        return Attempt(result_of(totals, reports, len(plan), recoveries=0), ())
+            return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
+        return Attempt(result_of(totals, reports, len(plan), recoveries=0), (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
         if not samples:
@@ -250,6 +254,7 @@ class StepRunner(Generic[Sample]):
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths)._asdict(),
             **reading._asdict(),
+            asked_to_stop=self._asked_to_stop(),
         )
         reports = exchange(self._agreement, mine)
         reports.check_positions()

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.errors import AdaptiveError, SampleError, UnrecoverableError
+from torchtune_adaptive.errors import AdaptiveError, RunStopped, SampleError, UnrecoverableError
 
 MOST_REMEMBERED = 2**17
 """Samples, by index: more than the last steps have, and a megabyte."""
@@ -53,6 +53,8 @@ def naming_unknown_tokens(model: nn.Module, samples: NamedSamples, last: int) ->
     """
     try:
         yield
+    except RunStopped:
+        raise
     except Exception as error:
         known = _vocabulary_of(model)
         if known is None or (isinstance(error, AdaptiveError) and not isinstance(error, UnrecoverableError)):

@@ -25,6 +25,7 @@ from torchtune_adaptive.tune.parts.data import Collate
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)
 
@@ -174,6 +175,7 @@ def build_step_runner(
         recover=_recovers(settings, adaptive),
         regrow_after=adaptive.regrow_after,
         on_change=lambda change: on_event(event_of(change)),
+        asked_to_stop=THIS_RUN.asked_to_stop,
     )
 
 

@@ -14,8 +14,8 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.parts.checkpoints import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample
 from torchtune_adaptive.tune.parts.optimization import Optimization

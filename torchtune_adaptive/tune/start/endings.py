@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
+
 HEAD_START_S = 0.8
 """How long other ranks wait for rank 0 to report what all of them may have met."""
 FOR_THE_CAUSE_S = 1.5
@@ -46,7 +48,8 @@ def speaks_first(wait_s: float) -> bool:
 def end_silently() -> None:
     """Ends a rank for which another has spoken."""
     sys.unraisablehook = lambda _: None
-    time.sleep(UNTIL_ENDED_S)
+    if not THIS_RUN.asked_to_stop():  # else the launcher has done what it can
+        time.sleep(UNTIL_ENDED_S)
     sys.exit(1)
 
 
@@ -61,7 +64,18 @@ def end_with_the_launcher() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _told_file(environment: Mapping[str, str]) -> Path | None:
-    """The file, beside the folders that torchrun makes for the ranks of one attempt; every restart has its own."""
+def attempt_folder(environment: Mapping[str, str]) -> Path | None:
+    """That of torchrun with the folders of this machine's ranks; there is another for each restart."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parents[1] / "told" if error_file else None
+    return Path(error_file).parents[1] if error_file else None
+
+
+def somebody_told(environment: Mapping[str, str]) -> bool:
+    """Whether some rank of this attempt has spoken of its failure."""
+    told = _told_file(environment)
+    return told is not None and told.exists()
+
+
+def _told_file(environment: Mapping[str, str]) -> Path | None:
+    folder = attempt_folder(environment)
+    return folder / "told" if folder else None

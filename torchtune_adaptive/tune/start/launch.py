@@ -17,7 +17,9 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.errors import AdaptiveError, RunFinished, UnrecoverableError
+from torchtune_adaptive.comm.collectives import let_go
+from torchtune_adaptive.errors import AdaptiveError, RunFinished, RunStopped, UnrecoverableError
+from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.configs import read_command_line
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.endings import (
@@ -29,6 +31,8 @@ from torchtune_adaptive.tune.start.endings import (
 )
 from torchtune_adaptive.tune.start.keys import check_keys
 from torchtune_adaptive.tune.start.remedies import in_keys
+from torchtune_adaptive.tune.start.signals import listen, stop_listening
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, command_to_go_on
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,7 @@ class Recipe(Protocol):
 def main(recipe_type: type[Recipe]) -> None:
     """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act."""
     end_with_the_launcher()
+    listen()
     _ending_well(lambda: _run(recipe_type))
 
 
@@ -62,13 +67,31 @@ def _run(recipe_type: type[Recipe]) -> None:
         config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:
         with refusing_early_exits():
-            recipe = recipe_type(cfg)
-            recipe.setup()
-            recipe.train()
-            recipe.cleanup()
+            _live(recipe_type(cfg))
     except RunFinished as finished:
         if _rank() == 0:
             logger.info("%s", finished)
+    except RunStopped as stopped:
+        let_go()
+        if _rank() == 0:
+            line = "%s: %s; %s. To go on: %s"
+            logger.info(line, THIS_RUN.asked_by, stopped, THIS_RUN.saved, command_to_go_on())
+            THIS_RUN.note_end(run_file.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
+    else:
+        if _rank() == 0:
+            THIS_RUN.note_end(run_file.FINISHED)
+
+
+def _live(recipe: Recipe) -> None:
+    """Collective: the life of a recipe, which all ranks may agree to cut short between two steps."""
+    recipe.setup()
+    THIS_RUN.doing = Doing.TRAINING
+    try:
+        recipe.train()
+    except RunStopped:
+        recipe.cleanup()
+        raise
+    recipe.cleanup()
 
 
 def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
@@ -85,9 +108,11 @@ def _ending_well(work: Callable[[], None]) -> None:
         try:
             work()
         except AdaptiveError as error:
+            stop_listening()
             consequence = isinstance(error, UnrecoverableError)
             _end_with(error, FOR_THE_CAUSE_S if consequence else HEAD_START_S * (_rank() != 0))
         except Exception:
+            stop_listening()
             # a connection that breaks is what a rank sees of a peer that has ended
             if not speaks_first(FOR_THE_CAUSE_S):
                 end_silently()
@@ -108,6 +133,8 @@ def show_decisions() -> None:
 def _end_with(error: AdaptiveError, wait_s: float) -> None:
     if not speaks_first(wait_s):
         end_silently()
+    if not isinstance(error, UnrecoverableError):  # which goes on when it is started again
+        THIS_RUN.note_end(run_file.ERROR, in_keys(error))
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
     # until the ranks have met, an error is about the config, which is the same for all of them

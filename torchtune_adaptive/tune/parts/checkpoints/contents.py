@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.modules import peft
 from torchtune.training.memory import OptimizerInBackwardWrapper
@@ -83,6 +84,21 @@ def optimizer_state(model: nn.Module, optimizer: Any, device: torch.device) -> S
         name: training.get_full_optimizer_state_dict(model, one_of_many, first, device=device)
         for name, one_of_many in optimizer.optim_map.items()
     }
+
+
+def weights_are_finite(model: nn.Module) -> bool:
+    """Collective: whether no trained weight, on any rank, is NaN or infinite."""
+    told = [True] * dist.get_world_size()
+    dist.all_gather_object(told, _are_finite(each for each in model.parameters() if each.requires_grad))
+    return all(told)
+
+
+@torch.no_grad()
+def _are_finite(parameters: Iterable[nn.Parameter]) -> bool:
+    # A sum is NaN or infinite where any term is, and needs no memory to say so, as `isfinite` would.
+    shards = (each.to_local() if isinstance(each, DTensor) else each for each in parameters)
+    sums = [shard.sum(dtype=torch.float32) for shard in shards]
+    return not sums or bool(torch.stack(sums).isfinite().all())
 
 
 def _copies_of_what_is_shared(weights: Mapping[str, torch.Tensor], model: nn.Module) -> State:

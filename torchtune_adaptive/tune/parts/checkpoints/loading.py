@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError
+from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.checkpoints.contents import State
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 KEEP_LAST = "keep_last_n_checkpoints"
 
@@ -134,9 +135,11 @@ def _problem(error: BaseException, what: str) -> str:
 
 
 def _agree(problem: str | None) -> None:
-    """Collective: the first rank's problem, on all of them."""
+    """Collective: the first rank's problem, on all of them; or that some rank was asked to end the run."""
     told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, problem)
-    first = next((each for each in told if each is not None), None)
+    dist.all_gather_object(told, (problem, THIS_RUN.asked_to_stop()))
+    first = next((each for each, _ in told if each is not None), None)
     if first is not None:
         raise CheckpointError(first)
+    if any(asked_to_stop for _, asked_to_stop in told):
+        raise RunStopped("stopped while it was set up, before the first step")

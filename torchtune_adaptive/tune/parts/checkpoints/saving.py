@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,11 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.errors import CheckpointError, NotLearningError, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, NotLearningError, RunStopped, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished
-from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, optimizer_state
+from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, optimizer_state, weights_are_finite
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
@@ -33,11 +33,13 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
     restore_random_state,
     write_random_state,
 )
-from torchtune_adaptive.tune.parts.checkpoints.soundness import weights_are_finite
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 
 logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
 
 _GOES_ON = "once that is mended the same command with resume_from_checkpoint=auto goes on"
 
@@ -70,8 +72,13 @@ class Checkpoints:
         self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
-        self.last: Path | None = start.files.folder if start.files else None
+        self._asked_to_stop = False
+        THIS_RUN.newest = start.files.folder if start.files else None
+
+    @property
+    def last(self) -> Path | None:
         """The newest complete checkpoint: what a user goes on from when the run ends here."""
+        return THIS_RUN.newest
 
     def make_room(self) -> None:
         """On rank 0: removes another run's checkpoints, once nothing but training itself can fail any more."""
@@ -102,18 +109,16 @@ class Checkpoints:
         if reason is not None and dist.get_rank() == 0:
             logger.info("random draws (dropout) begin anew from the seed: %s", reason)
 
-    def due(self, progress: Progress) -> bool:
-        """Whether `save_every_n_steps` asks for one here; where an epoch ends, there is one anyway."""
+    def due(self, progress: Progress, asked_to_stop: bool = False) -> bool:
+        """Whether there is to be one here, within an epoch; where an epoch ends, there is one anyway."""
         every, sizes = self._save_every, progress.begun
-        return (
-            every is not None
-            and sizes is not None
-            and progress.step % every == 0
-            and progress.steps_in_epoch < sizes.steps
-        )
+        within = sizes is not None and progress.steps_in_epoch < sizes.steps
+        return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
     def save(self, progress: Progress, model: nn.Module, optimizer: Any, loader_state: Mapping[str, Any]) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
+        if progress.finished:
+            THIS_RUN.doing = Doing.LAST_SAVE
         self._settle_background()
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
@@ -153,6 +158,12 @@ class Checkpoints:
             manifest = self._manifest(progress, distributed=True)
             everything = {**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
             self._background.start(self._staged(name), everything, (name, manifest, random_states or []))
+
+    def end_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
+        """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
+        if (asked_to_stop or self._asked_to_stop) and not progress.finished:
+            self._settle_background()
+            raise RunStopped(f"stopped after step {progress.step}")
 
     def close(self) -> None:
         """Collective: finishes what is still being written."""
@@ -221,12 +232,15 @@ class Checkpoints:
         self._settle(name, problem, self._background.seconds)
 
     def _settle(self, name: str, problem: str | None, seconds: float, *, last: bool = False) -> None:
-        """Collective: rank 0 tells whether the checkpoint is there."""
-        told = _from_rank_0(problem)
+        """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop in the meantime.
+
+        So not one step more is trained.
+        """
+        told, self._asked_to_stop = _from_rank_0((problem, THIS_RUN.asked_to_stop()))
         if told is not None:
             self._fail(name, told, last=last)
             return
-        self.last = self._directory / name
+        THIS_RUN.newest = self._directory / name
         if dist.get_rank() == 0:
             logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
 
@@ -272,7 +286,7 @@ class Checkpoints:
             ) from error
 
 
-def _from_rank_0(value: str | None) -> str | None:
+def _from_rank_0(value: Value) -> Value:
     """Collective: rank 0's value, on every rank."""
     told = [value]
     dist.broadcast_object_list(told)

@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +22,14 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, differences, identity_of, told_values
+from torchtune_adaptive.tune.parts.checkpoints.lock import Lock, take
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
-from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start import components, run_file
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ class Start:
     """The serial of its next checkpoint."""
     files: Files | None = None
     """The checkpoint to go on from; None for a fresh start."""
+    locks: tuple[Lock, ...] = ()
+    """On rank 0: what keeps other runs out until this one is over."""
 
     overwrites: int = 0
     """Checkpoints of another run in the output directory, to be removed once training can begin."""
@@ -52,21 +56,45 @@ class Start:
     def resumes(self) -> bool:
         return self.files is not None
 
+    def release(self) -> None:
+        """Lets other runs in, once this one writes nothing more."""
+        for lock in self.locks:
+            lock.release()
+
 
 def find_start(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
     """Collective: the decision, which raises `RunFinished` or the same error on every rank."""
     decided: list[Any] = [None]
+    locks: list[Lock] = []
     if dist.get_rank() == 0:
         try:
+            locks.extend(map(take, _places(cfg, settings)))
             decided = [decide(cfg, settings, recipe)]
         except (AdaptiveError, RunFinished) as error:
             decided = [error]
+            for lock in locks:
+                lock.release()
     dist.broadcast_object_list(decided)
     if isinstance(decided[0], Exception):
         raise decided[0]
     _check_shared(Path(checkpoint_directory(cfg, settings)), settings)
     start: Start = decided[0]
-    return start
+    _note(start, cfg, settings)
+    return replace(start, locks=tuple(locks))
+
+
+def _places(cfg: DictConfig, settings: Settings) -> list[Path]:
+    """Where a run writes: its checkpoints, and its record where that is elsewhere."""
+    places = checkpoint_directory(cfg, settings).absolute(), Path(settings.output_dir).absolute()
+    return list(dict.fromkeys(places))
+
+
+def _note(start: Start, cfg: DictConfig, settings: Settings) -> None:
+    """For whoever will start it again; every rank may be the one that tells of its end."""
+    THIS_RUN.places = tuple(_places(cfg, settings))
+    if dist.get_rank() == 0:
+        for place in THIS_RUN.places:
+            run_file.begin(place, command_to_go_on(), checkpoint_directory(cfg, settings), start.serial)
 
 
 def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:

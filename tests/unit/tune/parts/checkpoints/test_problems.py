@@ -64,7 +64,7 @@ def test_what_one_rank_meets_while_loading_all_ranks_tell(
 
     def gather(everywhere: list[object], mine: object) -> None:
         told.append(mine)
-        everywhere[:] = [None, mine]
+        everywhere[:] = [(None, False), mine]
 
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)

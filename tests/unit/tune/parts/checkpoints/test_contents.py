@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.tune.parts.checkpoints.soundness import weights_are_finite
+from torchtune_adaptive.tune.parts.checkpoints.contents import weights_are_finite
 
 
 def verdicts(bad: float) -> list[bool]:

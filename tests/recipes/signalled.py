@@ -1,0 +1,117 @@
+"""One life of a run as the command line starts it, on forked ranks, some of which get a signal at a chosen moment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from omegaconf import OmegaConf
+from torchtune.training import FullModelTorchTuneCheckpointer
+
+from tests.ranks import PATIENCE, run_on_ranks
+from tests.recipes.running import OURS, demo_config, load_ours
+from torchtune_adaptive.search.probe import Prober
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.checkpoints import folders
+
+LOADING, SEARCH, SAVE, PUBLISH = "loading", "search", "save", "publish"
+"""Moments beside the numbers of steps: while weights are read, in the second probe, while a checkpoint is written (on
+rank 0 alone; others are in what they wait in) and while it is put in its place."""
+
+
+@dataclass(frozen=True)
+class Blow:
+    moment: str | int
+    """One of the above, or the step in whose forward the signal comes."""
+    ranks: tuple[int, ...] = (0,)
+    signals: tuple[signal.Signals, ...] = (signal.SIGTERM,)
+    """One right after the other."""
+    again_after_s: float | None = None
+    """The same once more, that much later, while the rank is held up."""
+    skip: int = 0
+    """How many such moments pass before."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    lines: str
+    """What the rank wrote."""
+
+
+def live_on_ranks(ranks: int, kind: str, folder: Path, *overrides: str, blow: Blow | None = None) -> list[Ended]:
+    """The command, on so many ranks; how each of them ended."""
+    cfg = demo_config(kind, folder, *overrides)
+    folder.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, folder / "config.yaml")
+    return run_on_ranks(ranks, _live, kind, folder, blow, timeout_s=60, in_group=False)
+
+
+def _live(kind: str, folder: Path, blow: Blow | None) -> Ended:
+    from torchtune_adaptive.tune.start import launch
+
+    log = folder / f"lines{os.environ['RANK']}"
+    log.unlink(missing_ok=True)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    recipe, status = load_ours(kind), 0
+    with mock.patch.object(sys, "argv", [OURS[kind][0], "--config", str(folder / "config.yaml")]), struck_by(blow):
+        try:
+            launch.main(recipe)
+        except SystemExit as left:
+            status = int(left.code or 0)
+    logging.shutdown()
+    return Ended(status, log.read_text())
+
+
+@contextmanager
+def struck_by(blow: Blow | None) -> Iterator[None]:
+    if blow is None or int(os.environ["RANK"]) not in blow.ranks:
+        yield
+        return
+    strike = _Strike(blow)
+    with ExitStack() as patches:
+        for owner, name, moment in (
+            (FullModelTorchTuneCheckpointer, "load_checkpoint", LOADING),
+            (Prober, "_exchange", SEARCH),
+            (FullModelTorchTuneCheckpointer, "save_checkpoint", SAVE),
+            (folders, "publish", PUBLISH),
+            (StepRunner, "run", None),
+        ):
+            patches.enter_context(mock.patch.object(owner, name, strike.before(getattr(owner, name), moment)))
+        yield
+
+
+class _Strike:
+    def __init__(self, blow: Blow) -> None:
+        self._blow, self._passed = blow, 0
+
+    def before(self, function: Callable[..., Any], moment: str | None) -> Callable[..., Any]:
+        def struck(*args: Any, **options: Any) -> Any:
+            if self._blow.moment == (options.get("step") if moment is None else moment):
+                self._strike()
+            return function(*args, **options)
+
+        return struck
+
+    def _strike(self) -> None:
+        self._passed += 1
+        if self._passed != self._blow.skip + 1:
+            return
+        for number in self._blow.signals:
+            os.kill(os.getpid(), number)
+        time.sleep(0.3)  # in which the thread that hears of it gets its turn
+        if self._blow.again_after_s is not None:
+            time.sleep(self._blow.again_after_s)
+            os.kill(os.getpid(), self._blow.signals[0])
+            time.sleep(20 * PATIENCE)

@@ -1,0 +1,146 @@
+"""A run that is asked to end saves where it is, says so in one line, and goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.recipes import signalled
+from tests.recipes.running import saved_weights
+from tests.recipes.signalled import Blow, live_on_ranks
+from torchtune_adaptive.command.status import Condition, judge, look
+
+TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
+EPOCHS = 2
+RUN = (
+    f"epochs={EPOCHS}",
+    "dataset.samples=32",
+    "tokenizer.max_seq_len=96",
+    "resume_from_checkpoint=auto",
+    "overwrite_output_dir=False",
+    "shuffle=True",
+    "clip_grad_norm=1.0",
+)
+STEPS = {1: 8, 2: 4}
+EVERY_TWO = "save_every_n_steps=2"
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
+TO_GO_ON = re.compile(r"^(?:SIG\w+|another rank was asked to end): (.*)\. To go on: (.*)$", re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, torch.Tensor]]:
+    """The last weights, by ranks."""
+    found = {}
+    for ranks in STEPS:
+        folder = tmp_path_factory.mktemp("undisturbed") / "run"
+        assert {each.status for each in live_on_ranks(ranks, "full", folder, *RUN)} == {0}
+        found[ranks] = saved_weights(folder, EPOCHS - 1)
+    return found
+
+
+def told(lines: str) -> str:
+    """What the run says of its end, which is said once, and names the command that goes on."""
+    found = TO_GO_ON.findall(lines)
+    assert len(found) == 1, lines
+    text, command = found[0]
+    assert command.endswith("resume_from_checkpoint=auto"), command
+    return str(text)
+
+
+def condition(folder: Path) -> Condition:
+    """As `tune-adaptive status` has it."""
+    return judge(look(folder / "out"))[0]
+
+
+def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], *overrides: str) -> None:
+    again = live_on_ranks(ranks, "full", folder, *RUN, *overrides)
+    assert [each.status for each in again] == [0] * ranks, again
+    weights, theirs = saved_weights(folder, EPOCHS - 1), undisturbed[ranks]
+    assert [name for name in theirs if not torch.equal(weights[name], theirs[name])] == []
+    assert [path.name for path in (folder / "out").glob(".*")] == []
+    assert condition(folder) is Condition.FINISHED
+
+
+@pytest.mark.parametrize(
+    ("ranks", "blow", "step"),
+    [
+        pytest.param(1, Blow(3), 3, id="alone"),
+        pytest.param(1, Blow(4, signals=(INT, INT)), 4, id="the-end-of-an-epoch,-Ctrl-C-by-two-ways"),
+        pytest.param(2, Blow(1, ranks=(1,), signals=(HUP,)), 1, id="rank-1-of-2"),
+        pytest.param(2, Blow(3, ranks=(0, 1)), 3, id="both"),
+    ],
+)
+def test_a_signal_saves_the_step_that_is_under_way(
+    ranks: int, blow: Blow, step: int, tmp_path: Path, undisturbed: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    ended = live_on_ranks(ranks, "full", tmp_path / "run", *RUN, blow=blow)
+    assert [each.status for each in ended] == [0] * ranks
+    steps_per_epoch = STEPS[ranks] // EPOCHS
+    name = f"epoch_{step // steps_per_epoch - 1}" if step % steps_per_epoch == 0 else f"step_{step}"
+    place = tmp_path / "run" / "out" / name
+    assert told(ended[0].lines) == f"stopped after step {step}; saved is {place}"
+    assert place.is_dir()
+    assert all(not TO_GO_ON.search(each.lines) for each in ended[1:])
+    notices = [line for each in ended for line in each.lines.splitlines() if "a checkpoint follows this step" in line]
+    assert len(notices) == (0 in blow.ranks)
+    assert condition(tmp_path / "run") is Condition.CAN_GO_ON
+    assert_goes_on(tmp_path / "run", ranks, undisturbed)
+
+
+def test_an_asynchronous_save_is_whole_before_it_is_told(
+    tmp_path: Path, undisturbed: dict[int, dict[str, torch.Tensor]]
+) -> None:
+    options = ("enable_async_checkpointing=True", EVERY_TWO)
+    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *options, blow=Blow(3, ranks=(1,)))
+    place = tmp_path / "run" / "out" / "step_3"
+    assert told(ended[0].lines) == f"stopped after step 3; saved is {place}"
+    assert (place / "adaptive_checkpoint.json").is_file()
+    assert_goes_on(tmp_path / "run", 2, undisturbed, *options)
+
+
+@pytest.mark.parametrize("moment", [signalled.SAVE, signalled.PUBLISH])
+def test_a_signal_in_a_save_ends_the_run_with_that_save(moment: str, tmp_path: Path) -> None:
+    blow = Blow(moment)
+    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", blow=blow)
+    assert [each.status for each in ended] == [0, 0]
+    assert told(ended[0].lines) == f"stopped after step 1; saved is {tmp_path / 'run' / 'out' / 'step_1'}"
+
+
+@pytest.mark.parametrize("blow", [Blow(8), Blow(signalled.SAVE, skip=1)], ids=["step", "save"])
+def test_in_the_last_step_and_its_save_the_run_is_finished(blow: Blow, tmp_path: Path) -> None:
+    ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, blow=blow)
+    assert ended[0].status == 0
+    assert not TO_GO_ON.search(ended[0].lines)
+    assert "SIGTERM: " in ended[0].lines
+    assert (tmp_path / "run" / "out" / f"epoch_{EPOCHS - 1}").is_dir()
+    again = live_on_ranks(1, "full", tmp_path / "run", *RUN)
+    assert "nothing left to train" in again[0].lines
+
+
+@pytest.mark.parametrize("ranks", [(0,), (1,)])
+@pytest.mark.parametrize(
+    ("moment", "where"),
+    [(signalled.LOADING, "while it was set up"), (signalled.SEARCH, "in the search")],
+)
+def test_before_the_first_step_it_says_that_nothing_is_saved(
+    moment: str, where: str, ranks: tuple[int, ...], tmp_path: Path
+) -> None:
+    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=Blow(moment, ranks))
+    assert [each.status for each in ended] == [0, 0]
+    assert told(ended[0].lines) == f"stopped {where}, before the first step; nothing is saved"
+    assert not list((tmp_path / "run" / "out").glob("*_[0-9]"))
+    assert condition(tmp_path / "run") is Condition.CAN_GO_ON
+
+
+def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
+    blow = Blow(3, again_after_s=1.2)
+    with pytest.raises(AssertionError, match="rank 0 died without a word"):
+        live_on_ranks(1, "full", tmp_path / "run", *RUN, EVERY_TWO, blow=blow)
+    lines = (tmp_path / "run" / "lines0").read_text()
+    saved = tmp_path / "run" / "out" / "step_2"
+    assert f"SIGTERM again: ended at once; saved is {saved}, and what was trained since then is lost" in lines
+    assert not (tmp_path / "run" / "out" / "step_3").exists()

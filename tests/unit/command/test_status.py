@@ -1,0 +1,147 @@
+"""What `tune-adaptive status` makes of what a run has left."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import PATIENCE
+from tests.unit.tune.parts.checkpoints.making import save
+from torchtune_adaptive.command.main import main
+from torchtune_adaptive.tune.parts.checkpoints import lock
+from torchtune_adaptive.tune.start import run_file
+
+COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
+FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+
+
+def status(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["status", str(directory)])
+    return left.value.code, capsys.readouterr().out
+
+
+def started(directory: Path, serial: int = 0) -> None:
+    run_file.begin(directory, COMMAND, directory, serial)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "step_2", serial=0)
+    save(tmp_path, "step_4", serial=1)
+    code, told = status(tmp_path, capsys)
+    assert code == CAN_GO_ON
+    first, newest, command = told.splitlines()
+    assert first == "can go on: step 4"
+    assert newest.startswith(f"newest complete checkpoint: {tmp_path / 'step_4'} (step 4, 20")
+    assert command == f"goes on with: cd {Path.cwd()} && {COMMAND}"
+
+
+def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    run_file.end(tmp_path, run_file.STOPPED, "SIGTERM: stopped in the search, before the first step")
+    code, told = status(tmp_path, capsys)
+    assert code == CAN_GO_ON
+    assert "from its beginning" in told
+    assert "last time: SIGTERM: stopped in the search" in told
+
+
+def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_1", serial=3, finished=True)
+    code, told = status(tmp_path, capsys)
+    assert code == FINISHED
+    assert told.startswith("finished: step 4\n")
+    assert "goes on with" not in told
+    started(tmp_path, serial=4)
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+    save(tmp_path, "epoch_2", serial=4, finished=True)
+    assert status(tmp_path, capsys)[0] == FINISHED
+
+
+def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "step_2", serial=0)
+    run_file.end(tmp_path, run_file.ERROR, "step 3: the loss is nan")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
+    assert str(tmp_path / "step_2") in told
+    started(tmp_path, serial=1)  # it was mended, and goes on
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+
+
+def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(tmp_path)
+    (save(tmp_path, "step_2", serial=0) / "recipe_state.pt").unlink()
+    code, told = status(tmp_path, capsys)
+    assert code == BROKEN
+    assert f"passed over: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
+    assert code == BROKEN
+    assert "no run has left anything in" in told
+
+
+def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "large disk"
+    run_file.begin(_made(tmp_path / "out"), COMMAND, place, serial=0)
+    save(place, "step_2", serial=0)
+    assert str(place / "step_2") in status(tmp_path / "out", capsys)[1]
+    started(place)
+    place.rename(tmp_path / "moved")
+    assert str(tmp_path / "moved" / "step_2") in status(tmp_path / "moved", capsys)[1]
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+def test_a_run_that_runs_is_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    monkeypatch.setattr("torchtune_adaptive.command.status.holder", lambda _: "process 7 on node3, since noon")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: it runs: process 7 on node3, since noon")
+    assert lock.holder(tmp_path) is None
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
+def test_a_file_about_the_run_that_cannot_be_read_is_none(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, "step_2", serial=0)
+    (tmp_path / run_file.RUN_FILE).write_text(content)
+    code, told = status(tmp_path, capsys)
+    assert code == CAN_GO_ON
+    assert "goes on with: the command that started it, with resume_from_checkpoint=auto" in told
+
+
+def test_it_answers_without_waiting_for_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from torchtune_adaptive.command.main import main\n"
+        f"try: main(['status', {str(tmp_path)!r}])\n"
+        "finally: print([name for name in ('torch', 'torchtune', 'omegaconf', 'numpy') if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=20 * PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (BROKEN, "[]"), ended.stderr

@@ -1,0 +1,154 @@
+"""How a process hears that it is to end, without any training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import PATIENCE
+from torchtune_adaptive.tune.start import signals, this_run
+from torchtune_adaptive.tune.start.signals import Meaning, meaning_of
+from torchtune_adaptive.tune.start.this_run import command_to_go_on
+
+LISTENS = """
+import os, signal, sys, time
+from torchtune_adaptive.tune.start.signals import listen
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
+listen()
+me = os.getpid()
+"""
+
+
+def python(program: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a process that listens does then; `before` is done by the shell that starts it."""
+    return subprocess.run(
+        ["sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, LISTENS + textwrap.dedent(program)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first_at_s", "meaning"),
+    [(None, Meaning.FIRST), (99.99, Meaning.COPY), (99.0, Meaning.COPY), (98.9, Meaning.AGAIN)],
+)
+def test_what_follows_within_a_second_is_the_same_signal(first_at_s: float | None, meaning: Meaning) -> None:
+    assert meaning_of(first_at_s, now_s=100.0) is meaning
+
+
+@pytest.mark.parametrize("number", signals.HANDLED)
+def test_the_first_is_noted_and_nothing_is_interrupted(number: signal.Signals) -> None:
+    ended = python(
+        f"os.kill(me, {int(number)}); time.sleep(0.5); print(THIS_RUN.asked_to_stop(), THIS_RUN.signal.name)"
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"True {number.name}\n")
+    assert ended.stderr.count(number.name) == 1
+    assert "nothing is saved" in ended.stderr
+
+
+def test_only_rank_0_says_so() -> None:
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(0.5); print(THIS_RUN.asked_to_stop())", RANK="1")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
+
+
+def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> None:
+    """In a collective, say, that waits for a peer that is gone."""
+    ended = python("""
+        os.kill(me, signal.SIGTERM)
+        if not os.fork():
+            time.sleep(1.3)
+            os.kill(me, signal.SIGTERM)
+            os._exit(0)
+        import ctypes
+        while True:  # in C, out of reach of Python's own handlers
+            ctypes.CDLL(None).sleep(60)
+    """)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM again: ended at once; nothing is saved" in ended.stderr
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    ended = python("os.kill(me, signal.SIGHUP); time.sleep(0.5); print(THIS_RUN.signal)", before="trap '' HUP; ")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "None\n", "")
+
+
+def test_a_forked_worker_that_is_told_to_end_ends_and_not_the_run() -> None:
+    ended = python("""
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(7)
+        time.sleep(0.5)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        time.sleep(0.5)
+        print(os.WTERMSIG(status), THIS_RUN.signal)
+    """)
+    assert (ended.returncode, ended.stdout) == (0, f"{int(signal.SIGTERM)} None\n"), ended.stderr
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    """torchrun's folder, with those of two ranks."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / signals.PID_FILE).write_text(str(os.getpid()))
+    return tmp_path
+
+
+def rank_0(attempt: Path) -> dict[str, str]:
+    return {"TORCHELASTIC_ERROR_FILE": str(attempt / "0" / "error.json"), "LOCAL_RANK": "0"}
+
+
+def gone() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(20 * PATIENCE)
+    return process.pid
+
+
+def test_sigterm_means_that_a_peer_has_failed_where_one_is_gone_or_has_said_so(attempt: Path) -> None:
+    assert not signals._a_peer_has_failed(rank_0(attempt))
+    peer = attempt / "1" / signals.PID_FILE
+    peer.write_text(str(os.getppid()))
+    assert not signals._a_peer_has_failed(rank_0(attempt))
+    peer.write_text(str(gone()))
+    assert signals._a_peer_has_failed(rank_0(attempt))
+    peer.unlink()
+    (attempt / "told").touch()
+    assert signals._a_peer_has_failed(rank_0(attempt))
+    assert not signals._a_peer_has_failed({})
+
+
+def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None:
+    (attempt / "1" / signals.PID_FILE).write_text(str(gone()))
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "goes_on"),
+    [
+        (["/v/bin/python", "/v/bin/tune", "run", "r", "epochs=2"], "tune run r epochs=2 resume_from_checkpoint=auto"),
+        (
+            ["python3", "recipe.py", "--config", "a b", "resume_from_checkpoint=False", "overwrite_output_dir=True"],
+            "python3 recipe.py --config 'a b' resume_from_checkpoint=auto",
+        ),
+        (
+            ["python3", "-m", "torch.distributed.run", "r.py", "resume_from_checkpoint=auto", "epochs=3"],
+            "python3 -m torch.distributed.run r.py resume_from_checkpoint=auto epochs=3",
+        ),
+    ],
+)
+def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(this_run.sys, "orig_argv", typed)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert command_to_go_on() == goes_on

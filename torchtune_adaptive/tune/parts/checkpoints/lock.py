@@ -1,0 +1,130 @@
+"""One run at a time in an output directory.
+
+The lock is the kernel's, so it ends with its process, however that ends; what lies in the file only says who has it.
+It is one of fcntl: NFS carries those, and they are not handed on to forked children, which may outlive a rank.
+"""
+
+from __future__ import annotations
+
+import datetime
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from torchtune_adaptive.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".adaptive_lock"
+WAIT_S = 5.0
+"""For a process that was just ended: it takes a moment to give back what it has."""
+WAIT_AFTER_RESTART_S = 40.0
+"""A launcher gives the ranks of the attempt before 30 s, which may be on another node."""
+_POLL_S = 0.1
+
+
+class Lock:
+    """What holds a directory until it is released, or its process ends."""
+
+    def __init__(self, path: Path, descriptor: int | None) -> None:
+        self._path, self._descriptor = path, descriptor
+
+    def release(self) -> None:
+        if self._descriptor is None:
+            return
+        with suppress(OSError):
+            self._path.unlink()  # while it is held: nobody else holds this file, and nobody will
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def take(directory: Path) -> Lock:
+    """Makes the directory if it is not there. Raises ConfigError, which says who holds it."""
+    path, restarted = directory / LOCK_FILE, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    until = time.monotonic() + (WAIT_AFTER_RESTART_S if restarted else WAIT_S)
+    while (lock := _tried(path)) is None:
+        if time.monotonic() > until:
+            raise ConfigError(
+                f"output_dir {str(directory)!r} is in use by {holder(directory) or 'another run'}: wait until it has "
+                "ended, end it, or choose another output_dir"
+            )
+        time.sleep(_POLL_S)
+    return lock
+
+
+def holder(directory: Path) -> str | None:
+    """Who holds it, if somebody does; nothing is changed."""
+    path = directory / LOCK_FILE
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return _named(path)
+        finally:
+            os.close(descriptor)
+    return None
+
+
+def _tried(path: Path) -> Lock | None:
+    """None: somebody else holds it."""
+    descriptor = _opened(path)
+    if descriptor is None:
+        return Lock(path, None)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        return None
+    except OSError as error:
+        logger.warning("%s has no locks (%s): two runs at once would go unnoticed", path.parent, error.strerror)
+        os.close(descriptor)
+        return Lock(path, None)
+    if not _is_still(path, descriptor):  # the last holder has removed it since it was opened
+        os.close(descriptor)
+        return _tried(path)
+    _sign(descriptor)
+    return Lock(path, descriptor)
+
+
+def _opened(path: Path) -> int | None:
+    """None on a file system that nobody can write to: what is wrong with that, if anything, turns out later."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno == errno.EROFS:
+            return None
+        message = f"output_dir is {str(path.parent)!r}, which cannot be written to: {error.strerror}"
+        raise ConfigError(message) from error
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _sign(descriptor: int) -> None:
+    """For people: that the lock is held does not depend on it."""
+    since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(signature).encode(), 0)
+        os.fsync(descriptor)
+
+
+def _named(path: Path) -> str:
+    try:
+        signature = json.loads(path.read_bytes())
+        return f"process {signature['pid']} on {signature['host']}, since {signature['since']}"
+    except (OSError, ValueError, TypeError, KeyError):
+        return "another run"

@@ -1,0 +1,61 @@
+"""What a run leaves for whoever starts it again: the command, and how it ended. It decides nothing."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+RUN_FILE = "adaptive_run.json"
+
+STOPPED, FINISHED, ERROR = "stopped", "finished", "error"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFile:
+    command: str
+    """That goes on with it."""
+    folder: str
+    """In which that is to be typed."""
+    checkpoints: str
+    """The folder that they are in."""
+    serial: int
+    """Of the next checkpoint, when it was started: a finished one before that is not the end of this run."""
+    started_at: str
+    ended: str | None = None
+    """STOPPED, FINISHED, ERROR; None: it runs, or something has ended it that left it no time to say so."""
+    message: str = ""
+
+
+def begin(directory: Path, command: str, checkpoints: Path, serial: int) -> None:
+    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    _write(
+        directory,
+        RunFile(
+            command=command, folder=os.getcwd(), checkpoints=str(checkpoints.absolute()), serial=serial, started_at=now
+        ),
+    )
+
+
+def end(directory: Path, how: str, message: str = "") -> None:
+    run = read(directory)
+    if run is not None:
+        _write(directory, replace(run, ended=how, message=message))
+
+
+def read(directory: Path) -> RunFile | None:
+    try:
+        return RunFile(**json.loads((directory / RUN_FILE).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _write(directory: Path, run: RunFile) -> None:
+    """Whole or not at all; a run is worth more than a file about it."""
+    draft = directory / f"{RUN_FILE}.tmp"
+    with suppress(OSError):
+        draft.write_text(json.dumps(asdict(run), indent=1), encoding="utf-8")
+        os.replace(draft, directory / RUN_FILE)

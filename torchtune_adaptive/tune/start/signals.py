@@ -1,0 +1,131 @@
+"""Signals that ask a run to end: the ranks agree on the first at their next step, a second ends this rank at once.
+
+A thread hears them. Python runs handlers in the main thread only, which may be inside a collective for long, but its
+own handler in C writes the number of every signal into a pipe at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+from types import FrameType
+
+from torchtune_adaptive.tune.start.endings import attempt_folder, somebody_told, speaks_first
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+ONE_SIGNAL_S = 1.0
+"""Ctrl-C comes from the terminal and from the launcher, a scheduler's signal to launcher and ranks: that is one."""
+PID_FILE = "pid"
+
+
+class Meaning(Enum):
+    FIRST = auto()
+    COPY = auto()
+    """Of the first, by another way."""
+    AGAIN = auto()
+
+
+def meaning_of(first_at_s: float | None, now_s: float) -> Meaning:
+    if first_at_s is None:
+        return Meaning.FIRST
+    return Meaning.COPY if now_s - first_at_s <= ONE_SIGNAL_S else Meaning.AGAIN
+
+
+def listen() -> None:
+    """From here on signals are heard. What the caller has set to be ignored, as nohup does, stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave_it_to_the_thread)
+            signal.siginterrupt(number, False)  # nor is a system call in the main thread disturbed
+    _note_own_pid(os.environ)
+    os.register_at_fork(after_in_child=stop_listening)  # a data worker that is told to end is no end of the run
+    threading.Thread(target=_hear, args=(reader,), daemon=True).start()
+
+
+def stop_listening() -> None:
+    """Signals end the process again: nothing more will be agreed on."""
+    signal.set_wakeup_fd(-1)
+    for number in HANDLED:
+        if signal.getsignal(number) is _leave_it_to_the_thread:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None: ...
+
+
+def _hear(reader: int) -> None:
+    first_at_s: float | None = None
+    while numbers := os.read(reader, 64):
+        for number in numbers:
+            if number not in HANDLED:
+                continue
+            meaning = meaning_of(first_at_s, time.monotonic())
+            if meaning is Meaning.FIRST:
+                first_at_s = time.monotonic()
+                _first(signal.Signals(number))
+            elif meaning is Meaning.AGAIN:
+                _end_at_once(signal.Signals(number))
+
+
+def _first(asked_by: signal.Signals) -> None:
+    if asked_by == signal.SIGTERM and _a_peer_has_failed(os.environ):
+        os._exit(128 + asked_by)  # the launcher ends the others then: there is nobody to agree with
+    THIS_RUN.signal = asked_by
+    if os.environ.get("RANK", "0") == "0":
+        _say(f"{asked_by.name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{_time_left()}. Again: at once")
+
+
+def _end_at_once(asked_by: signal.Signals) -> None:
+    if speaks_first(wait_s=0):
+        lost = "" if THIS_RUN.doing is Doing.SETTING_UP else ", and what was trained since then is lost"
+        _say(f"{asked_by.name} again: ended at once; {THIS_RUN.saved}{lost}")
+    os._exit(128 + asked_by)
+
+
+def _time_left() -> str:
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    return " (torchrun waits 30 s, or what its --shutdown-timeout says)" if launched else ""
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # a terminal that has hung up takes no more lines
+        print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+def _note_own_pid(environment: Mapping[str, str]) -> None:
+    """Where the other ranks of this attempt find it."""
+    folder = attempt_folder(environment)
+    if folder is not None and "LOCAL_RANK" in environment:
+        with suppress(OSError):
+            (folder / environment["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
+
+
+def _a_peer_has_failed(environment: Mapping[str, str]) -> bool:
+    """Whether SIGTERM means that another rank of this machine is gone, and not that somebody asked the run to end."""
+    folder = attempt_folder(environment)
+    if folder is None:
+        return False
+    return somebody_told(environment) or any(_is_gone(path) for path in folder.glob(f"*/{PID_FILE}"))
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        os.kill(int(path.read_text()), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # not written yet
+        return False
+    return False
