@@ -53,7 +53,10 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
         ("adaptive.max_batch_size=1000000000", ["adaptive.max_batch_size is 1000000000", "from 1 to 1048576"]),
         ("memory_limit=32MiB", ["memory_limit is read by nothing", "write adaptive.memory_limit"]),
         ("training.search=static", ["training.search is read by nothing", "write adaptive.search"]),
-        ("optimizer.memory_limit=32MiB", ["optimizer could not be built", "write adaptive.memory_limit"]),
+        (
+            "optimizer.memory_limit=32MiB",
+            ["optimizer.memory_limit: AdamW takes no", "write adaptive.memory_limit"],
+        ),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
         ("batch_increase_function=exits.increase", ["batch_increase_function: exits.increase", "SystemExit: 0"]),
         ("optimizer=exits.Optimizer", ["optimizer could not be built", "SystemExit"]),
