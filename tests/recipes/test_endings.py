@@ -261,18 +261,9 @@ def test_a_sample_that_nothing_can_be_made_of_is_named(
 
 def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    scanned = ("adaptive.memory_limit=64MiB", "use_maximum_batch_size=True", "tokenizer.max_seq_len=null")
-    unknown = ("adaptive.sequence_length=null", *with_flaw("none"))
+    scanned = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
     with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has tokens that are no list"):
-        start_here(
-            "full",
-            "--config",
-            "adaptive/demo/full",
-            *SMALL,
-            *scanned,
-            *with_flaw("none"),
-            "adaptive.sequence_length=null",
-        )
+        start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("none"))
 
 
 @pytest.mark.parametrize("status", [None, 0])

@@ -54,7 +54,7 @@ def _what_is_wrong(key: str, section: Any, error: BaseException, args: Sequence[
         if wrong := misfit(section, args, kwargs):
             component = section[COMPONENT].rpartition(".")[2]
             return f"{wrong.in_words(key, component)}{_misplaced(wrong.unknown)}"
-        also = _misplaced([name for name in section if f"'{name}'" in str(error)])
+        also = _misplaced([name for name in map(str, section) if f"'{name}'" in str(error)])
         return f"{key} could not be built from {_described(section)}: {reason(error)}{also}"
     return f"{key} could not be built from {_described(section)}: {reason(error)}"
 

@@ -42,7 +42,10 @@ def _is_int(value: Any) -> bool:
 
 def _is_path(text: str) -> bool:
     """Whether Linux lets a file have that name; what nothing checks ends in an OSError wherever it is looked at."""
-    raw = os.fsencode(text)
+    try:
+        raw = os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
     return b"\0" not in raw and len(raw) < 4096 and all(len(name) <= 255 for name in raw.split(b"/"))
 
 
