@@ -127,7 +127,7 @@ KEYS = [
     *ADAPTIVE_KEYS,
     *(f"adaptive.{name}" for name in ADAPTIVE_KEYS),
     *("adaptive", "batch_increase_function", "model", "optimizer", "dataset", "loss", "profiler", "lr_scheduler"),
-    *("profiler.enabled", "optimizer.lr", "checkpointer.output_dir", "checkpointer.checkpoint_dir", "optimizer.mine"),
+    *("profiler.enabled", "checkpointer.output_dir", "checkpointer.checkpoint_dir", "optimizer.mine"),
 ]
 NUMBERS = st.one_of(
     st.integers(-3, 3), st.sampled_from([2**31, 2**63, 10**9, 10**30, -(10**30)]), st.floats(allow_infinity=True)
