@@ -18,7 +18,6 @@ from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
-from torchtune_adaptive.tune.parts.culprits import naming_unknown_tokens
 from torchtune_adaptive.tune.parts.data import build_data
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
@@ -87,7 +86,7 @@ class AdaptiveLoraFinetuneDistributed:
             checkpoints=self._checkpoints,
             journal=journal,
         )
-        with self.limited_memory() as memory:
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
             self.course, self.progress = plot_course(self.parts, self.progress, memory)
 
     def train(self) -> None:
@@ -97,7 +96,7 @@ class AdaptiveLoraFinetuneDistributed:
         stopping = False
         # a step's samples and, where they are read ahead, the next one's
         suspects = 2 * self.course.most_samples_per_step
-        with self.limited_memory() as memory, naming_unknown_tokens(self.model, self.data.dataset, last=suspects):
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
             self.watch(memory)
             for sizes in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)

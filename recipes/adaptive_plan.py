@@ -27,6 +27,9 @@ def answer(cfg: DictConfig) -> None:
     with tqdm(desc="tracing", total=traces(), unit=" steps", leave=False) as bar:
         plan = predict(cfg, settings, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, plan))
+    if settings.format == "csv":  # of which a note can be no row
+        for note in plan.notes:
+            print(f"note: {note}", file=sys.stderr)
     if settings.picture is not None:
         first = plan.answers[0]
         draw(Path(settings.picture), first, frontier(plan), heading(cfg, settings, first))

@@ -13,6 +13,7 @@ class Remedy(Enum):
     SHORTEN = "give shorten=True"
     CHECKPOINT_ACTIVATIONS = "checkpoint activations"
     MORE_RANKS = "train on more ranks"
+    LARGER_BUDGET = "give it more memory, where less than there is was given"
     SMALLER_LIMIT = "give a smaller limit"
     NO_RECOVERY = "give recover=False"
     FEWER_ROWS = "give fewer max_rows"

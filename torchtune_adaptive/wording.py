@@ -2,6 +2,10 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
+
+LONGEST_SHOWN = 200
+"""Characters of a value in a message."""
 
 
 def count_of(count: int, one: str, many: str | None = None) -> str:
@@ -13,3 +17,14 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: fl
     """`; did you mean a or b?` for names that are similar enough; nothing if there are none."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)
     return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | None:
+    """The known name that is most like this one; None if none is similar enough."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
+
+
+def shown(value: Any) -> str:
+    """A value of a config as its author wrote it, cut where nobody would read on."""
+    text = "null" if value is None else repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

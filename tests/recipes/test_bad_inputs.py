@@ -27,6 +27,13 @@ import torch
 def increase(*args, **kwargs):
     sys.exit(0)
 
+class Unsized:
+    def __len__(self):
+        raise OSError("the index is gone")
+
+def unsized(*args, **kwargs):
+    return Unsized()
+
 class Optimizer(torch.optim.SGD):
     def zero_grad(self, *args, **kwargs):
         sys.exit()
@@ -53,7 +60,16 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
         ("adaptive.max_batch_size=1000000000", ["adaptive.max_batch_size is 1000000000", "from 1 to 1048576"]),
         ("memory_limit=32MiB", ["memory_limit is read by nothing", "write adaptive.memory_limit"]),
         ("training.search=static", ["training.search is read by nothing", "write adaptive.search"]),
-        ("optimizer.memory_limit=32MiB", ["optimizer could not be built", "write adaptive.memory_limit"]),
+        (
+            "optimizer.memory_limit=32MiB",
+            ["optimizer.memory_limit: AdamW takes no", "write adaptive.memory_limit"],
+        ),
+        ("optimizer.lrr=4", ["optimizer.lrr: AdamW takes no such argument", "did you mean lr?"]),
+        ("checkpointer.output_dir=5", ["checkpointer.output_dir is 5", "allowed is a path"]),
+        (f"output_dir={'x' * 300}", ["output_dir is 'xxx", "at most 255 bytes"]),
+        ("collate_fn=os.getcwd", ["collate_fn is 'os.getcwd'", "cannot be called with samples"]),
+        ("profiler=5", ["profiler._component_ is 5", "setup_torch_profiler"]),
+        ("dataset=exits.unsized", ["dataset does not tell how many samples it has", "OSError"]),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
         ("batch_increase_function=exits.increase", ["batch_increase_function: exits.increase", "SystemExit: 0"]),
         ("optimizer=exits.Optimizer", ["optimizer could not be built", "SystemExit"]),
@@ -72,6 +88,7 @@ def test_a_known_bad_value_is_told_in_one_line(tmp_path: Path, override: str, pa
         (["adaptive=[1]"], ["adaptive=[1]", "Cannot merge"]),
         (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
         (["picture=plan.xyz"], ["picture is 'plan.xyz'", ".png"]),
+        (["model=null"], ["model._component_ is null", "the dotted path"]),
         (["picture=/proc/none/plan.png"], ["picture is '/proc/none/plan.png'", "cannot be written to"]),
         (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
         (["adaptive.sequence_length=4096"], ["adaptive.sequence_length is 4096", "at most 2048"]),
@@ -110,6 +127,7 @@ KEYS = [
     *ADAPTIVE_KEYS,
     *(f"adaptive.{name}" for name in ADAPTIVE_KEYS),
     *("adaptive", "batch_increase_function", "model", "optimizer", "dataset", "loss", "profiler", "lr_scheduler"),
+    *("profiler.enabled", "checkpointer.output_dir", "checkpointer.checkpoint_dir", "optimizer.mine"),
 ]
 NUMBERS = st.one_of(
     st.integers(-3, 3), st.sampled_from([2**31, 2**63, 10**9, 10**30, -(10**30)]), st.floats(allow_infinity=True)

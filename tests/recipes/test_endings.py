@@ -47,9 +47,18 @@ class Flawed(DemoDataset):
             raise KeyError("no such column")
         if index == BAD and self._flaw == "exits":
             sys.exit(0)
-        if index == BAD and self._flaw == "token":
-            return {**sample, "tokens": [*sample["tokens"][:-1], 999_999]}
-        return sample
+        return {**sample, **self._spoiled(sample)} if index == BAD else sample
+
+    def _spoiled(self, sample: dict[str, list[int]]) -> dict[str, Any]:
+        tokens, labels = sample["tokens"], sample["labels"]
+        return {
+            "token": {"tokens": [*tokens[:-1], 999_999]},
+            "label": {"labels": [*labels[:-1], -7]},
+            "short": {"labels": labels[:-2]},
+            "text": {"tokens": "a" * len(tokens)},
+            "none": {"tokens": None},
+            "nested": {"tokens": [[token] for token in tokens]},
+        }.get(self._flaw, {})
 
 
 def flawed(tokenizer: DemoTokenizer, *, samples: int, flaw: str, packed: bool) -> Flawed:
@@ -186,7 +195,7 @@ def tune(tmp_path: Path, *overrides: str, ranks: int | None) -> Finished:
         ),
         pytest.param(
             with_flaw("token"),
-            rf"error \(rank 1\): sample {BAD} of the dataset has token 999999 \(on rank 1\)",
+            rf"error \(rank 1\): sample {BAD} of the dataset \(on rank 1\) has token 999999",
             id="a-token-that-the-model-does-not-know",
         ),
         pytest.param(
@@ -224,10 +233,37 @@ def test_a_schedule_that_exits_is_no_success(tmp_path: Path) -> None:
     assert "Traceback" not in ended.output
 
 
-def test_a_dataset_that_exits_is_a_bad_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("flaw", "says"),
+    [
+        (
+            "exits",
+            r"cannot be read on rank 0 \(SystemExit: 0\): the dataset's code ends the process, in __",
+        ),
+        (
+            "label",
+            r"\(on rank 0\) has label -7, but the model knows \d+ tokens, .*, and the loss ignores -100: give",
+        ),
+        ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs its label"),
+        ("text", r"\(on rank 0\) has tokens that are no list of whole numbers \('aa"),
+        ("none", r"\(on rank 0\) has tokens that are no list of whole numbers \(null\): see whether"),
+        ("nested", r"\(on rank 0\) has tokens that are no list of whole numbers \(\[\["),
+    ],
+)
+def test_a_sample_that_nothing_can_be_made_of_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flaw: str, says: str
+) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SampleError, match=rf"sample {BAD} of the dataset cannot be read on rank 0 \(SystemExit: 0\)"):
-        start_here("full", "--config", "adaptive/demo/full", *CHEAP, *with_flaw("exits"), train=True)
+    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset {says}") as caught:
+        start_here("full", "--config", "adaptive/demo/full", *CHEAP, *with_flaw(flaw), train=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scanned = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
+    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has tokens that are no list"):
+        start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("none"))
 
 
 @pytest.mark.parametrize("status", [None, 0])

@@ -3,7 +3,7 @@
 import pytest
 
 from torchtune_adaptive.errors import ConfigError, check_choice
-from torchtune_adaptive.wording import count_of, did_you_mean
+from torchtune_adaptive.wording import LONGEST_SHOWN, count_of, did_you_mean, nearest, shown
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,20 @@ def test_a_count_is_in_the_number_of_its_noun(count: int, names: tuple[str, ...]
 )
 def test_a_hint_names_what_is_near_and_says_nothing_where_nothing_is(name: str, most: int, hint: str) -> None:
     assert did_you_mean(name, ["recover_from_oom", "h100", "a10", "4090"], most=most) == hint
+
+
+def test_the_nearest_name_is_one_or_none() -> None:
+    assert nearest("lrr", ["lr", "betas"]) == "lr"
+    assert nearest("colour", ["lr", "betas"]) is None
+
+
+@pytest.mark.parametrize(("value", "text"), [(None, "null"), ("a", "'a'"), ({"a": 1}, "{'a': 1}"), (0.5, "0.5")])
+def test_a_value_is_shown_as_a_config_has_it(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_a_long_value_is_cut() -> None:
+    assert shown("x" * 1000) == f"'{'x' * (LONGEST_SHOWN - 1)}..."
 
 
 def test_a_value_that_is_no_choice_is_named_with_those_that_are() -> None:

@@ -1,5 +1,6 @@
 """The demo model's first weights: made from a seed on first use, then read like any checkpoint."""
 
+import hashlib
 import io
 import os
 import uuid
@@ -11,6 +12,7 @@ import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from torchtune_adaptive.demo.model import demo_model
+from torchtune_adaptive.errors import ConfigError
 
 WEIGHTS_FILE = "demo.pt"
 
@@ -28,9 +30,11 @@ def demo_checkpointer(
 ) -> FullModelTorchTuneCheckpointer:
     """Component for a config's `checkpointer:`: torchtune's own, after seeing to it that its weights exist.
 
-    `sizes` are those that the config gives to `demo_model`, if any. Every rank may call this at once.
+    Only `demo.pt` is ever made. `sizes` are those that the config gives to `demo_model`, if any. Every rank may call
+    this at once.
     """
-    ensure_weights(Path(checkpoint_dir) / WEIGHTS_FILE, seed=seed, sizes=sizes)
+    if WEIGHTS_FILE in checkpoint_files:
+        ensure_weights(Path(checkpoint_dir) / WEIGHTS_FILE, seed=seed, sizes=sizes)
     return FullModelTorchTuneCheckpointer(
         checkpoint_dir=checkpoint_dir,
         checkpoint_files=list(checkpoint_files),
@@ -43,22 +47,35 @@ def demo_checkpointer(
 
 
 def ensure_weights(path: Path, *, seed: int = 0, sizes: Mapping[str, Any] | None = None) -> None:
-    """Leaves the weights of this seed and these sizes at `path`; does not touch a file that holds them.
+    """Leaves the weights of this seed and these sizes at `path`; replaces a file only where this has made it.
 
     No lock: every process makes the same bytes under a name of its own and renames them into place, so it
     does not matter which one is last, and one that dies leaves nothing that others wait for.
     """
     content = _weights(seed, sizes or {})
-    if path.is_file() and path.read_bytes() == content:
+    found = path.read_bytes() if path.is_file() else None
+    if found == content:
         return
+    if found is not None and not _mark(path, found).exists():
+        raise ConfigError(
+            f"{path} is not a file that the demo has made, or it was changed since, and it is not replaced: move it "
+            "away, or give another checkpointer.checkpoint_dir; for weights of your own, take "
+            "torchtune.training.FullModelTorchTuneCheckpointer"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
-    # torchtune copies a checkpoint's directory, except for names that start with a dot
+    _mark(path, content).touch()  # first: whoever is killed in between leaves a mark too many, never one too few
     draft = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _mark(path: Path, content: bytes) -> Path:
+    """The empty file that says of such content that it was made here."""
+    # torchtune copies a checkpoint's directory, except for names that start with a dot
+    return path.with_name(f".{path.name}.{hashlib.sha256(content).hexdigest()}")
 
 
 def _weights(seed: int, sizes: Mapping[str, Any]) -> bytes:

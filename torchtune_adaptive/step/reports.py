@@ -15,6 +15,7 @@ from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
 from torchtune_adaptive.limits.packing import Load, Plan
+from torchtune_adaptive.sizes import format_bytes
 
 
 class Totals(NamedTuple):
@@ -117,6 +118,16 @@ class Reports(tuple[Report, ...]):
     def fullest(self) -> Fullest | None:
         measured = [Fullest(int(each.peak_bytes), int(each.budget_bytes)) for each in self if each.budget_bytes]
         return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
+
+    @property
+    def shortage(self) -> str | None:
+        """What the rank with the least memory had, of those that ran out of it; None where nothing measures that."""
+        of_failed = {rank: each for rank, each in enumerate(self) if each.failed and each.budget_bytes}
+        if not of_failed:
+            return None
+        rank = min(of_failed, key=lambda rank: of_failed[rank].budget_bytes)
+        budget, peak = (format_bytes(count) for count in (self[rank].budget_bytes, self[rank].peak_bytes))
+        return f"rank {rank} may use {budget} and had come to {peak}"
 
     @property
     def target_tokens(self) -> int:

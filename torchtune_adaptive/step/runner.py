@@ -17,7 +17,7 @@ from torch import nn
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
@@ -198,8 +198,17 @@ class StepRunner(Generic[Sample]):
             # one is the same step.
             self._plans.discard()
             rng.restore()
-            self._tell(self._governor.out_of_memory(reports.failed, step), reports)
+            self._tell(self._shrink(reports, step), reports)
             recoveries += 1
+
+    def _shrink(self, reports: Reports, step: int) -> Change:
+        """The next smaller limit; where there is none, the error says what the rank had."""
+        try:
+            return self._governor.out_of_memory(reports.failed, step)
+        except LimitExhaustedError as error:
+            if (had := reports.shortage) is None:
+                raise
+            raise LimitExhaustedError(f"{error.fact} ({had})", *error.remedies, Remedy.LARGER_BUDGET) from None
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
         """Collective: forward and backward over exactly these microbatches, once.

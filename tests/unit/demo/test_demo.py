@@ -194,7 +194,8 @@ def test_processes_that_start_at_once_leave_one_file_of_the_same_bytes(tmp_path)
     command = [sys.executable, "-c", START_AT_ONCE, str(path)]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=480)
     ensure_weights(tmp_path / "alone.pt")
-    assert [entry.name for entry in path.parent.iterdir()] == ["demo.pt"]
+    assert [entry.name for entry in path.parent.iterdir() if entry.name[0] != "."] == ["demo.pt"]
+    assert len(list(path.parent.iterdir())) == 2, "the file and the mark that says who made it"
     assert path.read_bytes() == (tmp_path / "alone.pt").read_bytes()
 
 
@@ -206,13 +207,53 @@ def test_weights_that_are_there_are_not_written_again(tmp_path):
     assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
-def test_a_damaged_file_is_made_anew(tmp_path):
+def test_a_file_of_somebody_elses_is_never_replaced(tmp_path):
+    path = tmp_path / "demo.pt"
+    path.write_bytes(b"mine")
+    with pytest.raises(ConfigError, match=r"demo\.pt is not a file that the demo has made.*move it away, or give"):
+        ensure_weights(path)
+    assert path.read_bytes() == b"mine"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_was_changed_since_it_was_made_is_not_replaced(tmp_path):
     path = tmp_path / "demo.pt"
     ensure_weights(path)
-    whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2])
+    path.write_bytes(path.read_bytes() + b"mine")
+    with pytest.raises(ConfigError, match="changed since"):
+        ensure_weights(path, seed=1)
+    assert path.read_bytes().endswith(b"mine")
+
+
+def test_weights_of_other_sizes_replace_those_that_the_demo_has_made(tmp_path):
+    for seed in (0, 1, 0):
+        ensure_weights(tmp_path / "demo.pt", seed=seed)
+        ensure_weights(tmp_path / str(seed) / "demo.pt", seed=seed)
+        assert (tmp_path / "demo.pt").read_bytes() == (tmp_path / str(seed) / "demo.pt").read_bytes()
+
+
+def test_whoever_is_killed_before_the_weights_are_in_place_stands_in_nobodys_way(tmp_path, monkeypatch):
+    path = tmp_path / "demo.pt"
     ensure_weights(path)
-    assert path.read_bytes() == whole
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            ensure_weights(path, seed=1)
+    ensure_weights(path, seed=2)
+    ensure_weights(path, seed=1)
+
+
+def test_nothing_is_made_where_the_config_names_another_file(tmp_path):
+    directory = tmp_path / "weights"
+    directory.mkdir()
+    torch.save(demo_model().state_dict(), directory / "mine.pt")
+    (directory / "demo.pt").write_bytes(b"mine too")
+    checkpointer_in(tmp_path, checkpoint_files=["mine.pt"]).load_checkpoint()
+    assert (directory / "demo.pt").read_bytes() == b"mine too"
 
 
 def test_making_weights_leaves_the_random_state_alone(tmp_path):

@@ -118,6 +118,18 @@ def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
         runner.run(SAMPLES, step=3)
 
 
+def test_where_memory_is_measured_what_there_was_is_said_too():
+    runner = runner_of(a_model(), 8)
+    message = (
+        r"1 row of 16 tokens does not fit and cannot be made smaller \(rank 0 may use 100 B and had come to .* B\); "
+        r"give shorter samples, .*, or give it more memory"
+    )
+    with MemoryMeter(cap_bytes=100) as meter:
+        runner.watch(meter)
+        with pytest.raises(LimitExhaustedError, match=message):
+            runner.run(SAMPLES, step=3)
+
+
 def test_left_over_gradients_are_refused():
     model = a_model()
     runner = runner_of(model, 8)

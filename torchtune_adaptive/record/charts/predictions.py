@@ -39,9 +39,11 @@ def check_drawable(path: Path, key: str) -> None:
         from matplotlib.backend_bases import FigureCanvasBase
     except ImportError:
         return
-    endings = sorted(FigureCanvasBase.get_supported_filetypes())
+    endings = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix.removeprefix(".").lower() not in endings:
-        raise ConfigError(f"{key} is '{path}': allowed is a file that ends in .{', .'.join(endings)}")
+        raise ConfigError(
+            f"{key} is '{path}', and matplotlib draws no '{path.suffix}': let the name end in .png, .svg or .pdf"
+        )
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

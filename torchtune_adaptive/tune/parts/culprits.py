@@ -1,7 +1,8 @@
-"""Which sample made a run fail: looked for after the failure, so that nothing is checked while all is well."""
+"""Which sample made a run fail: looked for after the failure, so that next to nothing is checked while all is well."""
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,14 +10,17 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.errors import AdaptiveError, RunStopped, SampleError, UnrecoverableError
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunStopped, SampleError, UnrecoverableError
+from torchtune_adaptive.tune.start.components import reason
+from torchtune_adaptive.wording import shown
 
 MOST_REMEMBERED = 2**17
 """Samples, by index: more than the last steps have, and a megabyte."""
+SEE_THE_DATASET = "see whether the dataset's columns and its transform are those of the data"
 
 
 class NamedSamples(Dataset[Any]):
@@ -27,52 +31,72 @@ class NamedSamples(Dataset[Any]):
         self._given: deque[int] = deque(maxlen=MOST_REMEMBERED)
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        try:
+            return len(self._dataset)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"dataset does not tell how many samples it has ({reason(error)}): give one with a __len__ that works"
+            ) from error
 
     def __getitem__(self, index: int) -> Any:
         self._given.append(index)
         try:
-            return self._dataset[index]
+            sample = self._dataset[index]
         except (Exception, SystemExit) as error:  # whose status would be that of the run
-            what = f"{type(error).__name__}: {error}".replace("\n", " ")
             raise SampleError(
-                f"sample {index} of the dataset cannot be read on rank {rank()} ({what}): repair it or leave it out; "
-                "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
+                f"sample {index} of the dataset cannot be read on rank {rank()} ({reason(error)}): {_remedy(error)}"
             ) from error
+        # The one flaw that no failure would tell of: torchtune pads the labels, and what is left of them is trained.
+        if counts := _unlike_counts(sample):
+            raise SampleError(
+                f"sample {index} of the dataset has {counts} (on rank {rank()}): every token needs its label, or the "
+                f"one that the loss ignores; {SEE_THE_DATASET}"
+            )
+        return sample
 
     def last(self, count: int) -> list[int]:
         """The indices of the samples given last, the latest first."""
         return list(islice(reversed(self._given), count))
 
 
-@contextmanager
-def naming_unknown_tokens(model: nn.Module, samples: NamedSamples, last: int) -> Iterator[None]:
-    """Names the token that the model does not know, if one of so many last samples has one, where training fails.
+def _remedy(error: BaseException) -> str:
+    if isinstance(error, SystemExit):
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        return (
+            f"the dataset's code ends the process, in {called.name} ({called.filename}, line {called.lineno}); "
+            "let it raise an error there, or return"
+        )
+    return "repair it or leave it out; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
 
-    A CPU says "index out of range", a GPU that some assertion failed, in whatever it is asked to do next.
+
+def _unlike_counts(sample: Any) -> str | None:
+    """`7 tokens and 4 labels`; None where they are as many, or cannot be counted, which a microbatch will find."""
+    try:
+        tokens, labels = len(sample["tokens"]), len(sample["labels"])
+    except (TypeError, LookupError):
+        return None
+    return f"{tokens} tokens and {labels} labels" if tokens != labels else None
+
+
+@contextmanager
+def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, ignored_label: int, last: int) -> Iterator[None]:
+    """Names the sample, among so many last ones, that a model cannot take, if there is one where training fails.
+
+    Of a token that it does not know a CPU says "index out of range", a GPU that some assertion failed, in whatever it
+    is asked to do next.
     """
     try:
         yield
     except RunStopped:
         raise
     except Exception as error:
+        if isinstance(error, AdaptiveError) and not isinstance(error, UnrecoverableError):
+            raise
         known = _vocabulary_of(model)
-        if known is None or (isinstance(error, AdaptiveError) and not isinstance(error, UnrecoverableError)):
-            raise
-        lacking = _find_lacking(samples, last)
-        if lacking is not None:
-            raise SampleError(
-                f"sample {lacking} of the dataset (on rank {rank()}) has no tokens or no labels: see whether the "
-                "dataset's columns and its transform are those of the data"
-            ) from error
-        found = _find(samples, last, known)
-        if found is None:
-            raise
-        index, token = found
-        raise SampleError(
-            f"sample {index} of the dataset has token {token} (on rank {rank()}), but the model knows {known} tokens, "
-            f"0 to {known - 1}: give model and tokenizer the same vocabulary, or leave the sample out"
-        ) from error
+        for index in samples.last(last):
+            if flaw := _flaw(samples[index], known, ignored_label):
+                raise SampleError(f"sample {index} of the dataset (on rank {rank()}) has {flaw}") from error
+        raise
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:
@@ -80,22 +104,36 @@ def _vocabulary_of(model: nn.Module) -> int | None:
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
-def _find_lacking(samples: NamedSamples, last: int) -> int | None:
-    """The index of a sample without what a microbatch is made of."""
-    for index in samples.last(last):
-        sample = samples[index]
-        if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
-            return index
+def _flaw(sample: Any, known: int | None, ignored: int) -> str | None:
+    """What is wrong with a sample, and what to do about it, for a model that knows so many tokens."""
+    if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
+        return f"no tokens or no labels: {SEE_THE_DATASET}"
+    tokens, labels = (_numbers(sample[name]) for name in ("tokens", "labels"))
+    for name, numbers in (("tokens", tokens), ("labels", labels)):
+        if numbers is None:
+            return f"{name} that are no list of whole numbers ({shown(sample[name])}): {SEE_THE_DATASET}"
+    assert tokens is not None
+    assert labels is not None
+    if known is None:
+        return None
+    vocabulary = f"but the model knows {known} tokens, 0 to {known - 1}"
+    if len(unknown := tokens[(tokens < 0) | (tokens >= known)]):
+        return (
+            f"token {int(unknown[0])}, {vocabulary}: give model and tokenizer the same vocabulary, or leave the "
+            "sample out"
+        )
+    if len(unknown := labels[((labels < 0) | (labels >= known)) & (labels != ignored)]):
+        return (
+            f"label {int(unknown[0])}, {vocabulary}, and the loss ignores {ignored}: give it one of these, or leave "
+            "the sample out"
+        )
     return None
 
 
-def _find(samples: NamedSamples, last: int, known: int) -> tuple[int, int] | None:
-    """The index of a sample and its token beyond the vocabulary."""
-    for index in samples.last(last):
-        sample = samples[index]
-        tokens, labels = (torch.as_tensor(sample[name]).flatten() for name in ("tokens", "labels"))
-        # what the loss ignores is below 0, as a rule
-        unknown = torch.cat([tokens[(tokens < 0) | (tokens >= known)], labels[labels >= known]])
-        if len(unknown):
-            return index, int(unknown[0])
-    return None
+def _numbers(values: Any) -> Tensor | None:
+    try:
+        numbers = torch.as_tensor(values)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+    whole = not (numbers.is_floating_point() or numbers.is_complex()) or len(values) == 0
+    return numbers if numbers.ndim == 1 and whole else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -16,7 +18,7 @@ from torchtune.data import padded_collate_packed
 from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -37,6 +39,10 @@ class Data:
     """The length at which the tokenizer cuts samples; None if it does not."""
     ignored_label: int
     """The label that the loss ignores."""
+
+    def naming_bad_samples(self, model: nn.Module, *, last: int) -> AbstractContextManager[None]:
+        """Where what is done in it fails, and one of so many last samples is why, the error names that."""
+        return naming_bad_samples(model, self.dataset, ignored_label=self.ignored_label, last=last)
 
 
 def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
@@ -61,8 +67,8 @@ def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:
     parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
     try:
         joined = ConcatDataset(datasets=parts)
-    except ValueError as error:
-        raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.reason(error)}") from error
     return joined, bool(getattr(joined, "packed", False))
 
 
@@ -77,7 +83,21 @@ def build_collate(settings: Settings, tokenizer: Any, loss_fn: nn.Module, *, pac
         function = pkgutil.resolve_name(settings.collate_fn)
     except (ValueError, ImportError, AttributeError) as error:
         raise ConfigError(f"collate_fn is {settings.collate_fn!r}, which cannot be imported: {error}") from error
+    _check_callable(function, settings.collate_fn)
     return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=loss_fn.ignore_index)
+
+
+def _check_callable(function: Any, path: str) -> None:
+    """Refuses what no collate function is, by its signature where it has one."""
+    try:
+        inspect.signature(function).bind([], padding_idx=0, ignore_idx=0)
+    except TypeError as error:
+        raise ConfigError(
+            f"collate_fn is {path!r}, which cannot be called with samples, padding_idx and ignore_idx ({error}): give "
+            "a function such as torchtune.data.padded_collate_sft"
+        ) from error
+    except ValueError:  # it has none
+        pass
 
 
 def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: DeviceMesh) -> StepLoader[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -9,6 +11,8 @@ from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.sections import BOOL, NULL, check, one_of
+from torchtune_adaptive.wording import shown
 
 COMPONENT = "torchtune.training.setup_torch_profiler"
 
@@ -16,17 +20,15 @@ COMPONENT = "torchtune.training.setup_torch_profiler"
 class StepProfiler:
     """Steps the profiler that the `profiler` section describes; without one, does nothing."""
 
-    def __init__(self, section: DictConfig | None, *, record_memory: bool) -> None:
+    def __init__(self, section: Any, *, record_memory: bool) -> None:
         self._steps = 0
         self._record_from = self._record_to = -1
-        if section is None or not section.get("enabled", True):
+        if section is None or not _is_enabled(section):
             self._profiler = training.DummyProfiler()
             return
-        if section.get("_component_", COMPONENT) != COMPONENT:
-            raise ConfigError(f"profiler._component_ is {section['_component_']!r}: allowed is {COMPONENT}")
         # resolved here: apart from the whole config, ${output_dir} would be the section's own key
         values = OmegaConf.to_container(section, resolve=True)
-        named = OmegaConf.merge({"_component_": COMPONENT}, values)
+        named = OmegaConf.merge(values, {"_component_": COMPONENT})
         self._profiler, chosen = components.build_section("profiler", named)
         if record_memory and chosen.get("profile_memory"):
             self._record_from = chosen["wait_steps"] + chosen["warmup_steps"]
@@ -49,6 +51,16 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history()
         elif self._steps == self._record_to:
             torch.cuda.memory._record_memory_history(enabled=None)
+
+
+def _is_enabled(section: Any) -> bool:
+    """Checks what decides, also of a profiler that is off: it would be found out only when it is needed."""
+    if not isinstance(section, DictConfig):
+        raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")
+    # on a command line, profiler=5 sets the component, and profiler=null removes it
+    check(one_of(COMPONENT) | NULL, section.get("_component_"), "profiler._component_")
+    check(BOOL, enabled := section.get("enabled", True), "profiler.enabled")
+    return bool(enabled)
 
 
 def build_profiler(cfg: DictConfig, device: torch.device) -> StepProfiler:

@@ -155,6 +155,8 @@ def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
 
 def _notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
     notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and plan.world_size == 1:
+        notes.append(f"this is for 1 rank, though the launcher starts {started}: give world_size={started} for those")
     if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
         notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")
     return notes

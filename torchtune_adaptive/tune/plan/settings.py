@@ -18,6 +18,7 @@ from torchtune_adaptive.sizes import MemorySize, format_bytes
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import (
     BOOL,
+    COUNT_OR_0,
     MOST_TOKENS,
     NULL,
     NUMBER,
@@ -34,6 +35,7 @@ COUNTS = Rule(
     lambda v: isinstance(v, list) and bool(v) and all(TOKENS.accepts(each) for each in v),
     f"a list of whole numbers from 1 to {MOST_TOKENS}",
 )
+ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
 MOST_RANKS = 65_536
 ASSUMED_TOKENS = 4096
 """Of a row, where nothing says how long rows are."""
@@ -47,8 +49,8 @@ class PlanSettings:
     """Ranks, on any number of machines."""
     memory_limit: str | float | None = option(TEXT | NUMBER | NULL, None)
     """What each rank has: an amount (24GiB, 80GB) or a card (h100); null: adaptive.memory_limit."""
-    memory_overhead: str | None = option(TEXT | NULL, None)
-    """Of it, what is not for tensors; null: 3GiB with NCCL, 1GiB in one process, nothing on a CPU."""
+    memory_overhead: str | int | None = option(TEXT | ZERO | NULL, None)
+    """Of it, what is not for tensors, or 0; null: 3GiB with NCCL, 1GiB in one process, nothing on a CPU."""
     sequence_length: int | tuple[int, ...] | None = option(TOKENS | COUNTS | NULL, None)
     """Tokens of every row, or several lengths; null: adaptive.sequence_length, else tokenizer.max_seq_len, else
     4096 or the most that the model takes."""
@@ -115,7 +117,7 @@ def _least_of_ranks(limits: Sequence[MemorySize] | None, world_size: int) -> int
     key = "adaptive.memory_limit"
     if limits is None:
         raise ConfigError(
-            "memory_limit is None, so there is nothing to fit into: "
+            "memory_limit is null, so there is nothing to fit into: "
             "give what a rank has, as an amount (24GiB, 80GB) or a card (h100, a100-40, 4090)"
         )
     if len(limits) not in (1, world_size):
@@ -145,4 +147,4 @@ def _overhead_bytes(plan: PlanSettings, *, on_gpu: bool) -> int:
         if not on_gpu:
             return 0
         overhead = MANY_RANKS_OVERHEAD if plan.world_size > 1 else ONE_PROCESS_OVERHEAD
-    return limit_bytes(overhead, "memory_overhead")
+    return limit_bytes(overhead, "memory_overhead") if overhead else 0

@@ -107,8 +107,8 @@ def announce(
     if before and progress.ranks != ranks:
         was = before[-1]
         logger.info(
-            "resumed on %d ranks, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
-            ranks,
+            "resumed on %s, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
+            count_of(ranks, "rank"),
             progress.ranks,
             sizes.samples_per_step * ranks,
             was.samples_per_step * progress.ranks,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.tune.start.arguments import COMPONENT, misfit
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.wording import shown
 
 LONGEST_REASON = 500
 
@@ -31,26 +34,39 @@ def build(key: str, cfg: DictConfig, *args: Any, **kwargs: Any) -> Any:
 
 def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
     """The object that a section describes; what goes wrong while it is built is reported under its key."""
+    _check_path(key, section)
     try:
         return config.instantiate(section, *args, **kwargs)
     except AdaptiveError:
         raise
     except (Exception, SystemExit) as error:
-        because = f"{reason(error)}{_misplaced(section, error)}"
-        raise ConfigError(f"{key} could not be built from {_described(section)}: {because}") from error
+        raise ConfigError(_what_is_wrong(key, section, error, args, kwargs)) from error
 
 
-def _misplaced(section: Any, error: BaseException) -> str:
+def _check_path(key: str, section: Any) -> None:
+    """Refuses `model=null` and the like, which torchtune reads as `model._component_=null`."""
+    if isinstance(section, DictConfig) and COMPONENT in section and not isinstance(path := section[COMPONENT], str):
+        raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
+
+
+def _what_is_wrong(key: str, section: Any, error: BaseException, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    if isinstance(error, TypeError) and isinstance(section, DictConfig):
+        if wrong := misfit(section, args, kwargs):
+            component = section[COMPONENT].rpartition(".")[2]
+            return f"{wrong.in_words(key, component)}{_misplaced(wrong.unknown)}"
+        also = _misplaced([name for name in map(str, section) if f"'{name}'" in str(error)])
+        return f"{key} could not be built from {_described(section)}: {reason(error)}{also}"
+    return f"{key} could not be built from {_described(section)}: {reason(error)}"
+
+
+def _misplaced(names: Sequence[Any]) -> str:
     """Where a key of `adaptive:` belongs that a component was given and did not know."""
-    if not isinstance(section, DictConfig) or not isinstance(error, TypeError):
-        return ""
-    ours = [field.name for field in dataclasses.fields(AdaptiveConfig)]
-    names = [name for name in ours if name in section and f"'{name}'" in str(error)]
-    return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in names)
+    ours = [field.name for field in dataclasses.fields(AdaptiveConfig) if field.name in names]
+    return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in ours)
 
 
 def _described(section: Any) -> str:
-    component = section.get("_component_") if isinstance(section, DictConfig) else None
+    component = section.get(COMPONENT) if isinstance(section, DictConfig) else None
     return str(component) if component else f"{section} (a section with a _component_ is needed)"
 
 

@@ -43,24 +43,30 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     _check_places(cfg, unread)
     for key in unread:
         if (meant := _meant(key, known)) is not None:
-            raise ConfigError(f"{key} is not a known key: did you mean {meant}? A key of your own needs another name")
+            raise ConfigError(
+                f"{key} is not a known key: did you mean {meant}? If it is one of your own, call it something "
+                "less like that"
+            )
     if unread and aloud:
         logger.info("of no effect here, since nothing reads them: %s", ", ".join(unread))
 
 
 def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
-    """Refuses a key of `adaptive:` at the top of the config, or in a section, where nothing reads it.
+    """Refuses keys of `adaptive:` at the top of the config, or in a section, where nothing reads them.
 
-    In a section with a _component_ it is the component's own, whose constructor refuses it if it is not.
+    In a section with a _component_ they are the component's own, whose constructor refuses what is not.
     """
     ours = {field.name for field in dataclasses.fields(AdaptiveConfig)}
-    for key in unread:
-        for path in _paths(key, cfg._get_node(key)):
-            if (name := path.rpartition(".")[2]) in ours:
-                raise ConfigError(
-                    f"{path} is read by nothing: write adaptive.{name} if that is meant; a key of your own needs "
-                    "another name"
-                )
+    paths = (path for key in unread for path in _paths(key, cfg._get_node(key)))
+    if not (found := [path for path in paths if path.rpartition(".")[2] in ours]):
+        return
+    places = " and ".join(f"adaptive.{path.rpartition('.')[2]}" for path in found)
+    one = len(found) == 1
+    mine = "that is meant; a key of your own needs another name"
+    several = "those are meant; keys of your own need other names"
+    raise ConfigError(
+        f"{' and '.join(found)} {'is' if one else 'are'} read by nothing: write {places} if {mine if one else several}"
+    )
 
 
 def _paths(path: str, value: Any) -> Iterator[str]:

@@ -11,6 +11,7 @@ KEYS: Mapping[Remedy, str] = {
     Remedy.SHORTEN: "set adaptive.oversize to truncate or skip",
     Remedy.CHECKPOINT_ACTIVATIONS: "set enable_activation_checkpointing: True",
     Remedy.MORE_RANKS: "train on more ranks",
+    Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if that is the bound",
     Remedy.SMALLER_LIMIT: "lower batch_size",
     Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
     Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",

@@ -8,6 +8,7 @@ value and what is allowed.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -19,7 +20,7 @@ from torchtune_adaptive.schedules.accumulation import ACCUMULATION_MODES, LR_SCA
 from torchtune_adaptive.schedules.growth import BEYOND_MEMORY
 from torchtune_adaptive.search.strategies import STRATEGIES
 from torchtune_adaptive.sizes import MemorySize, parse_sizes
-from torchtune_adaptive.wording import did_you_mean
+from torchtune_adaptive.wording import did_you_mean, shown
 
 T = TypeVar("T")
 
@@ -39,6 +40,15 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+def _is_path(text: str) -> bool:
+    """Whether Linux lets a file have that name; what nothing checks ends in an OSError wherever it is looked at."""
+    try:
+        raw = os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in raw and len(raw) < 4096 and all(len(name) <= 255 for name in raw.split(b"/"))
+
+
 ANY = Rule(lambda v: True, "anything")
 BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
 COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
@@ -48,6 +58,7 @@ NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
+PATH = Rule(lambda v: TEXT.accepts(v) and _is_path(v), "a path of names of at most 255 bytes")
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
 
@@ -146,9 +157,13 @@ def _checked(field: dataclasses.Field[Any], values: Mapping[Any, Any], prefix: s
             raise ConfigError(f"{key} is missing: give {rule.allowed}")
         return field.default
     value = values[field.name]
-    if not rule.accepts(value):
-        raise ConfigError(f"{key} is {value!r}: allowed is {rule.allowed}")
+    check(rule, value, key)
     return field.metadata["convert"](value, key)
+
+
+def check(rule: Rule, value: Any, key: str) -> None:
+    if not rule.accepts(value):
+        raise ConfigError(f"{key} is {shown(value)}: allowed is {rule.allowed}")
 
 
 def _plain(values: Any, name: str) -> Mapping[Any, Any]:

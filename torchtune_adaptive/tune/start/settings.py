@@ -15,6 +15,7 @@ from torchtune_adaptive.tune.start.sections import (
     INTEGER,
     NAMES,
     NULL,
+    PATH,
     TEXT,
     count_up_to,
     one_of,
@@ -31,7 +32,7 @@ class Settings:
 
     device: str = option(TEXT)
     dtype: str = option(one_of("bf16", "fp32"))
-    output_dir: str = option(TEXT)
+    output_dir: str = option(PATH)
     seed: int | None = option(INTEGER | NULL, None)
     cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
@@ -101,7 +102,7 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
         ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
     ):
         if value != allowed:
-            raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: allowed is {allowed}")
+            raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: set it to {allowed}")
     _check_offloading(settings)
     return settings, sections.read(LoraSettings, cfg.get("model"), prefix="model.")
 
@@ -109,22 +110,21 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
 def _read_settings(cfg: DictConfig) -> Settings:
     """`keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune has planned it."""
     settings = sections.read(Settings, cfg)
+    section = cfg.get("checkpointer")
+    if not OmegaConf.is_dict(section):
+        return settings  # told of where the checkpointer is built
+    for name in ("checkpoint_dir", "output_dir"):
+        sections.check(PATH | NULL, section.get(name), f"checkpointer.{name}")
     key = "keep_last_n_checkpoints"
-    there = OmegaConf.select(cfg, f"checkpointer.{key}") if OmegaConf.is_config(cfg.get("checkpointer")) else None
+    there = section.get(key)
     if there is None:
         return settings
     if settings.keep_last_n_checkpoints not in (None, there):
         raise ConfigError(
             f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: leave one of them out"
         )
-    return replace(settings, keep_last_n_checkpoints=_count(there, f"checkpointer.{key}"))
-
-
-def _count(value: object, key: str) -> int:
-    if not COUNT.accepts(value):
-        raise ConfigError(f"{key} is {value!r}: allowed is {COUNT.allowed}")
-    assert isinstance(value, int)
-    return value
+    sections.check(COUNT, there, f"checkpointer.{key}")
+    return replace(settings, keep_last_n_checkpoints=there)
 
 
 def _check_offloading(settings: Settings) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive.errors import SampleError
-from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_unknown_tokens
+from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 
 
 class Decoder(nn.Module):
@@ -20,21 +22,73 @@ def look_up(samples: list[dict[str, list[int]]]) -> None:
     Decoder().tok_embeddings(torch.tensor([(sample["tokens"][-1], sample["labels"][-1]) for sample in samples]))
 
 
+def naming(samples: NamedSamples) -> AbstractContextManager[None]:
+    return naming_bad_samples(Decoder(), samples, ignored_label=-100, last=2)
+
+
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"text": "x"}, "sample 1 of the dataset .* has no tokens or no labels"),
-        ({"tokens": [1]}, "sample 1 of the dataset .* has no tokens or no labels"),
-        ({"tokens": [1, 4], "labels": [1, 1]}, "sample 1 of the dataset has token 4"),
+        ({"text": "x"}, "has no tokens or no labels"),
+        ({"tokens": [1]}, "has no tokens or no labels"),
+        (None, "has no tokens or no labels"),
+        ({"tokens": [1, 4], "labels": [1, 1]}, "has token 4, but the model knows 4 tokens, 0 to 3"),
+        ({"tokens": [1, -4], "labels": [1, 1]}, "has token -4, but"),
+        (
+            {"tokens": [1, 1], "labels": [1, 4]},
+            "has label 4, but the model knows 4 tokens, 0 to 3, and the loss",
+        ),
+        ({"tokens": [1, 1], "labels": [1, -7]}, "has label -7, but"),
+        ({"tokens": None, "labels": [1]}, r"has tokens that are no list of whole numbers \(null\)"),
+        ({"tokens": ["a", "b"], "labels": [1, 1]}, r"has tokens that are no list of whole numbers \(\['a', 'b'\]\)"),
+        ({"tokens": [1], "labels": [None]}, "has labels that are no list of whole numbers"),
+        ({"tokens": [[1], [2]], "labels": [1, 2]}, "has tokens that are no list of whole numbers"),
+        ({"tokens": [[1], [2, 3]], "labels": [1, 2]}, "has tokens that are no list of whole numbers"),
+        ({"tokens": [10**30], "labels": [1]}, "has tokens that are no list of whole numbers"),
+        ({"tokens": [0.5], "labels": [1]}, "has tokens that are no list of whole numbers"),
     ],
 )
 def test_a_sample_that_no_microbatch_can_be_made_of_is_named(wrong: dict[str, object], says: str) -> None:
     samples = NamedSamples([{"tokens": [1], "labels": [1]}, wrong])
-    with pytest.raises(SampleError, match=says), naming_unknown_tokens(Decoder(), samples, last=2):
+    with (
+        pytest.raises(SampleError, match=rf"^sample 1 of the dataset \(on rank 0\) {says}"),
+        naming(samples),
+    ):
         look_up([samples[0], samples[1]])
 
 
 def test_a_failure_that_no_sample_explains_is_left_as_it_is() -> None:
     samples = NamedSamples([{"tokens": [1], "labels": [1]}])
-    with pytest.raises(RuntimeError, match="elsewhere"), naming_unknown_tokens(Decoder(), samples, last=1):
+    with (
+        pytest.raises(RuntimeError, match="elsewhere"),
+        naming(samples),
+    ):
         raise RuntimeError(f"elsewhere {samples[0]}")
+
+
+def test_a_label_that_the_loss_ignores_and_a_sample_without_tokens_are_no_flaws() -> None:
+    samples = NamedSamples([{"tokens": [1, 2], "labels": [-100, 2]}, {"tokens": [], "labels": []}])
+    with pytest.raises(RuntimeError, match="elsewhere"), naming(samples):
+        raise RuntimeError(f"elsewhere {samples[0]} {samples[1]}")
+
+
+def test_labels_that_are_fewer_than_tokens_are_refused_where_they_are_read() -> None:
+    samples = NamedSamples([{"tokens": [1, 2, 3], "labels": [1, 2]}])
+    with pytest.raises(SampleError, match=r"^sample 0 of the dataset has 3 tokens and 2 labels \(on rank 0\)"):
+        samples[0]
+
+
+class Sized:
+    def __init__(self, error: type[BaseException]) -> None:
+        self._error = error
+
+    def __len__(self) -> int:
+        raise self._error("the index is gone")
+
+
+@pytest.mark.parametrize("error", [OSError, SystemExit])
+def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException]) -> None:
+    with pytest.raises(ConfigError, match=rf"^dataset does not tell .* \({error.__name__}: the index is gone\): give"):
+        len(NamedSamples(Sized(error)))
+    with pytest.raises(ConfigError, match=r"^dataset does not tell .* has no len\(\)\): give"):
+        len(NamedSamples(iter([1])))

@@ -4,7 +4,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.plan.settings import PlanSettings, allocator_settings, budget, expandable_segments
+from torchtune_adaptive.tune.plan.settings import (
+    PlanSettings,
+    allocator_settings,
+    budget,
+    expandable_segments,
+    read_plan_settings,
+)
 from torchtune_adaptive.tune.start.sections import read_adaptive
 
 
@@ -43,7 +49,7 @@ def test_a_rank_has_what_the_question_says_and_else_what_the_run_may_use() -> No
 @pytest.mark.parametrize(
     ("limit", "named"),
     [
-        (None, "memory_limit is None, so there is nothing to fit into"),
+        (None, "memory_limit is null, so there is nothing to fit into"),
         (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1: give one for each rank"),
         (0.9, "adaptive.memory_limit: 0.9 is a fraction of no known device"),
     ],
@@ -52,3 +58,15 @@ def test_a_limit_that_is_no_amount_for_every_rank_is_nothing_to_predict_with(lim
     adaptive = read_adaptive(OmegaConf.create({"memory_limit": limit}))
     with pytest.raises(ConfigError, match=named):
         budget(PlanSettings(), adaptive, on_gpu=False)
+
+
+@pytest.mark.parametrize(("overhead", "expected"), [(0, 0), ("256MiB", 2**28), (None, 2**30)])
+def test_what_is_not_for_tensors_may_be_nothing(overhead: object, expected: int) -> None:
+    plan = read_plan_settings(OmegaConf.create({"memory_limit": "8GiB", "memory_overhead": overhead}))
+    assert budget(plan, read_adaptive(None), on_gpu=True).overhead_bytes == expected
+
+
+@pytest.mark.parametrize("overhead", [1, -1, False, 0.5])
+def test_an_overhead_without_a_unit_is_refused(overhead: object) -> None:
+    with pytest.raises(ConfigError, match=r"memory_overhead is .*: allowed is a text or 0 or null"):
+        read_plan_settings(OmegaConf.create({"memory_overhead": overhead}))

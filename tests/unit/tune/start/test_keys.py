@@ -27,7 +27,7 @@ from torchtune_adaptive.tune.start.sections import AdaptiveConfig
     ],
 )
 def test_a_slip_is_an_error_that_names_what_was_meant(slip: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}?"):
+    with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is one"):
         check_keys(OmegaConf.create({slip: 1}), aloud=True)
 
 
@@ -61,6 +61,16 @@ def test_a_key_of_the_section_in_another_place_is_an_error_that_names_its_own(pa
     cfg = OmegaConf.create({"batch_size": 2})
     OmegaConf.update(cfg, f"{parent}{name}", 1)
     with pytest.raises(ConfigError, match=rf"^{parent}{name} is read by nothing: write adaptive\.{name} if"):
+        check_keys(cfg, aloud=False)
+
+
+def test_all_misplaced_keys_are_named_at_once() -> None:
+    cfg = OmegaConf.create({"search": "binary", "training": {"regrow_after": 3, "mine": 1}})
+    message = (
+        r"^search and training\.regrow_after are read by nothing: write adaptive\.search and adaptive\.regrow_after if "
+        "those are meant; keys of your own need other names$"
+    )
+    with pytest.raises(ConfigError, match=message):
         check_keys(cfg, aloud=False)
 
 

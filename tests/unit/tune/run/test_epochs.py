@@ -1,0 +1,32 @@
+"""What is said of a run before it starts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.run.epochs import announce
+from torchtune_adaptive.tune.start import sections
+from torchtune_adaptive.tune.start.settings import Settings
+
+KEYS = {"device": "cpu", "dtype": "fp32", "output_dir": "out", "shuffle": True, "epochs": 2}
+
+
+@pytest.mark.parametrize(("ranks", "before", "said"), [(1, 2, "1 rank, before on 2"), (2, 1, "2 ranks, before on 1")])
+def test_another_number_of_ranks_is_told_in_the_right_number(
+    ranks: int, before: int, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    cfg = OmegaConf.create({**KEYS, "batch_size": 2, "gradient_accumulation_steps": 1})
+    sizes = EpochSizes(
+        epoch=0, batch_size=2, microbatches=1, microbatch_rows=2, samples_per_step=2, steps=3, lr_factor=1.0
+    )
+    progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=(sizes,), ranks=before)
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        announce((sizes, sizes), sections.read(Settings, cfg), progress, ranks, None)
+    samples = f"{2 * ranks} samples a step, before {2 * before}"
+    assert caplog.messages[0] == f"resumed on {said}: {samples}; 3 steps an epoch, before 3"

@@ -1,0 +1,83 @@
+"""Components that cannot be built: which key it is, and what was meant."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.components import build_section
+
+HERE = "tests.unit.tune.start.test_components"
+
+
+def optimizer(parameters: list[int], lr: float, betas: Any = None, *, weight_decay: float = 0) -> tuple[float, Any]:
+    return lr, betas
+
+
+def anything(lr: float, **others: Any) -> float:
+    return optimizer([], lr, **others)[0]
+
+
+def fails(lr: float) -> None:
+    raise TypeError(f"{lr} is no number")
+
+
+bound = partial(optimizer, betas=3)
+
+
+def message(name: str, **keys: Any) -> str:
+    section = OmegaConf.create({"_component_": name if name is None or "." in name else f"{HERE}.{name}", **keys})
+    with pytest.raises(ConfigError) as caught:
+        build_section("optimizer", section, *([[1]] if name in ("optimizer", "bound") else []))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("optimizer", {"lr": 1, "lrr": 2}, "optimizer.lrr: optimizer takes no such argument; did you mean lr?"),
+        (
+            "optimizer",
+            {"lr": 1, "beta": 2, "weight": 3},
+            "optimizer.beta, optimizer.weight: optimizer takes no such arguments; did you mean betas, weight_decay?",
+        ),
+        (
+            "optimizer",
+            {"lr": 1, "colour": 2},
+            "optimizer.colour: optimizer takes no such argument; leave it out; allowed are lr, betas, weight_decay",
+        ),
+        ("optimizer", {}, "optimizer.lr is missing: optimizer needs it"),
+        (
+            "bound",
+            {"lrr": 2},
+            "optimizer.lr is missing: bound needs it; optimizer.lrr: bound takes no such argument; did you mean lr?",
+        ),
+        ("anything", {}, "optimizer.lr is missing: anything needs it"),
+    ],
+)
+def test_a_key_that_does_not_fit_the_components_signature_is_named(name: str, keys: dict[str, Any], says: str) -> None:
+    assert message(name, **keys) == says
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("fails", {"lr": 3}, "TypeError: 3 is no number"),
+        ("anything", {"lr": 3, "lrr": 4}, "unexpected keyword argument 'lrr'"),
+        ("builtins.range", {"lr": 3}, "TypeError"),
+    ],
+)
+def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: dict[str, Any], says: str) -> None:
+    text = message(name, **keys)
+    assert text.startswith("optimizer could not be built from ")
+    assert says in text
+
+
+@pytest.mark.parametrize(("path", "shown"), [(None, "null"), (5, "5")])
+def test_a_component_that_is_no_path_is_refused(path: Any, shown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\._component_ is {shown}: allowed is the dotted path"):
+        build_section("model", OmegaConf.create({"_component_": path}))
