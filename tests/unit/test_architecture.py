@@ -37,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "prediction": {"memory"},
     "tune": set(),
     "tune/start": {"limits.rungs", "schedules", "search.strategies"},
-    "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
+    "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
+    "tune/parts/unpadded": {"tune/start"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {
         "tune/start",

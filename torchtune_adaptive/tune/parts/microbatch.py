@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torchtune import training, utils
+from torchtune import training
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
@@ -23,6 +23,7 @@ from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.data import Collate
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -51,14 +52,14 @@ class ForwardBackward:
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         ignored = cast(int, self.loss_fn.ignore_index)
         batch = self.collate([sample if length_of(sample) else _nothing(ignored) for sample in samples])
-        self._check_length(batch)
+        self._check_length(longest_of(batch))
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
         learned_tokens = int(labels.ne(ignored).sum())
         target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
-        utils.batch_to_device(batch, self.device)
-        with self.activations:
+        batch_to_device(batch, self.device)
+        with self.activations, taking_long_rows(self.model, batch):
             logits = self.model(**batch)
         loss = self._loss(logits, labels.to(self.device)) * target_tokens if learned_tokens else _zero_of(logits)
         del logits  # or they would live through the backward
@@ -68,8 +69,8 @@ class ForwardBackward:
         loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
 
-    def _check_length(self, batch: Batch) -> None:
-        longest, allowed = batch["tokens"].size(1), getattr(self.model, "max_seq_len", None)
+    def _check_length(self, longest: int) -> None:
+        allowed = getattr(self.model, "max_seq_len", None)
         if allowed is not None and longest > allowed:
             raise ConfigError(
                 f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
