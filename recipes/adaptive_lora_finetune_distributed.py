@@ -68,9 +68,7 @@ class AdaptiveLoraFinetuneDistributed:
         loss_fn = build_loss(cfg, settings, self.model)
 
         self.data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(
-            self.model, loss_fn, self.data.collate, settings, self._adaptive, device, journal.event
-        )
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event)
         self._profiler = build_profiler(cfg, device)
         self.parts = Parts(
             cfg=cfg,

@@ -38,7 +38,7 @@ ROOMS: dict[str, set[str]] = {
     "tune": set(),
     "tune/start": {"limits.rungs", "schedules", "search.strategies"},
     "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
-    "tune/parts/unpadded": {"tune/start"},
+    "tune/parts/unpadded": {"tune/start", "comm"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {
         "tune/start",

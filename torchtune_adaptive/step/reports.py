@@ -69,6 +69,8 @@ class Report(NamedTuple):
     rows: float = 0
     """Rows of the microbatch that ran out of memory; of the largest one where the allocator only retried."""
     length: float = 0
+    joined_tokens: float = 0
+    """Tokens of that microbatch where nothing is padded; 0 where it is."""
     position: float = 0
     target_tokens: float = 0
     loss_sum: float = 0
@@ -87,7 +89,7 @@ class Report(NamedTuple):
 
     @property
     def microbatch(self) -> Microbatch:
-        return Microbatch(int(self.rows), int(self.length))
+        return Microbatch(int(self.rows), int(self.length), int(self.joined_tokens) or None)
 
 
 class Reports(tuple[Report, ...]):
@@ -173,15 +175,18 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
     )
 
 
-def troubling(plan: Plan, lengths: Sequence[int], failed: int | None, retries: int) -> Microbatch:
+def troubling(
+    plan: Plan, lengths: Sequence[int], failed: int | None, retries: int, *, padded: bool = True
+) -> Microbatch:
     """The microbatch that ran out of memory; where the allocator retried, the largest; else nothing."""
     if failed is not None:
-        return _size_of(plan[failed], lengths)
+        return _size_of(plan[failed], lengths, padded)
     if retries:
-        return max((_size_of(rows, lengths) for rows in plan), key=lambda size: size.rows * size.length)
+        return max((_size_of(rows, lengths, padded) for rows in plan), key=lambda size: size.room_tokens)
     return Microbatch(0, 0)
 
 
-def _size_of(rows: Sequence[int], lengths: Sequence[int]) -> Microbatch:
+def _size_of(rows: Sequence[int], lengths: Sequence[int], padded: bool) -> Microbatch:
     """Of the samples with these indices; what stands in for none counts as one row."""
-    return Microbatch(max(1, len(rows)), max((lengths[index] for index in rows), default=1))
+    own = [lengths[index] for index in rows] or [1]
+    return Microbatch(len(own), max(own), None if padded else sum(own))

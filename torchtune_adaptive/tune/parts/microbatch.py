@@ -21,9 +21,10 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.tune.parts.data import Collate
+from torchtune_adaptive.tune.parts.data import Collate, Data
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
-from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
+from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, longest_of, taking_long_rows
+from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -155,7 +156,7 @@ def build_forward_backward(
 def build_step_runner(
     model: nn.Module,
     loss_fn: nn.Module,
-    collate: Collate,
+    data: Data,
     settings: Settings,
     adaptive: AdaptiveConfig,
     device: torch.device,
@@ -164,6 +165,8 @@ def build_step_runner(
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
     _check_sequence_length(model, adaptive)
     split_alike = adaptive.token_budget is not None
+    padded = is_padded(model, settings, adaptive, device, packed=data.packed)
+    collate = data.collate if padded else partial(joined, ignored=data.ignored_label)
     forward_backward = build_forward_backward(model, loss_fn, collate, settings, device, split_alike=split_alike)
     return StepRunner(
         model,
@@ -171,7 +174,8 @@ def build_step_runner(
         limit=RowLimit(settings.batch_size),
         length_of=length_of,
         stand_in=stand_in,
-        filler=partial(filler, ignored=cast(int, loss_fn.ignore_index)),
+        filler=partial(filler, ignored=data.ignored_label),
+        padded=padded,
         recover=_recovers(settings, adaptive),
         regrow_after=adaptive.regrow_after,
         on_change=lambda change: on_event(event_of(change)),

@@ -1,4 +1,4 @@
-"""`adaptive.token_budget`: microbatches by padded tokens, as many as the config says or as were measured to fit."""
+"""`adaptive.token_budget`: microbatches by tokens, as many as the config says or as were measured to fit."""
 
 from __future__ import annotations
 
@@ -26,6 +26,11 @@ LONGEST_SAMPLE = 2**20
 def check_token_budget(settings: Settings, adaptive: AdaptiveConfig) -> None:
     """Refuses what contradicts a token budget."""
     if adaptive.token_budget is None:
+        if adaptive.padding is False:
+            raise ConfigError(
+                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches by rows are padded: "
+                "set adaptive.token_budget to auto or a number, or adaptive.padding to null"
+            )
         return
     for key, reason in (
         ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
