@@ -26,6 +26,7 @@ class EachAlone:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool) -> Tensor:
         if isinstance(mask, Documents):
+            assert not dropout_p, "the kernels drop nothing: such a model has padded rows"
             return attend_each(q, k, v, mask.ends, mask.longest)
         return self._stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
