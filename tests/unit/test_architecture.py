@@ -56,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "tune/plan": {
         "tune/start",
         "tune/parts",
+        "tune/parts/unpadded",
         "record/charts",
         "limits",
         "memory",

@@ -28,14 +28,18 @@ CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _HAS_WINDOW else {"is_causa
 def attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
     """Attention over one row, [1, heads, tokens, width] as torchtune hands it over; the result is alike."""
     query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    if query.device.type == "cuda":
-        each = on_gpu(query, key, value, ends, longest)
+    if is_on_gpu(query):
+        each = _on_gpu(query, key, value, ends, longest)
     else:
         each = torch.ops.torchtune_adaptive.attend_each(query, key, value, ends)[0]
     return each.transpose(0, 1)[None]
 
 
-def on_gpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+def is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
     """torch's own kernel for samples of various lengths: [tokens, heads, width] each."""
     return cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **CAUSAL))
 

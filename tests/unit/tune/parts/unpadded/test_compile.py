@@ -1,4 +1,4 @@
-"""Compiled layers take microbatches of any sizes: few graphs, no break, and what comes out is what eager layers give."""
+"""Compiled layers take microbatches of any sizes: few graphs, no break, and the gradients of eager layers."""
 
 from __future__ import annotations
 

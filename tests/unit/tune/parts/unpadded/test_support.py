@@ -75,6 +75,7 @@ OBSTACLES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.fixture
 def modern_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some card")
     return monkeypatch
