@@ -126,7 +126,7 @@ def split_largest(plan: Plan, microbatches: int, tokens_of: Callable[[tuple[int,
 
 
 def load_of(plan: Plan, lengths: Sequence[int], *, padded: bool = True) -> Load:
-    tokens_of = _padded_tokens if padded else tokens_of_joined
+    tokens_of = padded_tokens if padded else tokens_of_joined
     sizes = [tokens_of(rows, lengths) for rows in plan if rows]
     return Load(sum(lengths), sum(sizes), max(map(len, plan)), max(sizes))
 
@@ -136,7 +136,8 @@ def _tokens_of_sorted(rows: Sequence[int], lengths: Sequence[int]) -> int:
     return len(rows) * lengths[rows[0]]
 
 
-def _padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+def padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens of a microbatch whose rows are padded to the longest."""
     return len(rows) * max(map(lengths.__getitem__, rows))
 
 
