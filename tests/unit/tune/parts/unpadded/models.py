@@ -22,6 +22,7 @@ from torchtune_adaptive.tune.parts.microbatch import ForwardBackward
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 
+CPU = torch.device("cpu")
 VOCABULARY = 128
 IGNORED = -100
 LENGTHS = (1, 7, 33, 2, 19, 64, 5, 1, 40)
@@ -83,14 +84,17 @@ def unpadded(batch: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def totals_and_gradients(
-    model: nn.Module, collate: Callable[[list[dict[str, Any]]], dict[str, Any]], *microbatches: list[dict[str, Any]]
+    model: nn.Module,
+    collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
+    *microbatches: list[dict[str, Any]],
+    device: torch.device = CPU,
 ) -> tuple[Totals, dict[str, Tensor]]:
     """Of these microbatches, summed."""
     step = ForwardBackward(
         model=model,
         loss_fn=CEWithChunkedOutputLoss(),
         collate=collate,
-        device=torch.device("cpu"),
+        device=device,
         activations=nullcontext(),
         weighs_every_split_alike=True,
     )
