@@ -38,10 +38,10 @@ def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
 def compare(model: nn.Module) -> None:
     batch = samples()
     halves = batch[:4], batch[4:]
-    (loss, tokens), expected = totals_and_gradients(model, padded, *halves)
-    (our_loss, our_tokens), gradients = totals_and_gradients(model, unpadded, *halves)
-    assert our_tokens == tokens == sum(LENGTHS) - len(LENGTHS)
-    assert our_loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    totals, expected = totals_and_gradients(model, padded, *halves)
+    ours, gradients = totals_and_gradients(model, unpadded, *halves)
+    assert ours.target_tokens == totals.target_tokens == sum(LENGTHS) - len(LENGTHS)
+    assert ours.loss_sum.item() == pytest.approx(totals.loss_sum.item(), rel=1e-6)
     assert furthest(gradients, expected) < TOLERANCE
 
 
