@@ -90,8 +90,8 @@ class AdaptiveLoraFinetuneDistributed:
         devices.start_clean(self._device)
         losses = LossWatch(self._adaptive.on_nan_loss)
         self._profiler.start()
-        # a step's samples and, where they are read ahead, the next one's
-        suspects = 2 * self.course.most_samples_per_step
+        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
+        suspects = 5 * self.course.most_samples_per_step
         with self.limited_memory() as memory, naming_unknown_tokens(self.model, self.data.dataset, last=suspects):
             self.watch(memory)
             for sizes in self.course.epochs[self.progress.epochs_run :]:

@@ -37,7 +37,7 @@ SHORT = "adaptive.memory_limit=[120MiB,24MiB]"
 """And here not enough for its share of a step at once."""
 RUNS: dict[str, tuple[str, ...]] = {
     "budget": ("adaptive.token_budget=600",),
-    "rows": ("adaptive.token_budget=600", "adaptive.padding=True"),
+    "rows": ("adaptive.token_budget=600", "adaptive.padding=True", "adaptive.deal=False"),
     "small": ("adaptive.token_budget=520",),
     "auto": ("adaptive.token_budget=auto", LIMIT),
     "again": ("adaptive.token_budget=auto", LIMIT, "output_dir={folder}/auto/out"),
@@ -112,6 +112,12 @@ def test_padded_rows_are_to_be_had_and_take_more_microbatches(runs: Runs) -> Non
     rows, joined = runs.log("rows"), runs.log("budget")
     assert all(0 < step["padding_fraction"] < 0.5 and step["microbatch_tokens"] <= 600 for step in rows)
     assert sum(step["microbatches"] for step in rows) > sum(step["microbatches"] for step in joined)
+
+
+def test_samples_that_are_dealt_leave_no_rank_waiting(runs: Runs) -> None:
+    dealt, stayed = ([step["rank_imbalance"] for step in runs.log(name)] for name in ("budget", "rows"))
+    assert all(1 <= imbalance < 1.1 for imbalance in dealt)
+    assert sum(stayed) > sum(dealt)
 
 
 def test_no_microbatch_is_over_the_budget_and_nothing_is_padded(runs: Runs) -> None:

@@ -57,6 +57,8 @@ class StepResult:
     """Cache flushes of the allocators of all ranks."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """The sums of all microbatches on all ranks, by name."""
+    imbalance: float = 1.0
+    """Tokens of the rank that had most, padding included, over the mean of the ranks."""
     memory: Fullest | None = None
     """None where nothing measures it."""
 
@@ -126,6 +128,11 @@ class Reports(tuple[Report, ...]):
         return sum(report.loss_sum for report in self)
 
     @property
+    def imbalance(self) -> float:
+        tokens = [report.padded_tokens for report in self]
+        return max(tokens) * len(tokens) / max(1.0, sum(tokens))
+
+    @property
     def upcoming_microbatches(self) -> int:
         return int(max(report.upcoming_microbatches for report in self))
 
@@ -170,6 +177,7 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         recoveries=recoveries,
         load=reports.load,
         retries=reports.retries,
+        imbalance=reports.imbalance,
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
     )

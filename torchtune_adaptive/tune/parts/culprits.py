@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -39,6 +39,10 @@ class NamedSamples(Dataset[Any]):
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({what}): repair it or leave it out; "
                 "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
             ) from error
+
+    def remember(self, indices: Sequence[int]) -> None:
+        """Takes note of samples that another rank has read for this one."""
+        self._given.extend(indices)
 
     def last(self, count: int) -> list[int]:
         """The indices of the samples given last, the latest first."""

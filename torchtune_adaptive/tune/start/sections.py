@@ -97,6 +97,8 @@ class AdaptiveConfig:
     """Tokens of a microbatch, or as many as were measured to fit; null: microbatches by rows."""
     padding: bool | None = option(BOOL | NULL, None)
     """False: samples one after another in place of rows padded to the longest; null: wherever that is possible."""
+    deal: bool | None = option(BOOL | NULL, None)
+    """True: the samples of a step are dealt to the ranks by length; null: under a token budget, where possible."""
     oversize: str = option(one_of("error", "truncate", "skip"), "error")
     """What happens to a sample that alone is more than a microbatch may be."""
 

@@ -127,6 +127,11 @@ def test_rows_are_padded_where_the_config_says_so_and_without_a_token_budget() -
     assert decide(AdaptiveConfig(), build())
 
 
+def test_without_a_token_budget_nothing_is_dealt() -> None:
+    with pytest.raises(ConfigError, match=r"deal is True, but adaptive\.token_budget is null"):
+        check_token_budget(SETTINGS, AdaptiveConfig(deal=True))
+
+
 def test_without_a_token_budget_there_is_no_doing_without_padding() -> None:
     with pytest.raises(ConfigError, match=r"padding is False, but adaptive\.token_budget is null"):
         check_token_budget(SETTINGS, AdaptiveConfig(padding=False))
