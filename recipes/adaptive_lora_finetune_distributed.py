@@ -69,9 +69,7 @@ class AdaptiveLoraFinetuneDistributed:
         loss_fn = build_loss(cfg, settings, self.model)
 
         self.data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(
-            self.model, loss_fn, self.data.collate, settings, self._adaptive, device, journal.event
-        )
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event)
         self._profiler = build_profiler(cfg, device)
         self.parts = Parts(
             cfg=cfg,
@@ -94,8 +92,8 @@ class AdaptiveLoraFinetuneDistributed:
         losses = LossWatch(self._adaptive.on_nan_loss)
         self._profiler.start()
         stopping = False
-        # a step's samples and, where they are read ahead, the next one's
-        suspects = 2 * self.course.most_samples_per_step
+        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
+        suspects = 5 * self.course.most_samples_per_step
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
             self.watch(memory)
             for sizes in self.course.epochs[self.progress.epochs_run :]:

@@ -10,7 +10,7 @@ import gc
 import logging
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import NamedTuple
 
@@ -56,6 +56,8 @@ class Case:
     """Of the exhaustive sweep: 1 is every operation."""
 
 
+JOINED = ModelConfig(joined=True, dropout=0.0)
+
 CASES = (
     Case("plain"),
     Case("plain, rank 0 fails", failing=(0,), stride=2),
@@ -73,6 +75,11 @@ CASES = (
     Case("lora", ModelConfig(lora=True)),
     Case("lora, full checkpointing", ModelConfig(lora=True, checkpointing="full"), stride=3),
     Case("bf16", ModelConfig(bf16=True)),
+    Case("without padding", JOINED),
+    Case("without padding, fails in the drain too", JOINED, rows=4, again="drain", stride=3),
+    Case("without padding, first pass", JOINED, first_pass=True, stride=3),
+    Case("without padding, full checkpointing", replace(JOINED, checkpointing="full")),
+    Case("without padding, lora", replace(JOINED, lora=True)),
     Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
 )
 
@@ -117,7 +124,7 @@ class Bench:
 
     def _renew(self) -> None:
         self.model = build(self.case.model)
-        self.forward_backward = forward_backward_of(self.model)
+        self.forward_backward = forward_backward_of(self.model, joined=self.case.model.joined)
 
     def undisturbed(self, rows: int) -> Step:
         """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,9 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.parts.unpadded.documents import joined as join
+from torchtune_adaptive.tune.parts.unpadded.documents import taking_long_rows
+from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 
 VOCABULARY = 64
 
@@ -35,6 +39,8 @@ class ModelConfig:
     lora: bool = False
     bf16: bool = False
     sharded: bool = True
+    joined: bool = False
+    """Samples one after another in one row, without padding."""
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -54,6 +60,7 @@ def build(config: ModelConfig) -> nn.Module:
         set_trainable_params(model, get_adapter_params(model))
     else:
         model = llama3(**shape)
+    take_documents(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
     if config.checkpointing == "full":
@@ -81,8 +88,10 @@ def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[T
     return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
-def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals]:
+def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[Sequence[Tensor]], Totals]:
     """Next-token loss, summed over target tokens; what a recipe passes to StepRunner."""
+    if joined:
+        return partial(_joined_forward_backward, model)
 
     def forward_backward(samples: Sequence[Tensor]) -> Totals:
         tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
@@ -93,6 +102,16 @@ def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals
         return Totals(loss.detach(), int((labels != -100).sum()))
 
     return forward_backward
+
+
+def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Totals:
+    batch = join([{"tokens": sample, "labels": sample} for sample in samples], -100)
+    labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
+    with taking_long_rows(model, batch):
+        logits = model(**batch)
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    loss.backward()
+    return Totals(loss.detach(), int((labels != -100).sum()))
 
 
 def gradients_of(model: nn.Module) -> Gradients:

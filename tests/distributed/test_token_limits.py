@@ -44,20 +44,21 @@ def without_labels(sample: Tensor) -> Tensor:
     return sample[:1]  # the loss is that of the next token: one token alone has none
 
 
-def runner_of(model: nn.Module, limit: Limit, **options) -> StepRunner[Tensor]:
+def runner_of(model: nn.Module, limit: Limit, *, joined: bool = False, **options) -> StepRunner[Tensor]:
     options = {"filler": without_labels, "length_of": len, "stand_in": lambda sample: sample[:2], **options}
-    return StepRunner(model, forward_backward_of(model), limit=limit, **options)
+    forward_backward = forward_backward_of(model, joined=joined)
+    return StepRunner(model, forward_backward, limit=limit, padded=not joined, **options)
 
 
 def close(left: Gradients, right: Gradients) -> bool:
     return all(torch.allclose(left[name], right[name], rtol=1e-5, atol=1e-5) for name in left)
 
 
-def step_by_rows_and_by(limit: Limit) -> tuple[bool, bool, int, int]:
+def step_by_rows_and_by(limit: Limit, joined: bool) -> tuple[bool, bool, int, int]:
     """Whether gradients and totals agree, and the microbatches on this rank of both ways."""
     by_rows, by_length = build(PLAIN), build(PLAIN)
     expected = runner_of(by_rows, RowLimit(2)).run(samples_here(), step=0)
-    result = runner_of(by_length, limit).run(samples_here(), step=0)
+    result = runner_of(by_length, limit, joined=joined).run(samples_here(), step=0)
     same_totals = (
         result.target_tokens == expected.target_tokens
         and abs(result.loss_sum - expected.loss_sum) < 1e-5 * expected.loss_sum
@@ -67,9 +68,10 @@ def step_by_rows_and_by(limit: Limit) -> tuple[bool, bool, int, int]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("joined", [False, True], ids=["padded", "joined"])
 @pytest.mark.parametrize("limit", [TokenLimit(32), SURFACE], ids=["tokens", "surface"])
-def test_the_gradient_is_that_of_microbatches_by_rows(world_size: int, limit: Limit):
-    outcomes = run_on_ranks(world_size, step_by_rows_and_by, limit)
+def test_the_gradient_is_that_of_microbatches_by_rows(world_size: int, limit: Limit, joined: bool):
+    outcomes = run_on_ranks(world_size, step_by_rows_and_by, limit, joined)
     assert len({microbatches for *_, microbatches in outcomes}) == 1
     assert all(same_totals and same for same_totals, same, *_ in outcomes)
 
@@ -96,11 +98,11 @@ def test_steps_that_were_not_announced_cost_one_small_reduction_more():
     assert run_on_ranks(2, reductions_of_steps, False) == [[2, 2, 2, 2]] * 2
 
 
-def recover(fail_at: int) -> tuple[int, bool, bool, str]:
+def recover(fail_at: int, joined: bool) -> tuple[int, bool, bool, str]:
     """Recoveries; whether this and the next step are bitwise those of a run under the smaller limit; the limit."""
     logging.disable(logging.WARNING)
     disturbed = build(PLAIN)
-    runner = runner_of(disturbed, TokenLimit(64))
+    runner = runner_of(disturbed, TokenLimit(64), joined=joined)
     runner.run(samples_here(9), step=0, upcoming=samples_here(0))
     disturbed.zero_grad()
     with FaultInjector(runner).fail_at(rank=1, step=1, operation=fail_at):
@@ -109,7 +111,7 @@ def recover(fail_at: int) -> tuple[int, bool, bool, str]:
     disturbed.zero_grad()
     runner.run(samples_here(1), step=2)
     undisturbed = build(PLAIN)
-    reference = runner_of(undisturbed, runner.limit)
+    reference = runner_of(undisturbed, runner.limit, joined=joined)
     reference.run(samples_here(0), step=1)
     expected = gradients_of(undisturbed)
     undisturbed.zero_grad()
@@ -119,9 +121,11 @@ def recover(fail_at: int) -> tuple[int, bool, bool, str]:
 
 
 @pytest.mark.parametrize("fail_at", [5, 60, 200, 450])
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_a_recovered_step_and_the_announced_one_after_it_run_under_the_smaller_limit(world_size: int, fail_at: int):
-    outcomes = run_on_ranks(world_size, recover, fail_at)
+@pytest.mark.parametrize(("world_size", "joined"), [(2, False), (3, False), (2, True)])
+def test_a_recovered_step_and_the_announced_one_after_it_run_under_the_smaller_limit(
+    world_size: int, joined: bool, fail_at: int
+):
+    outcomes = run_on_ranks(world_size, recover, fail_at, joined)
     assert len(set(outcomes)) == 1
     recoveries, same, then, limit = outcomes[0]
     assert (recoveries, same, then) == (1, True, True)

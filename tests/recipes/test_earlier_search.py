@@ -23,7 +23,11 @@ REUSING = ("adaptive.memory_limit=40MiB", "adaptive.reuse_search=True")
         ),
         (
             "lengths",
-            ("adaptive.token_budget=auto", "batch_size=32"),  # 64 rows a step: no more are probed
+            (
+                "adaptive.token_budget=auto",
+                "adaptive.padding=True",
+                "batch_size=32",
+            ),  # 64 rows a step: no more are probed
             "token budget: any length fits up to 1224 tokens, or as many as the surfaces say, as found before",
         ),
     ],

@@ -49,6 +49,7 @@ CONFIGS = {
     "full": ("full",),
     "full, checkpointed": ("full", "enable_activation_checkpointing=True"),
     "full, one microbatch": ("full", *NO_ACCUMULATION),
+    "full, without padding": ("full", "adaptive.token_budget=4096", "enable_activation_checkpointing=True"),
     "full, for-loop optimizer, bf16": ("full", "optimizer.fused=False", "dtype=bf16"),
     "full, selective checkpointing": ("full", "ac_mode=selective", f"ac_option={LAYERS}"),
     "lora": ("lora",),
@@ -131,7 +132,9 @@ def test_one_process_allocates_what_was_predicted(name: str, tmp_path: Path) -> 
     assert predicted_peaks(cfg, world_size=1) == [about(peak) for peak in real]
 
 
-@pytest.mark.parametrize("name", ["full", "full, checkpointed", "full, one microbatch", "lora", "qlora"])
+@pytest.mark.parametrize(
+    "name", ["full", "full, checkpointed", "full, without padding", "full, one microbatch", "lora", "qlora"]
+)
 def test_two_ranks_with_fsdp_allocate_what_was_predicted(name: str, tmp_path: Path) -> None:
     kind, *overrides = CONFIGS[name]
     cfg = demo_config(kind, tmp_path / "run", *overrides)

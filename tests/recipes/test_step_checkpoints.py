@@ -39,7 +39,7 @@ KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full-async": ("full", ("enable_async_checkpointing=True",)),
     "full-in-backward": ("full", IN_BACKWARD),
     "full-growing": ("full", GROWING),
-    "lora": ("lora", ("model.lora_dropout=0.1",)),
+    "lora": ("lora", ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
     "lora-adapter-only": ("lora", ("save_adapter_weights_only=True",)),
 }
 STOPS = (2, 4, 5, 6)

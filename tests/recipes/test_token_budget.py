@@ -33,12 +33,15 @@ BUDGET = ("adaptive.sequence_length=null", "adaptive.reuse_search=True", "adapti
 """Otherwise as in the demo's config, once a key of the section is given."""
 LIMIT = "adaptive.memory_limit=[120MiB,48MiB]"
 """Rank 1 has little."""
+SHORT = "adaptive.memory_limit=[120MiB,24MiB]"
+"""And here not enough for its share of a step at once."""
 RUNS: dict[str, tuple[str, ...]] = {
     "budget": ("adaptive.token_budget=600",),
+    "rows": ("adaptive.token_budget=600", "adaptive.padding=True", "adaptive.deal=False"),
     "small": ("adaptive.token_budget=520",),
     "auto": ("adaptive.token_budget=auto", LIMIT),
     "again": ("adaptive.token_budget=auto", LIMIT, "output_dir={folder}/auto/out"),
-    "short": ("adaptive.token_budget=4000", LIMIT),
+    "short": ("adaptive.token_budget=4000", SHORT),
 }
 
 
@@ -70,7 +73,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
     lines = {}
     *ports, port_of_stock = ports
     for (name, overrides), port in zip(RUNS.items(), ports, strict=True):
-        if LIMIT in overrides and os.environ["WORLD_SIZE"] != "2":
+        if {LIMIT, SHORT} & {*overrides} and os.environ["WORLD_SIZE"] != "2":
             continue
         os.environ["MASTER_PORT"] = str(port)
         ours = [override.format(folder=folder) for override in overrides]
@@ -88,7 +91,7 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Runs(kind, ranks, folder, run_on_ranks(ranks, run_all, kind, folder, ports, timeout_s=250, in_group=False))
 
 
-@pytest.mark.parametrize("name", ["budget", "small"])
+@pytest.mark.parametrize("name", ["budget", "rows", "small"])
 def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -> None:
     stock, ours = runs.log("stock"), runs.log(name)
     assert len(ours) == len(stock) >= 4
@@ -97,7 +100,7 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: Runs, name: str) -
             assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
 
 
-@pytest.mark.parametrize("name", ["budget", "small"])
+@pytest.mark.parametrize("name", ["budget", "rows", "small"])
 def test_the_saved_weights_are_those_of_the_stock_recipe(runs: Runs, name: str) -> None:
     stock, ours = (saved_weights(runs.folder / who) for who in ("stock", name))
     assert ours.keys() == stock.keys()
@@ -105,10 +108,22 @@ def test_the_saved_weights_are_those_of_the_stock_recipe(runs: Runs, name: str) 
         torch.testing.assert_close(ours[weight], of_stock, rtol=RELATIVE, atol=1e-6, msg=weight)
 
 
-def test_no_microbatch_is_over_the_budget_and_padding_is_logged(runs: Runs) -> None:
+def test_padded_rows_are_to_be_had_and_take_more_microbatches(runs: Runs) -> None:
+    rows, joined = runs.log("rows"), runs.log("budget")
+    assert all(0 < step["padding_fraction"] < 0.5 and step["microbatch_tokens"] <= 600 for step in rows)
+    assert sum(step["microbatches"] for step in rows) > sum(step["microbatches"] for step in joined)
+
+
+def test_samples_that_are_dealt_leave_no_rank_waiting(runs: Runs) -> None:
+    dealt, stayed = ([step["rank_imbalance"] for step in runs.log(name)] for name in ("budget", "rows"))
+    assert all(1 <= imbalance < 1.1 for imbalance in dealt)
+    assert sum(stayed) > sum(dealt)
+
+
+def test_no_microbatch_is_over_the_budget_and_nothing_is_padded(runs: Runs) -> None:
     for step in runs.log("budget"):
         assert step["microbatch_tokens"] <= 600
-        assert 0 <= step["padding_fraction"] < 0.5
+        assert step["padding_fraction"] == 0
         assert step["microbatches"] >= 1
     assert sum(step["microbatches"] for step in runs.log("small")) >= sum(s["microbatches"] for s in runs.log("budget"))
 

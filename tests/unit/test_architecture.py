@@ -37,7 +37,8 @@ ROOMS: dict[str, set[str]] = {
     "prediction": {"memory"},
     "tune": set(),
     "tune/start": {"limits.rungs", "schedules", "search.strategies", "comm.collectives"},
-    "tune/parts": {"tune/start", "limits", "schedules", "memory", "comm", "step", "record"},
+    "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
+    "tune/parts/unpadded": {"tune/start", "comm"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
     "tune/run": {
         "tune/start",
@@ -55,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
     "tune/plan": {
         "tune/start",
         "tune/parts",
+        "tune/parts/unpadded",
         "record/charts",
         "limits",
         "memory",

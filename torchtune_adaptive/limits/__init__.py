@@ -1,6 +1,7 @@
 """What fits in a microbatch, how a step is cut so that it does, and which limit comes next. No torch."""
 
 from torchtune_adaptive.limits.governor import CompletedStep, Governor
+from torchtune_adaptive.limits.joining import join_step, spread_joined
 from torchtune_adaptive.limits.limit import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
 from torchtune_adaptive.limits.packing import Plan, load_of, plan_step, spread
 from torchtune_adaptive.limits.surface import Surface, fit_surface
@@ -16,7 +17,9 @@ __all__ = [
     "SurfaceLimit",
     "TokenLimit",
     "fit_surface",
+    "join_step",
     "load_of",
     "plan_step",
     "spread",
+    "spread_joined",
 ]

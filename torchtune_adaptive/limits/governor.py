@@ -88,7 +88,7 @@ class Governor:
             raise LimitExhaustedError(f"{what}: {error.fact}", *error.remedies) from None
         self.counters.recoveries += 1
         remark = self._step_down(after)
-        largest = max(failed.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
+        largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
         change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
         return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
 
@@ -214,7 +214,7 @@ class Governor:
         )
         if not by:
             return change
-        largest = max(by.values(), key=lambda microbatch: microbatch.rows * microbatch.length)
+        largest = max(by.values(), key=lambda microbatch: microbatch.room_tokens)
         return replace(change, ranks=tuple(by), rows=largest.rows, length=largest.length)
 
 

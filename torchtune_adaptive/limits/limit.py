@@ -20,14 +20,24 @@ _STEP_DOWN = 0.75
 
 
 class Microbatch(NamedTuple):
-    """The size of a microbatch: rows, and the longest of them."""
+    """The size of a microbatch: rows, the longest of them and, where nothing is padded, the tokens of all."""
 
     rows: int
     length: int
+    tokens: int | None = None
+    """None: rows × length."""
+
+    @property
+    def room_tokens(self) -> int:
+        """Tokens that take room, padding included."""
+        return self.rows * self.length if self.tokens is None else self.tokens
 
 
 class Limit(Protocol):
-    """How many rows may share a microbatch, for each length that they are padded to. Never more for a longer one."""
+    """How many rows may share a microbatch, for each length that they are padded to. Never more for a longer one.
+
+    Where nothing is padded, `tokens` are those of all rows, and `length` is the longest; None: rows × length.
+    """
 
     unit: str
     """What `size` counts."""
@@ -50,13 +60,13 @@ class Limit(Protocol):
     def rows_at(self, length: int) -> int:
         """The most rows of this length; 0 where not even one fits."""
 
-    def fits(self, rows: int, length: int) -> bool:
+    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
         """Whether `rows` samples, padded to `length` tokens, are within the limit."""
 
-    def after_oom(self, rows: int, length: int) -> Limit:
+    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> Limit:
         """The next smaller limit, after a microbatch of this size ran out of memory; raises if there is none."""
 
-    def size_of(self, rows: int, length: int) -> str:
+    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
         """A microbatch in the unit of the limit, without the unit: `microbatch 8 -> 4 rows`."""
 
     def __str__(self) -> str: ...
@@ -91,16 +101,16 @@ class RowLimit:
     def rows_at(self, length: int) -> int:
         return self.rows
 
-    def fits(self, rows: int, length: int) -> bool:
+    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
         return rows <= self.rows
 
-    def after_oom(self, rows: int, length: int) -> RowLimit:
+    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> RowLimit:
         """Always a power of two: 8 -> 4 and 6 -> 4."""
         if self.rows == 1:
             raise exhausted(length)
         return RowLimit(largest_power_of_two_below(max(2, min(rows, self.rows))))
 
-    def size_of(self, rows: int, length: int) -> str:
+    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
         return str(rows)
 
     def __str__(self) -> str:
@@ -109,7 +119,7 @@ class RowLimit:
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """At most `tokens` in a microbatch, padding included: rows × longest row."""
+    """At most `tokens` in a microbatch, padding included: rows × longest row, where rows are padded."""
 
     tokens: int
     unit = "tokens"
@@ -136,17 +146,18 @@ class TokenLimit:
     def rows_at(self, length: int) -> int:
         return self.tokens // length
 
-    def fits(self, rows: int, length: int) -> bool:
-        return rows * length <= self.tokens
+    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
+        return Microbatch(rows, length, tokens).room_tokens <= self.tokens
 
-    def after_oom(self, rows: int, length: int) -> TokenLimit:
+    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> TokenLimit:
         """The largest power of two below the tokens that failed."""
-        if not self.fits(rows, length) or rows * length < 2:
+        room_tokens = Microbatch(rows, length, tokens).room_tokens
+        if room_tokens > self.tokens or room_tokens < 2:
             raise exhausted(length)
-        return TokenLimit(largest_power_of_two_below(rows * length))
+        return TokenLimit(largest_power_of_two_below(room_tokens))
 
-    def size_of(self, rows: int, length: int) -> str:
-        return str(rows * length)
+    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
+        return str(Microbatch(rows, length, tokens).room_tokens)
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens"
@@ -180,22 +191,25 @@ class SurfaceLimit:
         within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
         return MOST_ROWS if within == math.inf else min(MOST_ROWS, int(within))
 
-    def fits(self, rows: int, length: int) -> bool:
-        return rows <= self.rows_at(length)
+    def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
+        if tokens is None:
+            return rows <= self.rows_at(length)
+        return all(surface.holds(self.budget_bytes, rows, length, tokens) for surface in self.surfaces.values())
 
-    def after_oom(self, rows: int, length: int) -> SurfaceLimit:
+    def after_oom(self, rows: int, length: int, tokens: int | None = None) -> SurfaceLimit:
         """With a budget below what was predicted for the microbatch that failed; what does not grow with it stays."""
-        if not self.fits(rows, length):
+        size = Microbatch(rows, length, tokens)
+        if not self.fits(*size):
             raise exhausted(length)
-        fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(rows, length))
-        growing_bytes = fullest.bytes_at(rows, length) - fullest.fixed_bytes
+        fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
+        growing_bytes = fullest.bytes_at(*size) - fullest.fixed_bytes
         smaller = replace(self, budget_bytes=int(fullest.fixed_bytes + _STEP_DOWN * growing_bytes))
-        if smaller.budget_bytes >= self.budget_bytes or smaller.fits(rows, length):
+        if smaller.budget_bytes >= self.budget_bytes or smaller.fits(*size):
             raise exhausted(length)
         return smaller
 
-    def size_of(self, rows: int, length: int) -> str:
-        return format_bytes(max(surface.bytes_at(rows, length) for surface in self.surfaces.values()))
+    def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
+        return format_bytes(max(surface.bytes_at(rows, length, tokens) for surface in self.surfaces.values()))
 
     def __str__(self) -> str:
         return f"{format_bytes(self.budget_bytes)} predicted"

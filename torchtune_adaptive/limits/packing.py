@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
@@ -45,11 +45,11 @@ def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
     longest go first: what fits the longest of a microbatch fits the rest of it, so filling up in that order takes the
     fewest microbatches that there can be.
     """
-    order = _longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
+    order = longest_first(lengths) if limit.by_length else tuple(range(len(lengths)))
     return _filled(order, lengths, limit)
 
 
-def _longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
+def longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
     """In linear time: what is sorted are lengths, of which there are few, and not samples."""
     of_length: defaultdict[int, list[int]] = defaultdict(list)
     for index, length in enumerate(lengths):
@@ -92,7 +92,7 @@ def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -
             lowest, cap = smaller, smaller.tokens
     if lowest is not None:
         plan = _filled(order, lengths, lowest)
-    return _split_largest(plan, lengths, microbatches)
+    return split_largest(plan, microbatches, lambda rows: _tokens_of_sorted(rows, lengths))
 
 
 @dataclass(frozen=True)
@@ -107,9 +107,9 @@ class _Capped:
         return min(self.limit.rows_at(length), self.tokens // length)
 
 
-def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Plan:
+def split_largest(plan: Plan, microbatches: int, tokens_of: Callable[[tuple[int, ...]], int]) -> Plan:
     """Halves the largest microbatch until there are enough; where all are down to one row, the rest are empty."""
-    heap = [(-_tokens_of_sorted(rows, lengths), rows) for rows in plan]
+    heap = [(-tokens_of(rows), rows) for rows in plan]
     heapq.heapify(heap)
     single: list[tuple[int, tuple[int, ...]]] = []
     while heap and len(heap) + len(single) < microbatches:
@@ -119,14 +119,15 @@ def _split_largest(plan: Plan, lengths: Sequence[int], microbatches: int) -> Pla
             single.append(largest)
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
-            heapq.heappush(heap, (-_tokens_of_sorted(half, lengths), half))
+            heapq.heappush(heap, (-tokens_of(half), half))
     parts = sorted(single + heap)
     empty = [()] * (microbatches - len(parts))
     return (*(rows for _, rows in parts), *empty)
 
 
-def load_of(plan: Plan, lengths: Sequence[int]) -> Load:
-    sizes = [_padded_tokens(rows, lengths) for rows in plan if rows]
+def load_of(plan: Plan, lengths: Sequence[int], *, padded: bool = True) -> Load:
+    tokens_of = padded_tokens if padded else tokens_of_joined
+    sizes = [tokens_of(rows, lengths) for rows in plan if rows]
     return Load(sum(lengths), sum(sizes), max(map(len, plan)), max(sizes))
 
 
@@ -135,5 +136,11 @@ def _tokens_of_sorted(rows: Sequence[int], lengths: Sequence[int]) -> int:
     return len(rows) * lengths[rows[0]]
 
 
-def _padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+def padded_tokens(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens of a microbatch whose rows are padded to the longest."""
     return len(rows) * max(map(lengths.__getitem__, rows))
+
+
+def tokens_of_joined(rows: Sequence[int], lengths: Sequence[int]) -> int:
+    """Tokens of a microbatch without padding."""
+    return sum(map(lengths.__getitem__, rows))

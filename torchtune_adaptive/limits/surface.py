@@ -21,6 +21,9 @@ _BENT = 0.01
 """Points that are further than this from a surface without pairs of tokens, in proportion to how far the points lie
 apart, ask for one with them: in proportion to their need, what is resident would hide what grows."""
 
+_HALF_A_BYTE = 0.5
+"""Bytes are whole: half of one keeps floating point from costing a row, and cannot add one."""
+
 
 @dataclass(frozen=True)
 class Surface:
@@ -35,20 +38,30 @@ class Surface:
     bytes_per_token: float = 0.0
     bytes_per_pair: float = 0.0
 
-    def bytes_at(self, rows: float, length: float = 0.0) -> float:
-        return self.fixed_bytes + rows * self._bytes_of_a_row(length)
+    def bytes_at(self, rows: float, length: float = 0.0, tokens: float | None = None) -> float:
+        """`tokens` are those of all rows where these are not padded to the longest, which then has `length`."""
+        if tokens is None:
+            return self.fixed_bytes + rows * self._bytes_of_a_row(length)
+        # the pairs of tokens of all rows are no more than if each token were in the longest
+        return self.fixed_bytes + rows * self.bytes_per_row + tokens * self._bytes_of_a_token(length)
+
+    def holds(self, budget_bytes: float, rows: float, length: float, tokens: float) -> bool:
+        """Whether rows that are not padded are within the budget."""
+        return self.bytes_at(rows, length, tokens) <= budget_bytes + _HALF_A_BYTE
 
     def rows_within(self, budget_bytes: float, length: float = 0.0) -> float:
         """The rows at which the phase reaches the budget; infinite for a phase that does not grow."""
-        # Bytes are whole: half of one keeps floating point from costing a row, and cannot add one.
-        free_bytes = budget_bytes + 0.5 - self.fixed_bytes
+        free_bytes = budget_bytes + _HALF_A_BYTE - self.fixed_bytes
         each_bytes = self._bytes_of_a_row(length)
         if each_bytes == 0:
             return math.inf if free_bytes >= 0 else 0.0
         return max(0.0, free_bytes / each_bytes)
 
     def _bytes_of_a_row(self, length: float) -> float:
-        return self.bytes_per_row + length * (self.bytes_per_token + length * self.bytes_per_pair)
+        return self.bytes_per_row + length * self._bytes_of_a_token(length)
+
+    def _bytes_of_a_token(self, length: float) -> float:
+        return self.bytes_per_token + length * self.bytes_per_pair
 
 
 def fit_surface(points: Points) -> Surface:

@@ -77,6 +77,7 @@ def profile_memory(
             most_rows=most_rows,
             resident_bytes=resident_bytes,
             shorten=shorten,
+            padded=all(step.runner.padded for step in named.values()),
         )
 
 

@@ -3,6 +3,9 @@
 1. The longest sample first, alone; if it fits, nothing shorter is in danger.
 2. As many rows as what was measured proves to fit, at ever shorter lengths; few rows of a short length.
 3. Two more that the surfaces have not seen: they say how far off these are, and that much of the budget stays free.
+
+Where nothing is padded, rows are samples one after another. Then a sample may cost something besides its tokens, so
+many very short ones are measured too, a quarter of them first: that they fit is not proven by fewer long ones.
 """
 
 from __future__ import annotations
@@ -23,6 +26,26 @@ MOST_POINTS = 8
 _FILL = 0.95
 """The share of what is known to fit that a probe asks for: it measures, it does not bet."""
 _LEAST_LENGTH = 2
+
+_PADDED = (
+    (1, 1.0, False),
+    (4, 1.0, False),
+    (16, 1.0, False),
+    (16, 0.25, False),
+    (2, 0.5, True),
+    (8, 0.9, True),
+)
+"""Measurements after the first: the part of the longest sample, the share of proven rows, whether it is held out."""
+
+_JOINED = (
+    (1, 1.0, False),
+    (4, 0.8, False),
+    (64, 0.25, False),
+    (64, 1.0, False),
+    (2, 0.5, True),
+    (8, 0.8, True),
+)
+"""The same where nothing is padded."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +85,7 @@ class _Known:
     resident_bytes: int
     longest: int
     most_rows: int
+    padded: bool = True
     points: tuple[Probe, ...] = ()
 
     def full_rows(self, length: int) -> int:
@@ -70,27 +94,22 @@ class _Known:
         What a token needs does not grow when its row gets shorter, and what is fixed does not grow at all: in
         proportion to all but what is resident, a measured microbatch of rows at least as long bounds every other.
         """
+        bounding = [point for point in self.points if point.length >= length]
+        if not self.padded:
+            bounding = [point for point in bounding if point.length == length] or bounding
         proven = [
             point.tokens * (self.budget_bytes - self.resident_bytes) / (peak_bytes - self.resident_bytes)
-            for point in self.points
-            if point.length >= length and (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
+            for point in bounding
+            if (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
         ]
         return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / length)))
 
     def next(self) -> tuple[int, int, bool] | None:
         """Rows, length and whether it is held out, of the next measurement."""
-        quarter, eighth, least = (max(_LEAST_LENGTH, self.longest // part) for part in (4, 8, 16))
-        script: list[tuple[int, Callable[[int], float], bool]] = [
-            (self.longest, lambda rows: rows, False),
-            (quarter, lambda rows: rows, False),
-            (least, lambda rows: rows, False),
-            (least, lambda rows: rows / 4, False),
-            (max(_LEAST_LENGTH, self.longest // 2), lambda rows: rows / 2, True),
-            (eighth, lambda rows: rows * 0.9, True),
-        ]
         measured = {(point.rows, point.length) for point in self.points}
-        for length, share, held_out in script[len(self.points) - 1 :]:
-            rows = max(1, int(share(self.full_rows(length))))
+        for part, share, held_out in (_PADDED if self.padded else _JOINED)[len(self.points) - 1 :]:
+            length = max(_LEAST_LENGTH, self.longest // part)
+            rows = max(1, int(share * self.full_rows(length)))
             if (rows, length) not in measured:
                 return rows, length, held_out
         return None
@@ -105,14 +124,15 @@ def profile(
     most_rows: int,
     resident_bytes: int = 0,
     shorten: bool = False,
+    padded: bool = True,
 ) -> Profile:
     """Measures microbatches of up to `longest` tokens a row, and fits surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
     `shorten`, a longest sample that does not fit alone is halved until it does. Where one
-    row does not fit, raises what `refuse` makes of it.
+    row does not fit, raises what `refuse` makes of it. `padded` says whether rows are padded to the longest.
     """
-    known = _Known(budget_bytes, resident_bytes, longest, most_rows)
+    known = _Known(budget_bytes, resident_bytes, longest, most_rows, padded)
     refused: list[Probe] = []
     while not known.points:
         alone = Probe(rows=1, length=known.longest, peak=measure(1, known.longest))

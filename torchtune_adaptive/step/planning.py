@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.limits.joining import join_step, spread_joined
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, plan_step, spread
 from torchtune_adaptive.step.reports import Report, exchange
@@ -21,8 +22,10 @@ class Ahead(NamedTuple):
 class Planner:
     """Plans steps, and keeps the plan of the next one where its samples are known already."""
 
-    def __init__(self, agreement: Agreement) -> None:
+    def __init__(self, agreement: Agreement, *, padded: bool) -> None:
+        """`padded`: whether the rows of a microbatch are padded to the longest."""
         self._agreement = agreement
+        self._padded = padded
         self._ahead: Ahead | None = None
 
     def plan(self, lengths: list[int], limit: Limit) -> Plan:
@@ -32,20 +35,28 @@ class Planner:
             if ahead.lengths != lengths:
                 raise ValueError("these are not the samples that were announced as `upcoming`; give the same ones")
             return ahead.plan
-        plan = plan_step(lengths, limit)
         if not limit.by_length:
-            return plan
+            return plan_step(lengths, limit)
+        plan = self._fewest(lengths, limit)
         most = exchange(self._agreement, Report(upcoming_microbatches=len(plan))).upcoming_microbatches
-        return spread(plan, lengths, limit, most)
+        return self._spread(plan, lengths, limit, most)
 
     def look_ahead(self, lengths: list[int] | None, limit: Limit) -> Ahead | None:
         """What the next step needs on this rank, under a limit by length."""
         if lengths is None or not limit.by_length:
             return None
-        return Ahead(limit, lengths, plan_step(lengths, limit))
+        return Ahead(limit, lengths, self._fewest(lengths, limit))
 
     def keep(self, ahead: Ahead | None, microbatches: int) -> None:
         """For the next step: in as many microbatches as all ranks have agreed on."""
         if ahead is not None:
-            ahead = ahead._replace(plan=spread(ahead.plan, ahead.lengths, ahead.limit, microbatches))
+            ahead = ahead._replace(plan=self._spread(ahead.plan, ahead.lengths, ahead.limit, microbatches))
         self._ahead = ahead
+
+    def _fewest(self, lengths: list[int], limit: Limit) -> Plan:
+        """As few microbatches as this rank needs, under a limit by length."""
+        return plan_step(lengths, limit) if self._padded else join_step(lengths, limit)
+
+    def _spread(self, plan: Plan, lengths: list[int], limit: Limit, microbatches: int) -> Plan:
+        """The same in as many as all ranks have agreed on."""
+        return (spread if self._padded else spread_joined)(plan, lengths, limit, microbatches)

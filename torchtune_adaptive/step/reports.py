@@ -58,6 +58,8 @@ class StepResult:
     """Cache flushes of the allocators of all ranks."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """The sums of all microbatches on all ranks, by name."""
+    imbalance: float = 1.0
+    """Tokens of the rank that had most, padding included, over the mean of the ranks."""
     memory: Fullest | None = None
     """None where nothing measures it."""
     asked_to_stop: bool = False
@@ -72,6 +74,8 @@ class Report(NamedTuple):
     rows: float = 0
     """Rows of the microbatch that ran out of memory; of the largest one where the allocator only retried."""
     length: float = 0
+    joined_tokens: float = 0
+    """Tokens of that microbatch where nothing is padded; 0 where it is."""
     position: float = 0
     target_tokens: float = 0
     loss_sum: float = 0
@@ -91,7 +95,7 @@ class Report(NamedTuple):
 
     @property
     def microbatch(self) -> Microbatch:
-        return Microbatch(int(self.rows), int(self.length))
+        return Microbatch(int(self.rows), int(self.length), int(self.joined_tokens) or None)
 
 
 class Reports(tuple[Report, ...]):
@@ -136,6 +140,11 @@ class Reports(tuple[Report, ...]):
     @property
     def loss_sum(self) -> float:
         return sum(report.loss_sum for report in self)
+
+    @property
+    def imbalance(self) -> float:
+        tokens = [report.padded_tokens for report in self]
+        return max(tokens) * len(tokens) / max(1.0, sum(tokens))
 
     @property
     def upcoming_microbatches(self) -> int:
@@ -186,21 +195,25 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         recoveries=recoveries,
         load=reports.load,
         retries=reports.retries,
+        imbalance=reports.imbalance,
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
         asked_to_stop=reports.asked_to_stop,
     )
 
 
-def troubling(plan: Plan, lengths: Sequence[int], failed: int | None, retries: int) -> Microbatch:
+def troubling(
+    plan: Plan, lengths: Sequence[int], failed: int | None, retries: int, *, padded: bool = True
+) -> Microbatch:
     """The microbatch that ran out of memory; where the allocator retried, the largest; else nothing."""
     if failed is not None:
-        return _size_of(plan[failed], lengths)
+        return _size_of(plan[failed], lengths, padded)
     if retries:
-        return max((_size_of(rows, lengths) for rows in plan), key=lambda size: size.rows * size.length)
+        return max((_size_of(rows, lengths, padded) for rows in plan), key=lambda size: size.room_tokens)
     return Microbatch(0, 0)
 
 
-def _size_of(rows: Sequence[int], lengths: Sequence[int]) -> Microbatch:
+def _size_of(rows: Sequence[int], lengths: Sequence[int], padded: bool) -> Microbatch:
     """Of the samples with these indices; what stands in for none counts as one row."""
-    return Microbatch(max(1, len(rows)), max((lengths[index] for index in rows), default=1))
+    own = [lengths[index] for index in rows] or [1]
+    return Microbatch(len(own), max(own), None if padded else sum(own))

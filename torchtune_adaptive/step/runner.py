@@ -62,6 +62,9 @@ class StepRunner(Generic[Sample]):
     first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
     same without any label: it is run where a rank has fewer samples than its peers have microbatches.
 
+    `padded=False` says that `forward_backward` puts samples one after another, without padding: under a limit by length
+    their tokens count then, whichever samples share a microbatch.
+
     `limit` is what a microbatch may be. `regrow_after` steps without trouble are followed by a try of the next larger
     limit, up to the given one; 0: never. Give a Governor in place of the limit to decide that yourself. `ledger` counts
     the collectives of the models, and finishes them for a rank that failed; by default it is made for them.
@@ -84,6 +87,7 @@ class StepRunner(Generic[Sample]):
         length_of: Callable[[Sample], int],
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None = None,
+        padded: bool = True,
         recover: bool = True,
         regrow_after: int = 200,
         ledger: CollectiveLedger | None = None,
@@ -100,6 +104,7 @@ class StepRunner(Generic[Sample]):
         self.model = model
         self.length_of = length_of
         self.stand_in = stand_in
+        self.padded = padded
         self.recovers = recover
         self.on_change = on_change
         self.on_plan = on_plan
@@ -111,7 +116,7 @@ class StepRunner(Generic[Sample]):
             models, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover, stage=stage
         )
         self._agreement = Agreement(len(Report._fields))
-        self._planner = Planner(self._agreement)
+        self._planner = Planner(self._agreement, padded=padded)
         governor = limit if isinstance(limit, Governor) else Governor(limit, regrow_after=regrow_after, stage=stage)
         self._governor = governor
         self._gauge = Gauge()
@@ -253,15 +258,17 @@ class StepRunner(Generic[Sample]):
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
         loss_on_host = totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0
         reading = self._gauge.read()
-        size = troubling(plan, lengths, failed, reading.retries)
+        size = troubling(plan, lengths, failed, reading.retries, padded=self.padded)
         mine = Report(
             failed=failed is not None,
-            **size._asdict(),
+            rows=size.rows,
+            length=size.length,
+            joined_tokens=size.tokens or 0,
             position=self._ledger.position,
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
-            **load_of(plan, lengths)._asdict(),
+            **load_of(plan, lengths, padded=self.padded)._asdict(),
             **reading._asdict(),
             asked_to_stop=self._asked_to_stop(),
         )

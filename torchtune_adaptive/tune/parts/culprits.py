@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -53,6 +53,10 @@ class NamedSamples(Dataset[Any]):
                 f"one that the loss ignores; {SEE_THE_DATASET}"
             )
         return sample
+
+    def remember(self, indices: Sequence[int]) -> None:
+        """Takes note of samples that another rank has read for this one."""
+        self._given.extend(indices)
 
     def last(self, count: int) -> list[int]:
         """The indices of the samples given last, the latest first."""

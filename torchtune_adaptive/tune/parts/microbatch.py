@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
-from torchtune import training, utils
+from torchtune import training
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
@@ -21,8 +21,10 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.tune.parts.data import Collate
+from torchtune_adaptive.tune.parts.data import Collate, Data
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, longest_of, taking_long_rows
+from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
@@ -52,14 +54,14 @@ class ForwardBackward:
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         ignored = cast(int, self.loss_fn.ignore_index)
         batch = self.collate([sample if length_of(sample) else _nothing(ignored) for sample in samples])
-        self._check_length(batch)
+        self._check_length(longest_of(batch))
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
         learned_tokens = int(labels.ne(ignored).sum())
         target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
-        utils.batch_to_device(batch, self.device)
-        with self.activations:
+        batch_to_device(batch, self.device)
+        with self.activations, taking_long_rows(self.model, batch):
             logits = self.model(**batch)
         loss = self._loss(logits, labels.to(self.device)) * target_tokens if learned_tokens else _zero_of(logits)
         del logits  # or they would live through the backward
@@ -69,8 +71,8 @@ class ForwardBackward:
         loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
 
-    def _check_length(self, batch: Batch) -> None:
-        longest, allowed = batch["tokens"].size(1), getattr(self.model, "max_seq_len", None)
+    def _check_length(self, longest: int) -> None:
+        allowed = getattr(self.model, "max_seq_len", None)
         if allowed is not None and longest > allowed:
             raise ConfigError(
                 f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
@@ -155,7 +157,7 @@ def build_forward_backward(
 def build_step_runner(
     model: nn.Module,
     loss_fn: nn.Module,
-    collate: Collate,
+    data: Data,
     settings: Settings,
     adaptive: AdaptiveConfig,
     device: torch.device,
@@ -164,6 +166,8 @@ def build_step_runner(
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
     _check_sequence_length(model, adaptive)
     split_alike = adaptive.token_budget is not None
+    padded = is_padded(model, settings, adaptive, device, packed=data.packed)
+    collate = data.collate if padded else partial(joined, ignored=data.ignored_label)
     forward_backward = build_forward_backward(model, loss_fn, collate, settings, device, split_alike=split_alike)
     return StepRunner(
         model,
@@ -171,7 +175,8 @@ def build_step_runner(
         limit=RowLimit(settings.batch_size),
         length_of=length_of,
         stand_in=stand_in,
-        filler=partial(filler, ignored=cast(int, loss_fn.ignore_index)),
+        filler=partial(filler, ignored=data.ignored_label),
+        padded=padded,
         recover=_recovers(settings, adaptive),
         regrow_after=adaptive.regrow_after,
         on_change=lambda change: on_event(event_of(change)),

@@ -23,6 +23,7 @@ from torchtune.modules import peft
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
@@ -84,6 +85,7 @@ def build_lora_model(
 def _built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype) -> nn.Module:
     with training.set_default_dtype(dtype), where:
         model: nn.Module = components.build("model", cfg)
+    take_documents(model)
     return model
 
 

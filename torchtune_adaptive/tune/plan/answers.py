@@ -169,6 +169,8 @@ def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
         assumed = format_bytes(have.overhead_bytes)
         notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")
         notes += _notes_on_allocator(have)
+    if not step.padded:
+        notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is rows × tokens")
     if step.settings.fsdp_cpu_offload:
         host = format_bytes(step.host_bytes)
         notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")

@@ -9,8 +9,9 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
 from torchtune import training
 from torchtune.modules.peft import get_adapter_params
 
@@ -34,8 +36,17 @@ from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, stand_in
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
-from torchtune_adaptive.tune.plan.shims import apart_from_host, quantizing_at_once, rank_0_of, working_on_fakes
+from torchtune_adaptive.tune.parts.unpadded.documents import joined
+from torchtune_adaptive.tune.parts.unpadded.support import is_padded
+from torchtune_adaptive.tune.plan.shims import (
+    apart_from_host,
+    joined_as_on_a_gpu,
+    quantizing_at_once,
+    rank_0_of,
+    working_on_fakes,
+)
 from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
 
 
@@ -50,6 +61,8 @@ class FakeStep:
     forward_backward: Callable[[Sequence[Sample]], Totals]
     fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
+    padded: bool
+    """Whether a microbatch is rows, and not samples one after another."""
     device: torch.device
     """Where fakes count: what is offloaded is on another."""
     on_gpu: bool
@@ -119,6 +132,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
     with rank_0_of(world_size), working_on_fakes(), ExitStack() as stack:
         if on_gpu(settings):
             stack.enter_context(cuda_kernels())
+            stack.enter_context(joined_as_on_a_gpu())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
         # without a dimension for tensor parallelism, which would be a group of one for each rank
@@ -178,8 +192,7 @@ def _build(
         model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
-    tokenizer = SimpleNamespace(pad_id=0)
-    collate = stacked if is_packed(cfg) else build_collate(settings, tokenizer, loss_fn, packed=False)
+    collate, padded = _collate(cfg, settings, model, loss_fn)
     return FakeStep(
         settings=settings,
         model=model,
@@ -192,7 +205,18 @@ def _build(
         device_stand_in=device_stand_in,
         device=device,
         on_gpu=on_gpu,
+        padded=padded,
     )
+
+
+def _collate(cfg: DictConfig, settings: Settings, model: nn.Module, loss_fn: nn.Module) -> tuple[Collate, bool]:
+    """What makes batches, and whether it pads them: as in training."""
+    packed, adaptive = is_packed(cfg), read_adaptive(cfg.get("adaptive"))
+    if not is_padded(model, settings, adaptive, torch.device(settings.device), packed=packed):
+        return partial(joined, ignored=cast(int, loss_fn.ignore_index)), False
+    if packed:
+        return stacked, True
+    return build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False), True
 
 
 def _build_model(
@@ -223,7 +247,8 @@ def _on_host(collate: Collate) -> Collate:
     def collate_on_host(samples: Sequence[Sample]) -> dict[str, Any]:
         with no_dispatch():
             batch = collate(samples)
-        return {key: tensor.clone() for key, tensor in batch.items()}
+        copies: dict[str, Any] = tree_map_only(Tensor, torch.clone, batch)
+        return copies
 
     return collate_on_host
 

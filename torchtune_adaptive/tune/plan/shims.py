@@ -24,6 +24,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.unpadded import kernels
 
 
 @contextmanager
@@ -55,6 +56,13 @@ def working_on_fakes() -> Iterator[None]:
         patches.enter_context(quantizing_at_once())
         patches.enter_context(cutting_for_rank_0())
         patches.enter_context(_without_garbage_collection())
+        yield
+
+
+@contextmanager
+def joined_as_on_a_gpu() -> Iterator[None]:
+    """While open, samples one after another go to the kernel of a GPU, which knows what it does with fakes."""
+    with mock.patch.object(kernels, "is_on_gpu", return_value=True):
         yield
 
 

@@ -158,7 +158,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     search = Measuring(
         kind=Profile,
         measure=measure,
-        options={"most_rows": most_rows, "shorten": shorten},
+        options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.padded else {"padded": False})},
         table=profile_table,
         draw=draw_profile,
         event=profile_event,

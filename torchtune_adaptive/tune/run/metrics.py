@@ -128,5 +128,6 @@ def _load(result: StepResult, tokens_per_second: float) -> dict[str, float]:
         "microbatch_rows": result.load.most_rows,
         "microbatch_tokens": result.load.most_tokens,
         "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
+        "rank_imbalance": result.imbalance,
         "allocator_retries": result.retries,
     }

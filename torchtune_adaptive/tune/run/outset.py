@@ -19,6 +19,7 @@ from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.microbatch import Sample
 from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
 from torchtune_adaptive.tune.run.fitting import FitRequest, rows_that_fit, training_step
 from torchtune_adaptive.tune.run.journal import RunJournal
@@ -89,6 +90,8 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     epochs = size_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
     most_samples = max(sizes.samples_per_step for sizes in epochs)
     microbatches = microbatches_of(request, most_samples)
+    dealer = dealer_of(parts.runner.model, settings, adaptive, data, microbatches.limit)
+    microbatches = replace(microbatches, dealer=dealer)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     parts.checkpoints.make_room()
     course = Course(epochs, microbatches)

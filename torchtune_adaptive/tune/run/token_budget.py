@@ -1,4 +1,4 @@
-"""`adaptive.token_budget`: microbatches by padded tokens, as many as the config says or as were measured to fit."""
+"""`adaptive.token_budget`: microbatches by tokens, as many as the config says or as were measured to fit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.microbatch import Sample, cut, filler, length_of
+from torchtune_adaptive.tune.run.dealing import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
 from torchtune_adaptive.tune.run.worst_case import longest_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -26,6 +27,16 @@ LONGEST_SAMPLE = 2**20
 def check_token_budget(settings: Settings, adaptive: AdaptiveConfig) -> None:
     """Refuses what contradicts a token budget."""
     if adaptive.token_budget is None:
+        if adaptive.padding is False:
+            raise ConfigError(
+                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches by rows are padded: "
+                "set adaptive.token_budget to auto or a number, or adaptive.padding to null"
+            )
+        if adaptive.deal:
+            raise ConfigError(
+                "adaptive.deal is True, but adaptive.token_budget is null, and microbatches by rows are those of "
+                "stock: set adaptive.token_budget to auto or a number, or adaptive.deal to null"
+            )
         return
     for key, reason in (
         ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
@@ -46,6 +57,8 @@ class Microbatches:
     """None: by rows, as many as the sizes of the epoch say."""
     admit: Callable[[Sample], Sample] | None = None
     """Turns a sample that is too long for any microbatch into one that is not."""
+    dealer: Dealer | None = None
+    """Deals the samples of each step to the ranks; None: they stay where they were read."""
 
     def limit_of(self, sizes: EpochSizes) -> Limit:
         return self.limit or RowLimit(sizes.microbatch_rows)
@@ -62,7 +75,8 @@ class Microbatches:
         )
         if self.limit is None or not self.limit.by_length:
             return ((samples, None) for samples in steps)
-        return looking_ahead(steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps))
+        admitted = steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps)
+        return looking_ahead(admitted if self.dealer is None else self.dealer.deal(admitted))
 
 
 def microbatches_of(request: FitRequest, most_samples: int) -> Microbatches:

@@ -105,7 +105,11 @@ class AdaptiveConfig:
     """What a rank may use, less than its device has: 24GiB, a fraction, or a list with one for each rank."""
 
     token_budget: int | str | None = option(COUNT | one_of("auto") | NULL, None)
-    """Padded tokens of a microbatch, or as many as were measured to fit its length; null: microbatches by rows."""
+    """Tokens of a microbatch, or as many as were measured to fit; null: microbatches by rows."""
+    padding: bool | None = option(BOOL | NULL, None)
+    """False: samples one after another in place of rows padded to the longest; null: wherever that is possible."""
+    deal: bool | None = option(BOOL | NULL, None)
+    """True: the samples of a step are dealt to the ranks by length; null: under a token budget, where possible."""
     oversize: str = option(one_of("error", "truncate", "skip"), "error")
     """What happens to a sample that alone is more than a microbatch may be."""
 

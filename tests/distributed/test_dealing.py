@@ -1,0 +1,100 @@
+"""Samples of a step are dealt to the ranks: each runs once, in the same step, and ranks have equally much to do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed.counting import CountCollectives
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.run.dealing import Dealer
+
+EACH = 6
+STEPS = 4
+
+
+class Numbered:
+    """Samples of many lengths, with more than tokens and labels."""
+
+    def __init__(self, broken: int | None = None) -> None:
+        self._broken = broken
+
+    def __len__(self) -> int:
+        return STEPS * EACH * dist.get_world_size()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self._broken:
+            raise OSError("bad sector")
+        length = random.Random(index).choice([1, 3, 40, 300])
+        return {"tokens": [index] * length, "labels": torch.full((length,), index), "number": index}
+
+
+def steps_here(dataset: NamedSamples) -> Iterator[list[Any]]:
+    """As the loader deals them: ranks take turns."""
+    ranks = dist.get_world_size()
+    for step in range(STEPS):
+        yield [dataset[(step * EACH + at) * ranks + dist.get_rank()] for at in range(EACH)]
+
+
+def dealt() -> list[list[tuple[int, int, int]]]:
+    """Of each step that this rank runs: number, tokens and first label of every sample."""
+    dataset = NamedSamples(Numbered())
+    dealer = Dealer(dataset, cost=float)
+    steps = list(dealer.deal(steps_here(dataset)))
+    assert set(dataset.last(EACH)) == {sample["number"] for sample in steps[-1]}, "the dataset knows whom it is about"
+    return [[(s["number"], len(s["tokens"]), int(s["labels"][0])) for s in step] for step in steps]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_sample_runs_once_in_its_own_step(ranks: int) -> None:
+    per_rank = run_on_ranks(ranks, dealt)
+    assert all(len(steps) == STEPS for steps in per_rank)
+    for step, of_ranks in enumerate(zip(*per_rank, strict=True)):
+        assert all(len(samples) == EACH for samples in of_ranks)
+        numbers = sorted(number for samples in of_ranks for number, _, _ in samples)
+        assert numbers == list(range(step * EACH * ranks, (step + 1) * EACH * ranks))
+        for samples in of_ranks:
+            assert all(label == number for number, _, label in samples)
+            assert all(length == random.Random(number).choice([1, 3, 40, 300]) for number, length, _ in samples)
+
+
+def test_ranks_have_equally_much_to_do() -> None:
+    for of_ranks in zip(*run_on_ranks(2, dealt), strict=True):
+        tokens = [sum(length for _, length, _ in samples) for samples in of_ranks]
+        longest = max(length for samples in of_ranks for _, length, _ in samples)
+        assert abs(tokens[0] - tokens[1]) <= longest
+
+
+def test_a_deal_is_the_same_whenever_it_is_made() -> None:
+    assert run_on_ranks(2, dealt) == run_on_ranks(2, dealt)
+
+
+def collectives_of_an_epoch() -> dict[str, int]:
+    dataset = NamedSamples(Numbered())
+    dealer = Dealer(dataset, cost=float)
+    with CountCollectives() as counted:
+        list(dealer.deal(steps_here(dataset)))
+    return dict(counted.seen)
+
+
+def test_a_step_costs_one_reduction_and_one_exchange() -> None:
+    for seen in run_on_ranks(2, collectives_of_an_epoch):
+        assert sorted(seen.values()) == [STEPS, STEPS]
+
+
+def deal_with_a_broken_sample() -> None:
+    dataset = NamedSamples(Numbered(broken=2 * EACH + 5))  # which rank 1 reads, in the second step
+    list(Dealer(dataset, cost=float).deal(steps_here(dataset)))
+
+
+def test_a_sample_that_cannot_be_read_on_one_rank_is_named_and_ends_all() -> None:
+    with pytest.raises(
+        RankFailed, match=rf"sample {2 * EACH + 5} of the dataset cannot be read on rank 1 .*bad sector"
+    ):
+        run_on_ranks(2, deal_with_a_broken_sample)

@@ -1,0 +1,93 @@
+"""Samples one after another on a GPU: the kernel against padded rows, the law of their memory, and their speed."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.real_steps import use
+from tests.ranks import run_on_ranks
+from tests.unit.tune.parts.unpadded.models import build, padded, samples, totals_and_gradients, unpadded
+from tests.unit.tune.parts.unpadded.test_parity import furthest
+from torchtune_adaptive.limits.surface import fit_surface
+from torchtune_adaptive.memory.meter import MemoryMeter
+
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+CLOSE = {"cpu": 2e-6, "cuda": 3e-2}
+SIZES: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "cuda": {"embed_dim": 1024, "intermediate_dim": 2048, "num_heads": 8, "num_layers": 8, "max_seq_len": 4096},
+}
+SEEN = {"cpu": [(1, 64), (4, 32), (64, 2), (9, 16)], "cuda": [(1, 4096), (4, 2048), (512, 16), (64, 128)]}
+HELD_OUT = {"cpu": [(2, 64), (40, 8)], "cuda": [(3, 4096), (256, 64)]}
+"""Samples and the tokens of each."""
+MIXED = tuple(range(16, 2048, 96)) + (16,) * 43
+"""Of which padding to the longest makes more than three times as many tokens."""
+
+
+def model_on(device: str) -> torch.nn.Module:
+    return build(**SIZES[device]).to(use(device), DTYPES[device])
+
+
+def compare(device: str) -> tuple[float, float, int]:
+    """By how much the loss and the gradients differ from those of padded rows, and the difference in target tokens."""
+    model, where = model_on(device), torch.device(device)
+    batch = samples((1, 7, 33, 2, 19, 64, 5, 1, 40))
+    expected, gradients = totals_and_gradients(model, padded, batch, device=where)
+    totals, ours = totals_and_gradients(model, unpadded, batch, device=where)
+    loss = abs(totals.loss_sum.item() / expected.loss_sum.item() - 1)
+    return loss, furthest(ours, gradients), totals.target_tokens - expected.target_tokens
+
+
+def test_losses_and_gradients_are_those_of_padded_rows(device: str) -> None:
+    ((loss, gradients, tokens),) = run_on_ranks(1, compare, device, timeout_s=120)
+    assert loss < CLOSE[device]
+    assert gradients < CLOSE[device]
+    assert tokens == 0
+
+
+def peaks(device: str) -> dict[tuple[int, int], int]:
+    model = model_on(device)
+    return {(rows, tokens): peak_of(model, device, rows, tokens) for rows, tokens in SEEN[device] + HELD_OUT[device]}
+
+
+def peak_of(model: torch.nn.Module, device: str, rows: int, tokens: int) -> int:
+    batch = samples((tokens,) * rows)
+    model.zero_grad(set_to_none=True)
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        totals_and_gradients(model, unpadded, batch, device=torch.device(device))
+        return torch.cuda.max_memory_allocated()
+    with MemoryMeter() as meter:
+        totals_and_gradients(model, unpadded, batch)
+    return meter.peak_bytes
+
+
+def test_what_a_microbatch_needs_is_a_surface_over_samples_and_tokens(device: str) -> None:
+    (measured,) = run_on_ranks(1, peaks, device, timeout_s=120)
+    surface = fit_surface({at: measured[at] for at in SEEN[device]})
+    for at in HELD_OUT[device]:
+        assert surface.bytes_at(*at) == pytest.approx(measured[at], rel=0.02), at
+
+
+def seconds_of_both(device: str) -> tuple[float, float]:
+    """The best of five passes without padding, and with it."""
+    model, batch, best = model_on(device), samples(MIXED), []
+    for collate in (unpadded, padded):
+        times = []
+        for _ in range(6):
+            began = perf_counter()
+            totals_and_gradients(model, collate, batch, device=torch.device(device))
+            torch.cuda.synchronize()
+            times.append(perf_counter() - began)
+        best.append(min(times[1:]))
+    return best[0], best[1]
+
+
+def test_what_is_not_padded_takes_less_time(cuda: str) -> None:
+    ((joined, rows),) = run_on_ranks(1, seconds_of_both, cuda, timeout_s=120)
+    print(f"{rows / joined:.2f} times as fast")
+    assert rows > 1.5 * joined

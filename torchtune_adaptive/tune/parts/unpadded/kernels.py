@@ -1,0 +1,108 @@
+"""Causal attention within each sample of a row: the flash kernels, on a GPU and on a CPU.
+
+Where samples end is data and no shape, so one compiled graph serves all microbatches. A loop over calls of
+`scaled_dot_product_attention` would be unrolled, and compiled anew for each; flex attention is compiled for each
+length, or needs a mask of tokens².
+"""
+
+from __future__ import annotations
+
+import inspect
+from itertools import pairwise
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+aten = torch.ops.aten
+
+WIDEST_HEAD = 256
+"""What the GPU's kernel takes."""
+
+# torch 2.10 says is_causal; 2.12 and 2.13 have a window: all tokens before one's own, none after it
+_HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters
+CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _HAS_WINDOW else {"is_causal": True}
+
+
+def attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """Attention over one row, [1, heads, tokens, width] as torchtune hands it over; the result is alike."""
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    if is_on_gpu(query):
+        each = _on_gpu(query, key, value, ends, longest)
+    else:
+        each = torch.ops.torchtune_adaptive.attend_each(query, key, value, ends)[0]
+    return each.transpose(0, 1)[None]
+
+
+def is_on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type == "cuda"
+
+
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """torch's own kernel for samples of various lengths: [tokens, heads, width] each."""
+    return cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **CAUSAL))
+
+
+@torch.library.custom_op("torchtune_adaptive::attend_each", mutates_args=(), device_types="cpu")
+def _attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """[tokens, heads, width] each; also what the backward needs to know of every softmax."""
+    attended, logsumexp = _like(query), query.new_empty(query.shape[:2], dtype=_logsumexp_dtype(query))
+    for start, end in pairwise(ends.tolist()):
+        parts = (_as_batch(tensor[start:end]) for tensor in (query, key, value))
+        part, of_softmax = aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True)
+        _as_batch(attended[start:end]).copy_(part)
+        logsumexp[start:end].copy_(of_softmax[0].transpose(0, 1))
+    return attended, logsumexp
+
+
+@_attend_each.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(query), query.new_empty(query.shape[:2], dtype=_logsumexp_dtype(query))
+
+
+@torch.library.custom_op("torchtune_adaptive::attend_each_backward", mutates_args=(), device_types="cpu")
+def _attend_each_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, logsumexp: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients = (_like(query), _like(key), _like(value))
+    for start, end in pairwise(ends.tolist()):
+        parts = (_as_batch(tensor[start:end]) for tensor in (gradient, query, key, value, attended))
+        of_softmax = logsumexp[start:end].transpose(0, 1)[None]
+        of_parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, of_softmax, 0.0, True)
+        for whole, part in zip(gradients, of_parts, strict=True):
+            _as_batch(whole[start:end]).copy_(part)
+    return gradients
+
+
+@_attend_each_backward.register_fake
+def _(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, logsumexp: Tensor, ends: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _like(query), _like(key), _like(value)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    *sides, ends = inputs
+    ctx.save_for_backward(*sides, *output, ends)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    return (*torch.ops.torchtune_adaptive.attend_each_backward(gradient, *ctx.saved_tensors), None)
+
+
+_attend_each.register_autograd(_backward, setup_context=_keep)
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """One buffer for all samples, in the order of tokens, whatever the order of the tensor is."""
+    return tensor.new_empty(tensor.shape)
+
+
+def _as_batch(part: Tensor) -> Tensor:
+    """[tokens, heads, width] as torch's kernel takes it: [1, heads, tokens, width]."""
+    return part.transpose(0, 1)[None]
+
+
+def _logsumexp_dtype(query: Tensor) -> torch.dtype:
+    return torch.float64 if query.dtype == torch.float64 else torch.float32

@@ -1,0 +1,89 @@
+"""Whether microbatches can do without padding, and why not where they cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchtune.modules import MultiHeadAttention, TransformerDecoder
+
+from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.unpadded.kernels import WIDEST_HEAD
+from torchtune_adaptive.tune.parts.unpadded.seam import takes_documents
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+FLASH_ATTENTION_2 = (8, 0)
+"""Compute capability: Ampere."""
+
+
+def is_padded(
+    model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, device: torch.device, *, packed: bool
+) -> bool:
+    """Whether rows are padded, as `adaptive.padding` says; one line of the log, or an error, where they have to be."""
+    if adaptive.token_budget is None or adaptive.padding:
+        return True
+    reason = next(_obstacles(model, settings, device, packed=packed), None)
+    if reason is None:
+        return False
+    if adaptive.padding is False:
+        raise ConfigError(f"adaptive.padding is False, but {reason}: set adaptive.padding to null or True")
+    if rank() == 0 and not packed:  # of packed rows, the token budget says what becomes of them
+        logger.info("token budget · samples are padded to rows: %s", reason)
+    return True
+
+
+def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool) -> Iterator[str]:
+    if packed:
+        yield "the dataset is packed"
+    if settings.collate_fn != type(settings).collate_fn:
+        yield f"collate_fn is {settings.collate_fn}, and how samples share a microbatch is its business"
+    if settings.tensor_parallel_dim > 1:
+        yield f"tensor_parallel_dim is {settings.tensor_parallel_dim}"
+    if not isinstance(model, TransformerDecoder):
+        yield f"the model is a {_name(model)}, which takes more than text"
+        return
+    for layer in model.layers:
+        yield from _obstacles_in_attention(getattr(layer, "attn", None), settings, device)
+
+
+def _obstacles_in_attention(attention: Any, settings: Settings, device: torch.device) -> Iterator[str]:
+    if not isinstance(attention, MultiHeadAttention):
+        yield f"{_name(attention)} is no attention of torchtune's that takes samples one after another"
+        return
+    if not takes_documents(attention):
+        yield f"the model's attention was replaced by {_name(attention._attention_call)}"
+    if attention.attn_dropout:
+        yield f"the model has attention dropout ({attention.attn_dropout})"
+    if not attention.is_causal:
+        yield "the model's attention is not causal"
+    yield from _obstacles_on(device, settings, attention.head_dim)
+
+
+def _obstacles_on(device: torch.device, settings: Settings, head_width: int) -> Iterator[str]:
+    """On a CPU there are none. On a GPU, torch's kernel for samples of various lengths is flash attention only."""
+    if device.type == "cpu":
+        return
+    if device.type != "cuda" or torch.version.hip is not None:
+        yield f"there is no kernel for samples of various lengths on {'hip' if torch.version.hip else device.type}"
+        return
+    if settings.dtype == "fp32":
+        yield "dtype is fp32, which flash attention on a GPU does not take"
+    # a prediction is made for cards that are not there
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < FLASH_ATTENTION_2:
+        yield f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no flash attention"
+    if head_width > WIDEST_HEAD:
+        yield f"heads are {head_width} wide, and flash attention takes {WIDEST_HEAD} at most"
+
+
+def _name(thing: Any) -> str:
+    """FSDP puts its own class in front of a module's."""
+    if hasattr(thing, "__name__"):
+        return str(thing.__name__)
+    return type(thing).__name__.removeprefix("FSDP")

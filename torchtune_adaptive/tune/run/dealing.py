@@ -1,0 +1,158 @@
+"""`adaptive.deal`: the samples of a step are dealt to the ranks by what they cost, so that none waits for the fullest.
+
+    read, weigh    this rank's share of a step, as the loader gives it    -> sizes travel, beside a running step
+    deal, send     the same deal on every rank                            -> samples travel, beside the next one
+    receive        what this rank runs
+
+Every step keeps the samples that stock would give it: they are read once, by the rank whose share they are, and only
+run elsewhere. The deal depends on lengths alone and on no limit, so a step that is repeated keeps its samples. What has
+been read ahead counts nowhere: a position is that of steps that were trained.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchtune.modules import TransformerDecoder
+
+from torchtune_adaptive.comm.collectives import explaining_failures
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.dealing import deal
+from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.data import Data
+from torchtune_adaptive.tune.parts.microbatch import Sample, length_of
+from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+
+READ_AHEAD = 2
+"""Steps that are on their way between the ranks."""
+
+Cost = Callable[[int], float]
+
+
+def dealer_of(
+    model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, data: Data, limit: Limit | None
+) -> Dealer | None:
+    """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
+    if adaptive.deal is False or limit is None or not limit.by_length or dist.get_world_size() == 1:
+        return None
+    obstacle = _obstacle(model, settings)
+    if obstacle is None:
+        return Dealer(data.dataset, cost_of(model))
+    if adaptive.deal:
+        raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
+    say(f"token budget · samples stay on the ranks that read them: {obstacle}")
+    return None
+
+
+def _obstacle(model: nn.Module, settings: Settings) -> str | None:
+    if settings.tensor_parallel_dim > 1:
+        return f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and ranks that share a model share samples"
+    if not isinstance(model, TransformerDecoder):
+        return "the model takes more than text, and images are too large to travel"
+    return None
+
+
+def cost_of(model: nn.Module) -> Cost:
+    """What a sample of so many tokens costs, in tokens: the products of the layers, and what attention adds to them."""
+    layer: Any = next(iter(model.layers))  # type: ignore[arg-type]
+    # a token meets each parameter once; and, on average, half of the tokens of its sample in two products
+    width = layer.attn.num_heads * layer.attn.head_dim
+    per_pair = width / sum(parameter.numel() for parameter in layer.parameters())
+    return lambda length: length * (1 + per_pair * length)
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """A step whose sizes travel."""
+
+    packets: list[bytes]
+    sizes: Tensor
+    """[ranks, samples, 3]: tokens, bytes and index of every sample."""
+    arrival: dist.Work
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """A step whose samples travel."""
+
+    received: Tensor
+    """Bytes of the samples for this rank, in the order of the ranks that have read them."""
+    packet_bytes: list[int]
+    indices: list[int]
+    arrival: dist.Work
+    sent: Tensor
+    """Kept until it has arrived."""
+
+
+class Dealer:
+    """Deals steps to the ranks of a group of its own, where its collectives cannot meet those of training."""
+
+    def __init__(self, dataset: NamedSamples, cost: Cost) -> None:
+        """Collective: creates a gloo group."""
+        self._dataset = dataset
+        self._cost = cost
+        self._group = dist.new_group(backend="gloo")
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+
+    def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+        """Collective: the steps of all ranks, each with as many samples on every one, dealt anew."""
+        weighed: _Weighed | None = None
+        sent: _Sent | None = None
+        for samples in _and_nothing(steps):
+            ready, sent = sent, None if weighed is None else self._send(weighed)
+            weighed = None if samples is None else self._weigh(samples)
+            if ready is not None:
+                yield self._receive(ready)
+
+    def _weigh(self, samples: Sequence[Sample]) -> _Weighed:
+        """Collective: begins to tell the other ranks about this rank's share."""
+        packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
+        indices = reversed(self._dataset.last(len(samples)))
+        sizes = torch.zeros(self._ranks, len(samples), 3, dtype=torch.int64)
+        rows = zip(map(length_of, samples), map(len, packets), indices, strict=True)
+        sizes[self._rank] = torch.tensor([*rows], dtype=torch.int64)
+        with explaining_failures("the exchange of sample lengths"):
+            return _Weighed(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
+
+    def _send(self, step: _Weighed) -> _Sent:
+        """Collective: deals, and begins to exchange the samples."""
+        with explaining_failures("the exchange of sample lengths"):
+            step.arrival.wait()
+        lengths, sizes, indices = (column.tolist() for column in step.sizes.flatten(0, 1).unbind(1))
+        rank_of = deal([self._cost(length) for length in lengths], self._ranks)
+        count, mine = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
+        own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]
+        outgoing = [b"".join(step.packets[at] for at, rank in own if rank == to) for to in range(self._ranks)]
+        incoming = [sum(sizes[at] for at in mine if at // count == source) for source in range(self._ranks)]
+        received = torch.empty(sum(incoming), dtype=torch.uint8)
+        sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
+        with explaining_failures("the exchange of samples"):
+            arrival = dist.all_to_all_single(
+                received, sent, incoming, [*map(len, outgoing)], group=self._group, async_op=True
+            )
+        return _Sent(received, [sizes[at] for at in mine], [indices[at] for at in mine], arrival, sent)
+
+    def _receive(self, step: _Sent) -> list[Sample]:
+        """Collective: the samples that this rank runs, in the order in which the epoch has them."""
+        with explaining_failures("the exchange of samples"):
+            step.arrival.wait()
+        self._dataset.remember(step.indices)
+        content = step.received.numpy().tobytes()
+        bounds = pairwise([0, *accumulate(step.packet_bytes)])
+        return [pickle.loads(content[start:end]) for start, end in bounds]
+
+
+def _and_nothing(steps: Iterable[list[Sample]]) -> Iterator[list[Sample] | None]:
+    """The steps, and so many times nothing that the last of them arrives."""
+    yield from steps
+    yield from [None] * READ_AHEAD
