@@ -73,6 +73,11 @@ class Governor:
         self._thrashed_before = False
         self._tolerated: set[int] = set()  # sizes that are best in spite of the retries
 
+    @classmethod
+    def of(cls, limit: Limit | Governor, *, regrow_after: int, stage: str) -> Governor:
+        """The one that is given, or one for the limit."""
+        return limit if isinstance(limit, Governor) else cls(limit, regrow_after=regrow_after, stage=stage)
+
     def allow(self, limit: Limit) -> None:
         """From now on: no more than this, and less where the run has come down to less."""
         self._allowed = limit

@@ -9,13 +9,13 @@ from typing import Protocol
 from torchtune_adaptive.limits.packing import Plan, longest_first, split_largest, tokens_of_joined
 
 
-class Fits(Protocol):
+class FitsJoined(Protocol):
     """What planning without padding asks of a limit."""
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool: ...
 
 
-def join_step(lengths: Sequence[int], limit: Fits) -> Plan:
+def join_step(lengths: Sequence[int], limit: FitsJoined) -> Plan:
     """Microbatches of about as many tokens, as few as the limit allows; what does not fit even alone is alone.
 
     Any samples may share one, so they are dealt: the longest first, each to the microbatch that is emptiest so far.
@@ -30,7 +30,7 @@ def join_step(lengths: Sequence[int], limit: Fits) -> Plan:
         microbatches = min(len(lengths), microbatches + max(1, microbatches // 64))
 
 
-def spread_joined(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -> Plan:
+def spread_joined(plan: Plan, lengths: Sequence[int], limit: FitsJoined, microbatches: int) -> Plan:
     """The same samples in so many microbatches, the last of which may be empty. `plan`, of `join_step`, has no more."""
     if len(plan) == microbatches:
         return plan
@@ -40,7 +40,7 @@ def spread_joined(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches:
     return split_largest(plan, microbatches, lambda rows: tokens_of_joined(rows, lengths))
 
 
-def _fewest(lengths: Sequence[int], limit: Fits) -> int:
+def _fewest(lengths: Sequence[int], limit: FitsJoined) -> int:
     """No fewer microbatches can be enough: as if each were full to its last token."""
     low, high = 1, sum(lengths)
     while low < high:
@@ -61,7 +61,7 @@ def _dealt(order: Sequence[int], lengths: Sequence[int], microbatches: int) -> P
     return tuple(tuple(parts[number]) for _, number in by_size)
 
 
-def _all_fit(plan: Plan, lengths: Sequence[int], limit: Fits) -> bool:
+def _all_fit(plan: Plan, lengths: Sequence[int], limit: FitsJoined) -> bool:
     """Whether each microbatch is within the limit, or one sample; their longest come first."""
     return all(
         len(rows) <= 1 or limit.fits(len(rows), lengths[rows[0]], tokens_of_joined(rows, lengths)) for rows in plan

@@ -14,7 +14,7 @@ from torchtune_adaptive.search.lengths import Profile, profile
 from torchtune_adaptive.search.probe import Prober, TrainingStep
 from torchtune_adaptive.search.rows import SearchResult, search
 
-Progress: TypeAlias = Callable[[int, Peak | None], object]
+OnProbe: TypeAlias = Callable[[int, Peak | None], object]
 """Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
 
 
@@ -27,7 +27,7 @@ def find_max_batch_size(
     max_rows: int | None = None,
     samples_per_step: int | None = None,
     expected_rows: int = 0,
-    progress: Progress | None = None,
+    progress: OnProbe | None = None,
 ) -> SearchResult:
     """Collective: the most rows that every step can train with on every rank, the same answer on all of them.
 
@@ -59,7 +59,7 @@ def profile_memory(
     memory: MemorySource | None = None,
     most_rows: int = MAX_ROWS,
     shorten: bool = False,
-    progress: Progress | None = None,
+    progress: OnProbe | None = None,
 ) -> Profile:
     """Collective: what microbatches of up to the steps' lengths need, over rows and length, the same on every rank.
 
@@ -96,7 +96,7 @@ def _probing(
     memory.reset_peak()
 
 
-def _measure(prober: Prober, progress: Progress | None, rows: int, length: int | None = None) -> Peak:
+def _measure(prober: Prober, progress: OnProbe | None, rows: int, length: int | None = None) -> Peak:
     """Collective: the agreed peak of a microbatch."""
     if progress is not None:
         progress(rows, None)

@@ -9,8 +9,9 @@ from typing import Generic, Literal, TypeAlias, TypeVar
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.memory.device import forget_frames, is_oom, release
 from torchtune_adaptive.step.reports import Totals
@@ -21,6 +22,13 @@ Pass: TypeAlias = Literal["microbatch", "drain"]
 AroundPass: TypeAlias = Callable[[Pass], AbstractContextManager[object]]
 
 
+def _check_recovery(models: Sequence[nn.Module]) -> None:
+    for reason in filter(None, map(why_recovery_is_off, models)):
+        raise RecoveryUnsupportedError(
+            f"a step of this model cannot be run again after running out of memory: {reason}", Remedy.NO_RECOVERY
+        )
+
+
 class PlanRunner(Generic[Sample]):
     """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
 
@@ -28,16 +36,18 @@ class PlanRunner(Generic[Sample]):
         self,
         models: Sequence[nn.Module],
         forward_backward: Callable[[Sequence[Sample]], Totals],
-        ledger: CollectiveLedger,
+        ledger: CollectiveLedger | None,
         *,
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None,
         recover: bool,
         stage: str = "",
     ) -> None:
+        if recover:
+            _check_recovery(models)
         self.around_pass: AroundPass = lambda _: nullcontext()
         self._forward_backward = forward_backward
-        self._ledger = ledger
+        self.ledger = CollectiveLedger(*(models if recover else ())) if ledger is None else ledger
         self._models = models
         self._stand_in = stand_in
         self._filler = filler
@@ -47,7 +57,7 @@ class PlanRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
         totals: Totals | None = None
-        self._ledger.begin_step(len(plan), self._stage)
+        self.ledger.begin_step(len(plan), self._stage)
         for number, rows in enumerate(plan):
             before = totals
             totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
@@ -60,7 +70,7 @@ class PlanRunner(Generic[Sample]):
 
     def discard(self) -> None:
         """Drops all gradients of the step, finished or not: they were None when it began."""
-        self._ledger.reset()
+        self.ledger.reset()
         for parameter in (each for model in self._models for each in model.parameters()):
             parameter.grad = None
 
@@ -76,10 +86,10 @@ class PlanRunner(Generic[Sample]):
     def _run_microbatch(self, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
         try:
-            self._ledger.begin_microbatch()
+            self.ledger.begin_microbatch()
             with self.around_pass("microbatch"):
                 totals = self._forward_backward(samples)
-            self._ledger.end_microbatch()
+            self.ledger.end_microbatch()
             return totals if before is None else before.plus(totals)
         except Exception as error:
             if not (self._recover and is_oom(error)):
@@ -93,13 +103,13 @@ class PlanRunner(Generic[Sample]):
         # only one that gets nowhere is the end.
         stuck_at = -1
         while not self._try_to_drain(sample):
-            if self._ledger.position == stuck_at:
+            if self.ledger.position == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with nothing but its shard of the training state "
                     "allocated, so it cannot even finish the collectives that its peers wait for; train on "
                     "more ranks"
                 )
-            stuck_at = self._ledger.position
+            stuck_at = self.ledger.position
 
     def _try_to_drain(self, sample: Sample) -> bool:
         """Collective: frees everything, then drains; False if that ran out of memory too."""
@@ -108,7 +118,7 @@ class PlanRunner(Generic[Sample]):
             self.discard()
             release()
             with self.around_pass("drain"):
-                self._ledger.drain(lambda: self._forward_backward([self._stand_in(sample)]))
+                self.ledger.drain(lambda: self._forward_backward([self._stand_in(sample)]))
             return True
         except Exception as error:
             if not is_oom(error):

@@ -15,9 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
-from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
@@ -41,13 +40,6 @@ class Attempt(NamedTuple):
     """None where some rank ran out of memory: there are no gradients then."""
     failed_ranks: tuple[int, ...]
     asked_to_stop: bool = False
-
-
-def _check_recovery(models: Sequence[nn.Module]) -> None:
-    for reason in filter(None, map(why_recovery_is_off, models)):
-        raise RecoveryUnsupportedError(
-            f"a step of this model cannot be run again after running out of memory: {reason}", Remedy.NO_RECOVERY
-        )
 
 
 class StepRunner(Generic[Sample]):
@@ -98,9 +90,6 @@ class StepRunner(Generic[Sample]):
         asked_to_stop: Callable[[], bool] = bool,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
-        models = (model, *frozen)
-        if recover:
-            _check_recovery(models)
         self.model = model
         self.length_of = length_of
         self.stand_in = stand_in
@@ -111,14 +100,13 @@ class StepRunner(Generic[Sample]):
         self._asked_to_stop = asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
-        self._ledger = CollectiveLedger(*(models if recover else ())) if ledger is None else ledger
+        models = (model, *frozen)
         self._plans = PlanRunner(
-            models, forward_backward, self._ledger, stand_in=stand_in, filler=filler, recover=recover, stage=stage
+            models, forward_backward, ledger, stand_in=stand_in, filler=filler, recover=recover, stage=stage
         )
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement, padded=padded)
-        governor = limit if isinstance(limit, Governor) else Governor(limit, regrow_after=regrow_after, stage=stage)
-        self._governor = governor
+        self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge()
 
     @property
@@ -133,7 +121,7 @@ class StepRunner(Generic[Sample]):
     @property
     def position(self) -> int:
         """How many of FSDP's collectives this rank has issued since its step began; alike on all ranks at the end."""
-        return self._ledger.position
+        return self._plans.ledger.position
 
     @property
     def around_pass(self) -> AroundPass:
@@ -164,7 +152,7 @@ class StepRunner(Generic[Sample]):
 
     def close(self) -> None:
         """Puts FSDP's own collectives back. What is left for the process is to end."""
-        self._ledger.close()
+        self._plans.ledger.close()
         let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
@@ -264,7 +252,7 @@ class StepRunner(Generic[Sample]):
             rows=size.rows,
             length=size.length,
             joined_tokens=size.tokens or 0,
-            position=self._ledger.position,
+            position=self._plans.ledger.position,
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,

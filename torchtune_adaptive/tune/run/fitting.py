@@ -46,7 +46,7 @@ from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer", SearchResult, Profile)
+Result = TypeVar("Result", SearchResult, Profile)
 
 CUDA_BUDGET_GRAIN = 2**28
 """Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
@@ -88,17 +88,17 @@ class FitRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measuring(Generic[Answer]):
+class Measuring(Generic[Result]):
     """One kind of search: how it measures, and how its answer is shown."""
 
-    kind: type[Answer]
-    measure: Callable[[], Answer]
+    kind: type[Result]
+    measure: Callable[[], Result]
     """Collective: searches, or profiles."""
     options: Mapping[str, object]
     """What the answer depends on, besides config and memory."""
-    table: Callable[[Answer], str]
-    draw: Callable[[Path, Answer], Path | None]
-    event: Callable[[Answer], Event]
+    table: Callable[[Result], str]
+    draw: Callable[[Path, Result], Path | None]
+    event: Callable[[Result], Event]
 
 
 def rows_that_fit(request: FitRequest) -> int | None:
@@ -166,7 +166,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     return _measured(request, memory, step.length, search)
 
 
-def _measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Answer]) -> Answer:
+def _measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Result]) -> Result:
     """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
     directory = Path(request.settings.output_dir)
     fingerprint = _fingerprint(request.cfg, length, memory, search.options)
@@ -196,9 +196,9 @@ def training_step(
     )
 
 
-def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answer]) -> Answer | None:
+def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Result]) -> Result | None:
     """Collective: what rank 0 finds in its record, on every rank."""
-    found: list[Answer | None] = [None]
+    found: list[Result | None] = [None]
     if dist.get_rank() == 0:
         try:
             found = [read_search(directory, fingerprint, kind)]
