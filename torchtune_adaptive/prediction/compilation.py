@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -28,12 +29,12 @@ KNOWN_VERSIONS = ((2, 11), (2, 12), (2, 13))
 
 
 @contextmanager
-def without_kernels(*, as_on_gpu: bool) -> Iterator[None]:
-    """While open, what torch.compile compiles only allocates and frees.
+def without_kernels(device: torch.device, *, as_on_gpu: bool) -> Iterator[None]:
+    """While open, what torch.compile compiles only allocates, on this device, and frees.
 
     Dynamo forgets what it has compiled before and after, and no cache on disk is read or written.
     """
-    replaced = _replacements(as_on_gpu=as_on_gpu)
+    replaced = _replacements(device, as_on_gpu=as_on_gpu)
     _check_known(torch.__version__, replaced)
     torch._dynamo.reset()
     try:
@@ -56,11 +57,11 @@ def without_kernels(*, as_on_gpu: bool) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _replacements(*, as_on_gpu: bool) -> list[tuple[Any, str, Any]]:
+def _replacements(device: torch.device, *, as_on_gpu: bool) -> list[tuple[Any, str, Any]]:
     guards = torch._C._dynamo.guards
     replaced: list[tuple[Any, str, Any]] = [
         (async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
-        (guards, "_empty_strided_cpu", _empty_strided),
+        (guards, "_empty_strided_cpu", partial(_empty_strided, device)),
         (guards, "_reinterpret_tensor", _reinterpret_tensor),
         # Inductor asks a C++ compiler what it can do, also for kernels that nobody compiles
         (cpu_vec_isa, "valid_vec_isa_list", list),
@@ -96,9 +97,9 @@ def _no_kernel(*_: Any, **__: Any) -> _NoKernel:
     return _NoKernel()
 
 
-def _empty_strided(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
+def _empty_strided(device: torch.device, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Inductor's own goes past the dispatcher, where no mode sees it."""
-    return torch.empty_strided(size, stride, dtype=dtype)
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 def _reinterpret_tensor(tensor: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:

@@ -17,6 +17,7 @@ from torchtune_adaptive.errors import PredictionError
 from torchtune_adaptive.prediction.compilation import KNOWN_VERSIONS, without_kernels
 from torchtune_adaptive.prediction.recorder import Recorder
 
+CPU = torch.device("cpu")
 ROWS, TOKENS, WIDTH = 3, 80, 64
 
 
@@ -72,7 +73,7 @@ def measured(*, frozen: bool) -> tuple[int, int, int]:
 
 
 def predicted(*, frozen: bool, as_on_gpu: bool = False) -> tuple[int, int, int]:
-    with without_kernels(as_on_gpu=as_on_gpu), FakeTensorMode():
+    with without_kernels(CPU, as_on_gpu=as_on_gpu), FakeTensorMode():
         layer, x = warm_layer(frozen=frozen)
         gradient = torch.ones_like(x)
         with Recorder({}) as recorder:
@@ -106,7 +107,7 @@ def test_a_gpu_computes_again_what_a_cpu_keeps() -> None:
             return gate.sum(0) + gate.sum(1)
 
     def peak(*, as_on_gpu: bool) -> int:
-        with without_kernels(as_on_gpu=as_on_gpu), FakeTensorMode(), torch.no_grad():
+        with without_kernels(CPU, as_on_gpu=as_on_gpu), FakeTensorMode(), torch.no_grad():
             module, x = Gated(), torch.empty(64, 64)
             module.compile()
             with Recorder({}) as recorder:
@@ -120,13 +121,13 @@ def test_a_gpu_computes_again_what_a_cpu_keeps() -> None:
 def test_a_torch_that_is_not_known_is_refused(version: str) -> None:
     message = rf"insides of torch 2.11, 2.12, 2.13, and this is {version.replace('+', '.')}; measure on the device"
     with mock.patch.object(torch, "__version__", version), pytest.raises(PredictionError, match=message):
-        without_kernels(as_on_gpu=True).__enter__()
+        without_kernels(CPU, as_on_gpu=True).__enter__()
 
 
 def test_a_name_that_torch_no_longer_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
     with pytest.raises(PredictionError, match="lacks _empty_strided_cpu"):
-        without_kernels(as_on_gpu=True).__enter__()
+        without_kernels(CPU, as_on_gpu=True).__enter__()
 
 
 def test_the_torch_that_is_installed_is_known() -> None:
@@ -134,7 +135,7 @@ def test_the_torch_that_is_installed_is_known() -> None:
 
 
 def of_three_sizes(function: Callable[[Tensor], Tensor]) -> None:
-    with without_kernels(as_on_gpu=True), torch._dynamo.config.patch(recompile_limit=1), FakeTensorMode():
+    with without_kernels(CPU, as_on_gpu=True), torch._dynamo.config.patch(recompile_limit=1), FakeTensorMode():
         for size in (2, 3, 4):
             function(torch.empty(size))
 

@@ -35,7 +35,13 @@ from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, stand_in
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
-from torchtune_adaptive.tune.plan.shims import apart_from_host, quantizing_at_once, rank_0_of, working_on_fakes
+from torchtune_adaptive.tune.plan.shims import (
+    apart_from_host,
+    fake_tables,
+    quantizing_at_once,
+    rank_0_of,
+    working_on_fakes,
+)
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
 
@@ -137,7 +143,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         if on_gpu(settings):
             stack.enter_context(cuda_kernels())
         if settings.compile:
-            stack.enter_context(without_kernels(as_on_gpu=on_gpu(settings)))
+            stack.enter_context(without_kernels(_device_of(settings), as_on_gpu=on_gpu(settings)))
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
         # without a dimension for tensor parallelism, which would be a group of one for each rank
@@ -185,18 +191,25 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
+def _device_of(settings: Settings) -> torch.device:
+    """What stands for the device: another than the host where some tensors are offloaded to that."""
+    return UPLOAD if settings.fsdp_cpu_offload else HOST
+
+
 def _build(
     cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
 ) -> FakeStep:
     """In the recipes' order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
-    device = UPLOAD if settings.fsdp_cpu_offload else HOST
+    device = _device_of(settings)
     with fakes, device_stand_in:
         checkpoint = _made_up_checkpoint(cfg, settings)
         model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
+    if settings.compile:
+        fake_tables(model, fakes)
     tokenizer = SimpleNamespace(pad_id=0)
     collate = stacked if is_packed(cfg) else build_collate(settings, tokenizer, loss_fn, packed=False)
     return FakeStep(

@@ -14,8 +14,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torchao.dtypes.nf4tensor import NF4Tensor
@@ -70,6 +71,18 @@ def quantizing_at_once() -> Iterator[None]:
     """While open, weights in NF4 are not looked up a million at a time: without data only their number counts."""
     with mock.patch.object(NF4Tensor, "convert_to_norm_float_weight", staticmethod(_pairs_of_weights)):
         yield
+
+
+def fake_tables(model: nn.Module, fakes: FakeTensorMode) -> None:
+    """Makes fakes of what has data inside of weights in NF4, their table of values: Dynamo mixes it with none."""
+    for parameter in model.parameters():
+        weight = parameter._local_tensor if isinstance(parameter, DTensor) else parameter  # `to_local` gives a copy
+        if not isinstance(weight, NF4Tensor):
+            continue
+        for name in weight.__tensor_flatten__()[0]:
+            inner = getattr(weight, name)
+            if not isinstance(inner, FakeTensor):
+                setattr(weight, name, fakes.from_tensor(inner))
 
 
 def _pairs_of_weights(weight: Tensor, *_: Any) -> Tensor:
