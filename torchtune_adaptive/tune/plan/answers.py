@@ -105,6 +105,7 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
         count_of(plan.world_size, "rank"),
         *(["compiled"] if cfg.get("compile") else []),
         *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
+        *(["activation offloading"] if cfg.get("enable_activation_offloading") else []),
         f"{answer.tokens} tokens",
         f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",
     ]
@@ -197,8 +198,6 @@ def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
     if step.settings.fsdp_cpu_offload:
         host = format_bytes(step.host_bytes)
         notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
-    if cfg.get("enable_activation_offloading"):
-        notes.append("enable_activation_offloading is predicted as if False, an upper bound")
     if is_packed(cfg):
         notes.append("the block masks of packed rows are not counted (some MiB)")
     if step.on_gpu and step.settings.dtype == "fp32":

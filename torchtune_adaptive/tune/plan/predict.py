@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +38,7 @@ from torchtune_adaptive.tune.parts.optimization import Optimization, build_optim
 from torchtune_adaptive.tune.plan.shims import (
     apart_from_host,
     fake_tables,
+    offloading_activations,
     quantizing_at_once,
     rank_0_of,
     working_on_fakes,
@@ -144,6 +145,8 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
             stack.enter_context(cuda_kernels())
         if settings.compile:
             stack.enter_context(without_kernels(_device_of(settings), as_on_gpu=on_gpu(settings)))
+        if settings.enable_activation_offloading:
+            stack.enter_context(offloading_activations())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
         # without a dimension for tensor parallelism, which would be a group of one for each rank
@@ -154,7 +157,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
 
 
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
-    """Settings as they can be traced: without offloading activations, which can only need less on the device."""
+    """Settings of the recipe that this config is for, if its step can be traced."""
     lora = None
     if is_lora(cfg):
         settings, lora = read_lora_settings(cfg)
@@ -166,7 +169,7 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     ):
         if value != allowed:
             raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
-    return replace(settings, enable_activation_offloading=False), lora
+    return settings, lora
 
 
 def on_gpu(settings: Settings) -> bool:

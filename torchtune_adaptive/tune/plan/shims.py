@@ -9,6 +9,7 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,9 +20,11 @@ from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import _disable_current_modes
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.training import _activation_offloading
 
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.tune.parts import process_group
@@ -64,6 +67,51 @@ def apart_from_host(device: torch.device) -> Iterator[None]:
     """While open, FSDP computes on `device` and keeps what it offloads on the CPU, which otherwise is both."""
     with computing_on(device), mock.patch.object(training.precision, "verify_bf16_support", return_value=True):
         yield
+
+
+@contextmanager
+def offloading_activations() -> Iterator[None]:
+    """While open, torchtune's own code offloads the activations of fakes: to nowhere, on streams of the CPU."""
+    with (
+        mock.patch.object(_activation_offloading, "torch", _TorchOfOffloading()),
+        # about the memory of this host, which has no part in it
+        mock.patch.object(_activation_offloading, "warn"),
+        # the caching allocator counts what another stream still uses as freed
+        mock.patch.object(Tensor, "record_stream", _nothing),
+    ):
+        yield
+
+
+class _TorchOfOffloading:
+    """torch, but for the few names that need a GPU."""
+
+    cuda = SimpleNamespace(default_stream=torch.cpu.current_stream, Stream=torch.cpu.Stream, stream=torch.cpu.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty_like(self, activation: Tensor, **_: Any) -> _Offloaded:
+        return _Offloaded(activation)
+
+
+class _Offloaded:
+    """What is left of an activation while it is on the host."""
+
+    def __init__(self, activation: Tensor) -> None:
+        self._device = activation.device
+        with _disable_current_modes():
+            self._like = torch.empty_like(activation, device="cpu")
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        """The activation on the device again."""
+        return torch.empty_like(self._like, device=self._device)
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 @contextmanager
