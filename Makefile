@@ -7,7 +7,7 @@ PEERS := $(VENV)/ready-to-bench
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-gpu lint faults soak crash bench bench-gpu clean
+.PHONY: demo test test-gpu published lint faults soak crash bench bench-gpu clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -19,6 +19,10 @@ test: $(READY)
 # one GPU, under 8 minutes
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
+
+# predictions beside published figures, in about five minutes; `make test` asks for one of them
+published: $(READY)
+	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/recipes/test_published.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

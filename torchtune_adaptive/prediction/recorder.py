@@ -58,6 +58,11 @@ class Recorder(MemoryMeter):
         self._of_block = array("q")
         self._bytes_change = array("q")
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: without it torch.compile silently leaves eager whatever runs under a mode."""
+        return True
+
     @property
     def events(self) -> int:
         return len(self._of_block)

@@ -51,6 +51,11 @@ class DeviceStandIn(TorchDispatchMode):
         self._unshared: tuple[int, int, int] | None = None
         self._calibrating = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """True: without it torch.compile silently leaves eager whatever runs under a mode."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

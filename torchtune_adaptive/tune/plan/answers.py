@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, PredictionError
@@ -31,6 +32,8 @@ TRACED_ROWS = (2, 3)
 LONGEST_TRACED = 2048
 TRACED_MULTIPLE = 128
 """Kernels round lengths up to this; lengths between are rounded by less than the check allows."""
+COMPILED_ROWS = 8
+"""Before it is known how many fit: what is compiled for many tokens keeps and orders things as for more of them."""
 CHECKED_TOKENS = 2**22
 """Tokens and labels are the one thing of a traced step that is there with its data."""
 TOLERANCE = 0.005
@@ -58,12 +61,29 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Prediction:
     with fake_step(cfg, plan.world_size) as step:
         longest = _longest(step, given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
-        law = law_of(step, traced)
         rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, step.settings.samples_per_step)
-        answers = [Answer(law, tokens, have, rungs) for tokens in wanted]
-        error = _check(step, law, answers[0])
-        traced()
+        first, error = _checked(step, lambda law: Answer(law, wanted[0], have, rungs), wanted[0], traced)
+        answers = [first, *map(first.at, wanted[1:])]
         return Prediction(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
+
+
+def _checked(
+    step: FakeStep, answer_by: Callable[[MemoryLaw], Answer], tokens: int, traced: Traced
+) -> tuple[Answer, float]:
+    """An answer, and how far it is from the step itself."""
+    answer = answer_by(law_of(step, tokens, traced))
+    error = _error(step, answer)
+    traced()
+    if abs(error) > TOLERANCE and step.settings.compile:  # the program is another for as few rows, or as many
+        answer = answer_by(law_of(step, tokens, traced, rows=_checked_rows(answer)))
+        error = _error(step, answer)
+    if abs(error) > TOLERANCE:
+        raise PredictionError(
+            f"the prediction for {_checked_rows(answer)} rows of {tokens} tokens is {100 * error:+.1f} % off what that "
+            f"step allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the device "
+            "instead, with use_maximum_batch_size: True"
+        )
+    return answer, error
 
 
 def traces() -> int:
@@ -83,7 +103,9 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
         str(cfg.model.get("_component_")).rpartition(".")[2],
         "lora" if is_lora(cfg) else "full",
         count_of(plan.world_size, "rank"),
+        *(["compiled"] if cfg.get("compile") else []),
         *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
+        *(["activation offloading"] if cfg.get("enable_activation_offloading") else []),
         f"{answer.tokens} tokens",
         f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",
     ]
@@ -100,8 +122,13 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) ->
     return f"tune run {launcher} {recipe} --config {config_name} batch_size={rows}"
 
 
-def law_of(step: FakeStep, traced: Traced) -> MemoryLaw:
-    """What the step allocates for any rows and tokens; `traced` is called after each of its four traces, or six."""
+def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS) -> MemoryLaw:
+    """What the step allocates for any size; `traced` is called after each of its four traces, or six.
+
+    What is compiled is compiled for so many rows and tokens.
+    """
+    if step.settings.compile:
+        step.compile_for(rows, tokens)
     multiple = getattr(step.loss_fn, "num_output_chunks", 1)
     longest = _traced_length(step, multiple)
     recordings = {}
@@ -138,19 +165,18 @@ def _longest(step: FakeStep, given: Lengths | None) -> int:
     return allowed
 
 
-def _check(step: FakeStep, law: MemoryLaw, answer: Answer) -> float:
-    """How far the law is from the step itself, at the answer, or at as many rows as can be traced."""
-    rows = max(2, min(answer.most_rows, CHECKED_TOKENS // answer.tokens))
+def _checked_rows(answer: Answer) -> int:
+    """What fits, or as many rows as can be traced."""
+    return max(2, min(answer.most_rows, CHECKED_TOKENS // answer.tokens))
+
+
+def _error(step: FakeStep, answer: Answer) -> float:
+    """How far an answer is from the step itself, which is compiled anew for just this size."""
+    rows = _checked_rows(answer)
+    torch.compiler.reset()
     recording = step.record(rows, answer.tokens)
-    direct = peak_of(recording.phases, sizes_of(recording), caches=law.caches).peak_bytes or 0
-    error = (law.peak(rows, answer.tokens).peak_bytes or 0) / direct - 1
-    if abs(error) > TOLERANCE:
-        raise PredictionError(
-            f"the prediction for {rows} rows of {answer.tokens} tokens is {100 * error:+.1f} % off what that step "
-            f"allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the device instead, "
-            "with use_maximum_batch_size: True"
-        )
-    return error
+    direct = peak_of(recording.phases, sizes_of(recording), caches=step.on_gpu).peak_bytes or 0
+    return (answer.peak(rows).peak_bytes or 0) / direct - 1
 
 
 def _notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
@@ -174,10 +200,6 @@ def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
     if step.settings.fsdp_cpu_offload:
         host = format_bytes(step.host_bytes)
         notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
-    if cfg.get("compile"):
-        notes.append("compile is predicted as if False, an upper bound (compiled steps need 5-20 % less)")
-    if cfg.get("enable_activation_offloading"):
-        notes.append("enable_activation_offloading is predicted as if False, an upper bound")
     if is_packed(cfg):
         notes.append("the block masks of packed rows are not counted (some MiB)")
     if step.on_gpu and step.settings.dtype == "fp32":

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -26,6 +26,7 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.phases import measuring_phases
+from torchtune_adaptive.prediction.compilation import without_kernels
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
 from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
 from torchtune_adaptive.step.runner import Totals
@@ -40,7 +41,9 @@ from torchtune_adaptive.tune.parts.unpadded.documents import joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.shims import (
     apart_from_host,
+    fake_tables,
     joined_as_on_a_gpu,
+    offloading_activations,
     quantizing_at_once,
     rank_0_of,
     working_on_fakes,
@@ -98,15 +101,31 @@ class FakeStep:
     def run_microbatches(self, rows: int, tokens: int) -> int:
         """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
         sample: Sample = {"tokens": [0] * tokens, "labels": [0] * tokens, "input_pos": [0] * tokens}
-        accumulates = self.settings.gradient_accumulation_steps > 1
-        microbatches = [[stand_in(sample)]] * accumulates + [[sample] * rows]
-        return sum(self.forward_backward(microbatch).target_tokens for microbatch in microbatches)
+        target_tokens = 0
+        if self.settings.gradient_accumulation_steps > 1:
+            # eager where all else is compiled: a program of its own for this size would take longer than all others
+            with torch.compiler.set_stance("force_eager"):
+                target_tokens = self.forward_backward([stand_in(sample)]).target_tokens
+        return target_tokens + self.forward_backward([sample] * rows).target_tokens
 
     def run_first_step(self) -> None:
         """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
-        with self.fakes, self.device_stand_in:
+        with self.fakes, self.device_stand_in, torch.compiler.set_stance("force_eager"):
             self.device_stand_in.calibrate()
-            self.optimization.update(self.run_microbatches(rows=1, tokens=16))
+            self._step(rows=1, tokens=16)
+
+    def compile_for(self, rows: int, tokens: int) -> None:
+        """Compiles anew, for any size, but as is best for this one: the order in which gradients are computed, say.
+
+        Dynamo makes sizes variable where it meets a second one; the first is small, and other in both.
+        """
+        torch.compiler.reset()
+        with self.fakes, self.device_stand_in:
+            self._step(rows + 1, tokens=16)
+            self._step(rows, tokens)
+
+    def _step(self, rows: int, tokens: int) -> None:
+        self.optimization.update(self.run_microbatches(rows, tokens))
 
 
 class _Clock:
@@ -133,6 +152,10 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         if on_gpu(settings):
             stack.enter_context(cuda_kernels())
             stack.enter_context(joined_as_on_a_gpu())
+        if settings.compile:
+            stack.enter_context(without_kernels(_device_of(settings), as_on_gpu=on_gpu(settings)))
+        if settings.enable_activation_offloading:
+            stack.enter_context(offloading_activations())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
         # without a dimension for tensor parallelism, which would be a group of one for each rank
@@ -143,7 +166,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
 
 
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
-    """Settings as they can be traced: eager and without offloading, both of which can only need less on the device."""
+    """Settings of the recipe that this config is for, if its step can be traced."""
     lora = None
     if is_lora(cfg):
         settings, lora = read_lora_settings(cfg)
@@ -155,7 +178,7 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     ):
         if value != allowed:
             raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
-    return replace(settings, compile=False, enable_activation_offloading=False), lora
+    return settings, lora
 
 
 def on_gpu(settings: Settings) -> bool:
@@ -180,18 +203,25 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
+def _device_of(settings: Settings) -> torch.device:
+    """What stands for the device: another than the host where some tensors are offloaded to that."""
+    return UPLOAD if settings.fsdp_cpu_offload else HOST
+
+
 def _build(
     cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
 ) -> FakeStep:
     """In the recipes' order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
-    device = UPLOAD if settings.fsdp_cpu_offload else HOST
+    device = _device_of(settings)
     with fakes, device_stand_in:
         checkpoint = _made_up_checkpoint(cfg, settings)
         model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
+    if settings.compile:
+        fake_tables(model, fakes)
     collate, padded = _collate(cfg, settings, model, loss_fn)
     return FakeStep(
         settings=settings,

@@ -24,7 +24,7 @@ def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: i
     if not config.get("optimizer_in_bwd"):
         config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
     with fake_step(config, world_size) as step:
-        law = law_of(step, traced=lambda: None)
+        law = law_of(step, tokens, traced=lambda: None)
     return Answer(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
 
 

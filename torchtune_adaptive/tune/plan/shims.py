@@ -9,18 +9,22 @@ import gc
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import _disable_current_modes
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
+from torchtune.training import _activation_offloading
 
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.tune.parts import process_group
@@ -74,10 +78,67 @@ def apart_from_host(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def offloading_activations() -> Iterator[None]:
+    """While open, torchtune's own code offloads the activations of fakes: to nowhere, on streams of the CPU."""
+    with (
+        mock.patch.object(_activation_offloading, "torch", _TorchOfOffloading()),
+        # about the memory of this host, which has no part in it
+        mock.patch.object(_activation_offloading, "warn"),
+        # the caching allocator counts what another stream still uses as freed
+        mock.patch.object(Tensor, "record_stream", _nothing),
+    ):
+        yield
+
+
+class _TorchOfOffloading:
+    """torch, but for the few names that need a GPU."""
+
+    cuda = SimpleNamespace(default_stream=torch.cpu.current_stream, Stream=torch.cpu.Stream, stream=torch.cpu.stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def empty_like(self, activation: Tensor, **_: Any) -> _Offloaded:
+        return _Offloaded(activation)
+
+
+class _Offloaded:
+    """What is left of an activation while it is on the host."""
+
+    def __init__(self, activation: Tensor) -> None:
+        self._device = activation.device
+        with _disable_current_modes():
+            self._like = torch.empty_like(activation, device="cpu")
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        """The activation on the device again."""
+        return torch.empty_like(self._like, device=self._device)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+@contextmanager
 def quantizing_at_once() -> Iterator[None]:
     """While open, weights in NF4 are not looked up a million at a time: without data only their number counts."""
     with mock.patch.object(NF4Tensor, "convert_to_norm_float_weight", staticmethod(_pairs_of_weights)):
         yield
+
+
+def fake_tables(model: nn.Module, fakes: FakeTensorMode) -> None:
+    """Makes fakes of what has data inside of weights in NF4, their table of values: Dynamo mixes it with none."""
+    for parameter in model.parameters():
+        weight = parameter._local_tensor if isinstance(parameter, DTensor) else parameter  # `to_local` gives a copy
+        if not isinstance(weight, NF4Tensor):
+            continue
+        for name in weight.__tensor_flatten__()[0]:
+            inner = getattr(weight, name)
+            if not isinstance(inner, FakeTensor):
+                setattr(weight, name, fakes.from_tensor(inner))
 
 
 def _pairs_of_weights(weight: Tensor, *_: Any) -> Tensor:

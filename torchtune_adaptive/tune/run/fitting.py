@@ -31,7 +31,7 @@ from torchtune_adaptive.record.tables import (
     search_table,
     write_search,
 )
-from torchtune_adaptive.search.find import Progress, find_max_batch_size, profile_memory
+from torchtune_adaptive.search.find import OnProbe, find_max_batch_size, profile_memory
 from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
@@ -228,7 +228,7 @@ def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Ma
 
 
 @contextmanager
-def _progress_bar() -> Iterator[Progress]:
+def _progress_bar() -> Iterator[OnProbe]:
     with tqdm(desc="batch search", unit=" probes", disable=dist.get_rank() != 0, leave=False) as bar:
 
         def progress(rows: int, measured: Peak | None) -> None:
