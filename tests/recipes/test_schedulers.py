@@ -74,8 +74,9 @@ def test_bash_and_shellcheck_find_nothing_wrong(tmp_path: Path) -> None:
     script.write_text(f"#!/bin/sh\n{kubernetes_script()}")
     for path in (EXAMPLES / "slurm.sbatch", script):
         subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
-        if checker := shutil.which("shellcheck", path=os.pathsep.join([SCRIPTS, os.environ["PATH"]])):
-            subprocess.run([checker, str(path)], check=True, timeout=60)
+        checker = shutil.which("shellcheck", path=os.pathsep.join([SCRIPTS, os.environ["PATH"]]))
+        assert checker is not None, "it comes with the extra dev"
+        subprocess.run([checker, str(path)], check=True, timeout=60)
 
 
 @pytest.mark.parametrize(
