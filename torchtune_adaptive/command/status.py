@@ -85,7 +85,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
             yield f"passed over: {each.path} {each.fault}"
     if left.run is not None and left.run.ended == run_file.STOPPED:
         yield f"last time: {left.run.message}"
-    if condition is not Condition.FINISHED:
+    if condition is not Condition.FINISHED and (left.run or left.found):
         yield f"goes on with: {_command(left.run)}"
 
 

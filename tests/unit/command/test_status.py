@@ -95,6 +95,7 @@ def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pyte
     code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
     assert code == BROKEN
     assert "no run has left anything in" in told
+    assert "goes on with" not in told
 
 
 def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(

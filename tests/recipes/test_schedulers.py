@@ -1,0 +1,148 @@
+"""The example of each scheduler, with a scheduler and commands that are not real, and one with real training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from omegaconf import OmegaConf
+
+from tests.ranks import PATIENCE
+from tests.recipes.running import COMMAND_MARK, OURS, demo_config, end_marked, environment, saved_weights
+from tests.recipes.signalled import live_on_ranks
+from tests.recipes.test_signals import EPOCHS, RUN
+from torchtune_adaptive.record.events import STEPS_FILE
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = str(Path(sys.executable).parent)
+FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
+
+
+def write_command(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def kubernetes_script() -> str:
+    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
+    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    [container] = pod["containers"]
+    grace = int(next(each["value"] for each in container["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
+    assert grace < pod["terminationGracePeriodSeconds"]
+    [script] = container["args"]
+    return str(script)
+
+
+@contextmanager
+def started(command: list[str], commands: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """With these commands in front of all others."""
+    mark, path = (
+        uuid.uuid4().hex,
+        f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    )
+    process = subprocess.Popen(command, env={**environment(), **variables, "PATH": path, COMMAND_MARK: mark})
+    try:
+        yield process
+    finally:
+        end_marked(COMMAND_MARK, mark)
+        process.wait(20 * PATIENCE)
+
+
+def wait_for(path: Path, lines: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s * PATIENCE
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline, f"{path} has not come to {lines} lines"
+        time.sleep(0.05)
+
+
+def test_bash_and_shellcheck_find_nothing_wrong(tmp_path: Path) -> None:
+    script = tmp_path / "pod.sh"
+    script.write_text(f"#!/bin/sh\n{kubernetes_script()}")
+    for path in (EXAMPLES / "slurm.sbatch", script):
+        subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+        checker = shutil.which("shellcheck", path=os.pathsep.join([SCRIPTS, os.environ["PATH"]]))
+        assert checker is not None, "it comes with the extra dev"
+        subprocess.run([checker, str(path)], check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_asked", "code", "requeued"),
+    [
+        (CAN_GO_ON, True, 0, True),
+        (CAN_GO_ON, False, 1, False),
+        (FINISHED, True, 0, False),
+        (BROKEN, True, 1, False),
+    ],
+)
+def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
+    status: int, is_asked: bool, code: int, requeued: bool, tmp_path: Path
+) -> None:
+    commands = tmp_path / "commands"
+    write_command(commands, "srun", 'exec "$@"')
+    write_command(commands, "tune", TRAINS.format(tmp_path) if is_asked else "exit 1")
+    write_command(commands, "tune-adaptive", f"exit {status}")
+    write_command(commands, "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
+    script = ["bash", str(EXAMPLES / "slurm.sbatch"), str(tmp_path / "out"), "recipe"]
+    with started(script, commands, SLURM_JOB_ID="17") as job:
+        if is_asked:
+            wait_for(tmp_path / "log", 1, timeout_s=20)
+            job.send_signal(signal.SIGUSR1)
+        assert job.wait(20 * PATIENCE) == code
+    if is_asked:
+        assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+    told = tmp_path / "scontrol"
+    assert (told.read_text() if told.exists() else "") == "requeue 17\n" * requeued
+
+
+@pytest.mark.parametrize(("status", "code"), [(CAN_GO_ON, 138), (FINISHED, 0), (BROKEN, 1)])
+def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, code: int, tmp_path: Path) -> None:
+    commands = tmp_path / "commands"
+    write_command(commands, "tune", TRAINS.format(tmp_path))
+    write_command(commands, "tune-adaptive", f'[ "$2" = {tmp_path}/out ] && exit {status}')
+    with started(["sh", "-c", kubernetes_script()], commands, OUTPUT_DIR=str(tmp_path / "out")) as pod:
+        wait_for(tmp_path / "log", 1, timeout_s=20)
+        pod.send_signal(signal.SIGTERM)
+        assert pod.wait(20 * PATIENCE) == code
+    assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+
+
+def test_slurm_ends_with_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
+    whole, queued = tmp_path / "whole", tmp_path / "queued"
+    assert [each.status for each in live_on_ranks(2, "full", whole, *RUN)] == [0, 0]
+    commands, out = tmp_path / "commands", queued / "out"
+    write_command(commands, "srun", 'exec "$@"')
+    write_command(commands, "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
+    OmegaConf.save(demo_config("full", queued, *RUN), tmp_path / "config.yaml")
+    run = ["--nproc_per_node", "2", OURS["full"][0], "--config", str(tmp_path / "config.yaml")]
+    script, lives = ["bash", str(EXAMPLES / "slurm.sbatch"), str(out), *run], 0
+    code = None
+    while code is None or requeues(tmp_path) == lives:
+        assert lives < 4
+        lives += 1
+        with started(script, commands, SLURM_JOB_ID="17", PYTHONPATH=str(EXAMPLES.parent)) as job:
+            if lives == 1:
+                wait_for(out / STEPS_FILE, 1, timeout_s=100)
+                job.send_signal(signal.SIGUSR1)
+            code = job.wait(200 * PATIENCE)
+    assert (code, lives) == (0, 2)
+    weights, theirs = saved_weights(queued, EPOCHS - 1), saved_weights(whole, EPOCHS - 1)
+    assert [name for name in theirs if not torch.equal(weights[name], theirs[name])] == []
+
+
+def requeues(folder: Path) -> int:
+    told = folder / "scontrol"
+    return len(told.read_text().splitlines()) if told.exists() else 0
