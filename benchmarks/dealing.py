@@ -20,9 +20,7 @@ import torch.distributed as dist
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, Lengths, RandomTokens
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits import TokenLimit, join_step, spread_joined
-from torchtune_adaptive.limits.dealing import deal
-from torchtune_adaptive.limits.packing import tokens_of_joined
+from torchtune_adaptive.limits import TokenLimit, deal, join_step, spread_joined, tokens_of_joined
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.run.dealing import Dealer
 
