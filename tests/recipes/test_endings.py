@@ -200,7 +200,7 @@ def tune(tmp_path: Path, *overrides: str, ranks: int | None) -> Finished:
         ),
         pytest.param(
             (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
-            rf"error(?: \(rank 1\))?: sample {BAD} of the dataset has token 999999 \(on rank \d\)",
+            rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
             id="a-token-that-the-model-does-not-know-wherever-it-was-dealt",
         ),
         pytest.param(
