@@ -29,8 +29,16 @@ from torchtune.datasets import PackedDataset
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.limits import Limit, Plan, join_step, plan_step, spread, spread_joined
-from torchtune_adaptive.limits.packing import padded_tokens, tokens_of_joined
+from torchtune_adaptive.limits import (
+    Limit,
+    Plan,
+    join_step,
+    padded_tokens,
+    plan_step,
+    spread,
+    spread_joined,
+    tokens_of_joined,
+)
 
 RANKS = 2
 LONGEST = 512

@@ -199,6 +199,11 @@ def tune(tmp_path: Path, *overrides: str, ranks: int | None) -> Finished:
             id="a-token-that-the-model-does-not-know",
         ),
         pytest.param(
+            (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
+            rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
+            id="a-token-that-the-model-does-not-know-wherever-it-was-dealt",
+        ),
+        pytest.param(
             ("adaptive.memory_limit=[64MiB,6MiB]",),
             r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be half updated",
             id="the-update-out-of-memory",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import results, scaling
+from benchmarks import dealing, results, scaling
 from benchmarks.overhead import CASES
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
@@ -71,6 +71,12 @@ def test_packs_hold_the_same_tokens_as_the_samples() -> None:
     targets = sum(label >= 0 for sample in samples for label in sample["labels"])
     assert sum(int((pack["labels"] >= 0).sum()) for pack in packs) == targets
     assert len(packs) < len(samples)
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_ranks_that_are_dealt_their_samples_wait_less(name: str) -> None:
+    figures = dealing.simulate(DISTRIBUTIONS[name], ranks=8, steps=3)
+    assert 1 <= figures["dealt"] <= 1.02 < figures["stayed"]
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)

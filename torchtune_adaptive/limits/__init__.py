@@ -1,9 +1,10 @@
 """What fits in a microbatch, how a step is cut so that it does, and which limit comes next. No torch."""
 
+from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.governor import CompletedStep, Governor
 from torchtune_adaptive.limits.joining import join_step, spread_joined
 from torchtune_adaptive.limits.limit import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.limits.packing import Plan, load_of, plan_step, spread
+from torchtune_adaptive.limits.packing import Plan, load_of, padded_tokens, plan_step, spread, tokens_of_joined
 from torchtune_adaptive.limits.surface import Surface, fit_surface
 
 __all__ = [
@@ -16,10 +17,13 @@ __all__ = [
     "Surface",
     "SurfaceLimit",
     "TokenLimit",
+    "deal",
     "fit_surface",
     "join_step",
     "load_of",
+    "padded_tokens",
     "plan_step",
     "spread",
     "spread_joined",
+    "tokens_of_joined",
 ]

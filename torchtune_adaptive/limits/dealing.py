@@ -17,8 +17,10 @@ def deal(costs: Sequence[float], ranks: int) -> tuple[int, ...]:
     rank_of = [0] * len(costs)
     emptiest = [(0.0, 0, rank) for rank in range(ranks)]
     for index in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
-        cost, count, rank = heapq.heappop(emptiest)
+        cost, count, rank = emptiest[0]
         rank_of[index] = rank
         if count + 1 < each:
-            heapq.heappush(emptiest, (cost + costs[index], count + 1, rank))
+            heapq.heapreplace(emptiest, (cost + costs[index], count + 1, rank))
+        else:
+            heapq.heappop(emptiest)
     return tuple(rank_of)

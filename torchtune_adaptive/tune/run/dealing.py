@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.comm.collectives import explaining_failures
+from torchtune_adaptive.comm.collectives import explaining_failures, world_size
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
@@ -43,7 +43,7 @@ def dealer_of(
     model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, data: Data, limit: Limit | None
 ) -> Dealer | None:
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
-    if adaptive.deal is False or limit is None or not limit.by_length or dist.get_world_size() == 1:
+    if adaptive.deal is False or limit is None or not limit.by_length or world_size() == 1:
         return None
     obstacle = _obstacle(model, settings)
     if obstacle is None:
