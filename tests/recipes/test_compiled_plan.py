@@ -18,7 +18,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch._inductor import async_compile, cpp_builder, cpu_vec_isa
 
 from tests.ranks import run_on_ranks
@@ -37,6 +37,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.rows import most_rows
 from torchtune_adaptive.tune.plan.settings import PlanSettings
 
 CONFIGS = {
@@ -127,6 +128,14 @@ def test_compiled_steps_follow_a_law_and_need_less(kind: str, overrides: tuple[s
     (compiled, error), (eager, _) = peak(True), peak(False)
     assert abs(error) < 0.005
     assert 0.5 * eager < compiled < 0.95 * eager
+
+
+def test_a_static_search_begins_with_what_fits_a_compiled_step(tmp_path: Path) -> None:
+    def rows(compile_: bool) -> int:
+        cfg = demo_config("full", tmp_path / "run", *ON_GPU, f"compile={compile_}")
+        return most_rows(OmegaConf.to_container(cfg, resolve=True), world_size=2, tokens=256, budget_bytes=64 * 2**20)
+
+    assert rows(True) > rows(False) > 1
 
 
 def test_the_answer_says_that_it_is_for_a_compiled_step(capsys: pytest.CaptureFixture[str]) -> None:

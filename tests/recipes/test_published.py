@@ -36,17 +36,6 @@ LINES = {
     "optimizer in the backward": (23.1, (*FULL, "compile=True", CHECKPOINTED, "optimizer_in_bwd=True")),
     "offloading": (21.8, (*FULL, "compile=True", CHECKPOINTED, "optimizer_in_bwd=True", OFFLOADED)),
     "lora": (8.5, ("3B_lora", "optimizer.fused=True", "compile=True", CHECKPOINTED, OFFLOADED)),
-    "qlora": (
-        4.6,
-        (
-            "3B_lora",
-            "model._component_=torchtune.models.llama3_2.qlora_llama3_2_3b",
-            "optimizer.fused=True",
-            "compile=True",
-            CHECKPOINTED,
-            OFFLOADED,
-        ),
-    ),
 }
 QUICK = {"chunked loss"}
 
