@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.record.charts.predictions import draw
-from torchtune_adaptive.tune.plan.answers import Prediction, command, frontier, heading, predict, traces
+from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.settings import PlanSettings, read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
@@ -25,33 +25,33 @@ from torchtune_adaptive.tune.start.configs import name_of
 def answer(cfg: DictConfig) -> None:
     settings = read_plan_settings(cfg)
     with tqdm(desc="tracing", total=traces(), unit=" steps", leave=False) as bar:
-        plan = predict(cfg, settings, traced=bar.update)
-    print(FORMATS[settings.format](cfg, settings, plan))
+        found = predict(cfg, settings, traced=bar.update)
+    print(FORMATS[settings.format](cfg, settings, found))
     if settings.format == "csv":  # of which a note can be no row
-        for note in plan.notes:
+        for note in found.notes:
             print(f"note: {note}", file=sys.stderr)
     if settings.picture is not None:
-        first = plan.answers[0]
-        draw(Path(settings.picture), first, frontier(plan), heading(cfg, settings, first))
+        first = found.answers[0]
+        draw(Path(settings.picture), first, frontier(found), heading(cfg, settings, first))
 
 
-def as_table(cfg: DictConfig, settings: PlanSettings, plan: Prediction) -> str:
+def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers) -> str:
     parts = []
-    for each in plan.answers:
+    for each in found.answers:
         parts += [heading(cfg, settings, each), report.table(each), report.choice(each)]
         if each.chosen_rows:
             parts += [f"measure it with: {command(cfg, settings, config_name(), each.chosen_rows)}"]
-    parts += [f"checked against a step traced directly: {100 * plan.largest_error:+.2f} %"]
-    parts += [f"note: {note}" for note in plan.notes]
+    parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
+    parts += [f"note: {note}" for note in found.notes]
     return "\n".join(parts)
 
 
-def as_csv(cfg: DictConfig, settings: PlanSettings, plan: Prediction) -> str:
-    return report.as_csv([row for each in plan.answers for row in report.figures(each)])
+def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers) -> str:
+    return report.as_csv([row for each in found.answers for row in report.figures(each)])
 
 
-def as_json(cfg: DictConfig, settings: PlanSettings, plan: Prediction) -> str:
-    return report.as_json([row for each in plan.answers for row in report.figures(each)], plan.notes)
+def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers) -> str:
+    return report.as_json([row for each in found.answers for row in report.figures(each)], found.notes)
 
 
 FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}

@@ -329,3 +329,13 @@ def test_functions_and_modules_stay_short(path: Path) -> None:
     too_long = {f.name for f in functions if (f.end_lineno or f.lineno) - f.lineno >= LONGEST_FUNCTION}
     assert too_long == set()
     assert len(path.read_text(encoding="utf-8").splitlines()) <= LONGEST_MODULE
+
+
+def test_no_two_classes_share_a_name() -> None:
+    """A word means one thing."""
+    places: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}

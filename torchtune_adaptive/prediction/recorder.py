@@ -20,7 +20,7 @@ NO_OP = "resident or resized"
 
 
 @dataclass(frozen=True)
-class Block:
+class Allocation:
     """One allocation: what made it, and the stream that it belongs to."""
 
     op: str
@@ -31,7 +31,7 @@ class Block:
 class Recording:
     """Allocations and frees in the order of the program, of blocks numbered from 0 on."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[Allocation, ...]
     of_block: array[int]
     bytes_change: array[int]
     """Of each event: what it allocates, or minus what it frees."""
@@ -54,7 +54,7 @@ class Recorder(MemoryMeter):
         self._op = NO_OP
         self._streams: dict[int, int] = {}
         self._block_of: dict[int, int] = {}
-        self._blocks: list[Block] = []
+        self._blocks: list[Allocation] = []
         self._of_block = array("q")
         self._bytes_change = array("q")
 
@@ -105,7 +105,7 @@ class Recorder(MemoryMeter):
 
     def _allocated(self, size: int) -> int:
         stream = self._streams.setdefault(id(torch.cpu.current_stream()), len(self._streams))
-        self._blocks.append(Block(self._op, stream))
+        self._blocks.append(Allocation(self._op, stream))
         self._note(len(self._blocks) - 1, size)
         return len(self._blocks) - 1
 

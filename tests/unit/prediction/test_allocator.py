@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.prediction.allocator import MIB, CachingAllocator
-from torchtune_adaptive.prediction.recorder import Block, Recording
+from torchtune_adaptive.prediction.recorder import Allocation, Recording
 from torchtune_adaptive.prediction.replay import replay
 
 KIB = 1024
@@ -173,7 +173,7 @@ def test_live_blocks_never_overlap_and_all_memory_comes_back(
 
 
 def program(*changes: int, phases: dict[str, int], of_block: list[int]) -> Recording:
-    blocks = tuple(Block("op", 0) for _ in range(max(of_block) + 1))
+    blocks = tuple(Allocation("op", 0) for _ in range(max(of_block) + 1))
     return Recording(blocks, array("q", of_block), array("q", changes), phases)
 
 

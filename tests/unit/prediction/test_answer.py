@@ -14,7 +14,7 @@ from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.cards import GIB_OF_CARD, limit_bytes
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law
-from torchtune_adaptive.prediction.recorder import Block, Recording
+from torchtune_adaptive.prediction.recorder import Allocation, Recording
 
 MIB = 2**20
 PHASES = {"weights": 1, "optimizer state": 2, "forward": 4, "update": 6}
@@ -27,7 +27,7 @@ def law(*, caches: bool) -> MemoryLaw:
     def step(rows: int, tokens: int) -> Recording:
         row_bytes = 3 * MIB * rows * tokens // 64
         changes = array("q", [6 * MIB, 4 * MIB, row_bytes, -row_bytes, 30 * MIB + row_bytes, -30 * MIB - row_bytes])
-        return Recording(tuple(Block("op", 0) for _ in range(4)), array("q", [0, 1, 2, 2, 3, 3]), changes, PHASES)
+        return Recording(tuple(Allocation("op", 0) for _ in range(4)), array("q", [0, 1, 2, 2, 3, 3]), changes, PHASES)
 
     sizes = ((2, 64), (3, 64), (2, 128), (3, 128))
     return fit_law({size: step(*size) for size in sizes}, tokens_multiple=1, caches=caches)

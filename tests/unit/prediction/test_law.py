@@ -6,7 +6,7 @@ import pytest
 
 from torchtune_adaptive.errors import PredictionError
 from torchtune_adaptive.prediction.law import fit_law, grows_faster_than_tokens, peak_of, sizes_of
-from torchtune_adaptive.prediction.recorder import Block, Recording
+from torchtune_adaptive.prediction.recorder import Allocation, Recording
 
 SIZES = ((2, 64), (3, 64), (2, 128), (3, 128))
 PHASES = {"weights": 1, "optimizer state": 2, "forward": 4, "update": 7}
@@ -15,7 +15,12 @@ PHASES = {"weights": 1, "optimizer state": 2, "forward": 4, "update": 7}
 def step(rows: int, tokens: int, ops: tuple[str, ...] = ("matmul", "softmax")) -> Recording:
     """Weights and state stay; one block grows with tokens, the other with rows alone and is freed first."""
     changes = [1000, 500, 7 * rows * tokens, 30 * rows + 5, -(30 * rows + 5), 11, -11]
-    blocks = [Block("weights", 0), Block("state", 0), *(Block(op, 0) for op in ops), Block("update", 0)]
+    blocks = [
+        Allocation("weights", 0),
+        Allocation("state", 0),
+        *(Allocation(op, 0) for op in ops),
+        Allocation("update", 0),
+    ]
     return Recording(tuple(blocks), array("q", [0, 1, 2, 3, 3, 4, 4]), array("q", changes), PHASES)
 
 

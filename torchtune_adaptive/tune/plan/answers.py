@@ -42,7 +42,7 @@ Traced = Callable[[], None]
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Answers:
     answers: Sequence[Answer]
     """One for each length."""
     longest: int
@@ -53,7 +53,7 @@ class Prediction:
     """What the answer assumes, and what is not modelled."""
 
 
-def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Prediction:
+def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Answers:
     """What fits at each length; `traced` is called after each of `traces(...)` traces."""
     adaptive = read_adaptive(cfg.get("adaptive"))
     given = lengths(cfg, adaptive, plan)
@@ -64,7 +64,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Prediction:
         rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, step.settings.samples_per_step)
         first, error = _checked(step, lambda law: Answer(law, wanted[0], have, rungs), wanted[0], traced)
         answers = [first, *map(first.at, wanted[1:])]
-        return Prediction(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
+        return Answers(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
 
 
 def _checked(
@@ -90,11 +90,11 @@ def traces() -> int:
     return 2 * len(TRACED_ROWS) + 1
 
 
-def frontier(plan: Prediction) -> list[Answer]:
+def frontier(found: Answers) -> list[Answer]:
     """Answers from an eighth of the first length to eight times as long, as far as the model goes."""
-    first = plan.answers[0]
+    first = found.answers[0]
     lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))
-    return [first.at(tokens) for tokens in lengths if 1 <= tokens <= plan.longest]
+    return [first.at(tokens) for tokens in lengths if 1 <= tokens <= found.longest]
 
 
 def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
