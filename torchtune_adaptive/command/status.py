@@ -63,6 +63,8 @@ def look(directory: Path) -> Left:
 def judge(left: Left) -> tuple[Condition, str]:
     """The condition, and why."""
     run, newest = left.run, left.newest
+    if not left.directory.is_dir():
+        return Condition.BROKEN, f"there is no folder {left.directory}"
     if run is None and not left.found:
         return Condition.BROKEN, f"no run has left anything in {left.directory}"
     if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):

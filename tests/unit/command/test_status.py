@@ -94,7 +94,7 @@ def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys
 def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
     assert code == BROKEN
-    assert "no run has left anything in" in told
+    assert ("there is no folder" if missing else "no run has left anything in") in told
     assert "goes on with" not in told
 
 

@@ -23,6 +23,7 @@ from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class Metrics:
         if not self._shown:
             return
         if self._losses:
-            logger.info("trained: loss %.4f -> %.4f, checkpoints in %s", *self._losses, self._checkpoints_in)
+            what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
+            logger.info("%s: loss %.4f -> %.4f, checkpoints in %s", what, *self._losses, self._checkpoints_in)
         with suppress(OSError):
             self._logger.close()
 

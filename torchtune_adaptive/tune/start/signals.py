@@ -90,7 +90,8 @@ def _first(asked_by: signal.Signals) -> None:
 
 def _end_at_once(asked_by: signal.Signals) -> None:
     if speaks_first(wait_s=0):
-        lost = "" if THIS_RUN.doing is Doing.SETTING_UP else ", and what was trained since then is lost"
+        since = " since then" if THIS_RUN.newest else ""
+        lost = "" if THIS_RUN.doing is Doing.SETTING_UP else f", and what was trained{since} is lost"
         _say(f"{asked_by.name} again: ended at once; {THIS_RUN.saved}{lost}")
     os._exit(128 + asked_by)
 
