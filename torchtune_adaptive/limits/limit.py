@@ -202,8 +202,11 @@ class SurfaceLimit:
         if not self.fits(*size):
             raise exhausted(length)
         fullest = max(self.surfaces.values(), key=lambda surface: surface.bytes_at(*size))
-        growing_bytes = fullest.bytes_at(*size) - fullest.fixed_bytes
-        smaller = replace(self, budget_bytes=int(fullest.fixed_bytes + _STEP_DOWN * growing_bytes))
+        failed_bytes = fullest.bytes_at(*size)
+        stepped_down = fullest.fixed_bytes + _STEP_DOWN * (failed_bytes - fullest.fixed_bytes)
+        # Surfaces have fractions of bytes and are compared with half a byte to spare: of a few bytes, less than that
+        # may be left of the step down.
+        smaller = replace(self, budget_bytes=int(min(stepped_down, math.ceil(failed_bytes - 0.5) - 1)))
         if smaller.budget_bytes >= self.budget_bytes or smaller.fits(*size):
             raise exhausted(length)
         return smaller
