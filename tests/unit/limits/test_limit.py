@@ -69,7 +69,7 @@ def test_a_longer_row_never_leaves_room_for_more(limit: Limit, length: int):
     assert limit.rows_at(length + 1) <= limit.rows_at(length)
 
 
-@example(SurfaceLimit({"layers": Surface(0.0, 0.0, 1.0), "head": Surface(1.5, 0.0, 1.0)}, 4), rows=2, length=1)
+@example(SurfaceLimit({"layers": Surface(0.0, 0.0, 1.0), "head": Surface(1.5, 0.0, 1.0)}, 4), 2, 1)
 @given(limits, st.integers(2, 100), st.integers(1, 5000))
 def test_after_out_of_memory_the_microbatch_that_failed_does_not_fit(limit: Limit, rows: int, length: int):
     rows = min(rows, limit.rows_at(length))
