@@ -33,7 +33,7 @@ BUDGET = ("adaptive.sequence_length=null", "adaptive.reuse_search=True", "adapti
 """Otherwise as in the demo's config, once a key of the section is given."""
 LIMIT = "adaptive.memory_limit=[120MiB,48MiB]"
 """Rank 1 has little."""
-SHORT = "adaptive.memory_limit=[120MiB,24MiB]"
+SHORT = "adaptive.memory_limit=[120MiB,20MiB]"
 """And here not enough for its share of a step at once."""
 RUNS: dict[str, tuple[str, ...]] = {
     "budget": ("adaptive.token_budget=600",),
