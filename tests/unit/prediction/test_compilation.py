@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from unittest import mock
 
@@ -84,6 +85,7 @@ def predicted(*, frozen: bool, as_on_gpu: bool = False) -> tuple[int, int, int]:
     return after_forward, forward_peak, recorder.peak_bytes
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("frozen", [False, True])
 def test_a_compiled_layer_keeps_what_was_predicted_and_peaks_there(frozen: bool) -> None:
     assert predicted(frozen=frozen) == measured(frozen=frozen)
