@@ -24,6 +24,7 @@ __all__ = [
     "AllGather",
     "FSDPModule",
     "ReduceScatter",
+    "awaits_backward",
     "computing_on",
     "cutting_for_rank_0",
     "initialize",
@@ -104,11 +105,14 @@ def initialize(root: FSDPModule) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def awaits_backward(root: FSDPModule) -> bool:
+    """Whether a forward has left the order that its backward would prefetch in. Cheap: asked after every microbatch."""
+    return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
 def is_idle(root: FSDPModule) -> bool:
     """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching."""
-    if root._get_fsdp_state()._comm_ctx.post_forward_order:
-        return False
-    return all(group.is_sharded for module in _modules(root) for group in _groups(module))
+    return not awaits_backward(root) and all(group.is_sharded for module in _modules(root) for group in _groups(module))
 
 
 def settle(root: FSDPModule) -> None:

@@ -102,7 +102,7 @@ class CollectiveLedger:
         The next pass would communicate less than the record says.
         """
         for root in self._roots:
-            if not fsdp.is_idle(root):
+            if fsdp.awaits_backward(root):
                 fsdp.settle(root)
 
     def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
