@@ -20,7 +20,7 @@ NAME = PACKAGE.name
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = {"errors", "sizes", "wording"}
+GROUND = {"errors", "replacing", "sizes", "wording"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
 DOORS = {"__init__", "run_picture"}
 """Modules beside the rooms that only hand on what is in them; nothing of ours imports these."""

@@ -5,7 +5,6 @@ This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.comm.collectives import world_size
+from torchtune_adaptive.replacing import replaced
 
 __all__ = [
     "AllGather",
@@ -193,25 +193,15 @@ def _reset_parameters(group: Any) -> None:
 @contextmanager
 def computing_on(device: torch.device) -> Iterator[None]:
     """While open, what is sharded computes on this device, whatever its mesh says."""
-    with _replaced(_fully_shard, "_get_device_from_mesh", lambda mesh: device):
+    with replaced((_fully_shard, "_get_device_from_mesh", lambda mesh: device)):
         yield
 
 
 @contextmanager
 def cutting_for_rank_0() -> Iterator[None]:
     """While open, sharding makes rank 0's piece of a tensor and leaves out those that only other ranks would keep."""
-    with _replaced(_fsdp_param, "_chunk_with_empty", _first_chunk):
+    with replaced((_fsdp_param, "_chunk_with_empty", _first_chunk)):
         yield
-
-
-@contextmanager
-def _replaced(module: ModuleType, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, function)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
 
 
 def _first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:

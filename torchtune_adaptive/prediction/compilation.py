@@ -8,10 +8,9 @@ on fakes, with kernels that do nothing, and with allocations that dispatch modes
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo
@@ -23,6 +22,7 @@ from torch._inductor import async_compile, cpp_builder, cpu_vec_isa, ir
 from torch._inductor.codegen import cpp
 
 from torchtune_adaptive.errors import PredictionError, Remedy
+from torchtune_adaptive.replacing import replaced
 
 KNOWN_VERSIONS = ((2, 11), (2, 12), (2, 13))
 """Of torch, in whose sources the names below were looked up."""
@@ -34,21 +34,17 @@ def without_kernels(device: torch.device, *, as_on_gpu: bool) -> Iterator[None]:
 
     Dynamo forgets what it has compiled before and after, and no cache on disk is read or written.
     """
-    replaced = _replacements(device, as_on_gpu=as_on_gpu)
-    _check_known(torch.__version__, replaced)
+    replacements = _replacements(device, as_on_gpu=as_on_gpu)
+    _check_known(torch.__version__, replacements)
     torch._dynamo.reset()
     try:
-        with ExitStack() as patches:
-            for where, name, replacement in replaced:
-                patches.enter_context(mock.patch.object(where, name, replacement))
-            patches.enter_context(
-                inductor_config.patch(
-                    size_asserts=False, alignment_asserts=False, fx_graph_cache=False, compile_threads=1
-                )
-            )
-            patches.enter_context(functorch_config.patch(enable_autograd_cache=False))
+        with (
+            replaced(*replacements),
+            inductor_config.patch(size_asserts=False, alignment_asserts=False, fx_graph_cache=False, compile_threads=1),
+            functorch_config.patch(enable_autograd_cache=False),
             # past the limit of programs Dynamo would quietly be eager
-            patches.enter_context(torch._dynamo.config.patch(fail_on_recompile_limit_hit=True))
+            torch._dynamo.config.patch(fail_on_recompile_limit_hit=True),
+        ):
             yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -59,7 +55,7 @@ def without_kernels(device: torch.device, *, as_on_gpu: bool) -> Iterator[None]:
 
 def _replacements(device: torch.device, *, as_on_gpu: bool) -> list[tuple[Any, str, Any]]:
     guards = torch._C._dynamo.guards
-    replaced: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
         (guards, "_empty_strided_cpu", partial(_empty_strided, device)),
         (guards, "_reinterpret_tensor", _reinterpret_tensor),
@@ -71,13 +67,13 @@ def _replacements(device: torch.device, *, as_on_gpu: bool) -> list[tuple[Any, s
     ]
     if as_on_gpu:
         # on a CPU Inductor keeps what is expensive to compute twice; on a GPU that is cheaper than to read it again
-        replaced.append((ir, "is_cpu", lambda _: False))
-    return replaced
+        replacements.append((ir, "is_cpu", lambda _: False))
+    return replacements
 
 
-def _check_known(version: str, replaced: Sequence[tuple[Any, str, Any]]) -> None:
+def _check_known(version: str, replacements: Sequence[tuple[Any, str, Any]]) -> None:
     """Refuses a torch whose insides may be others: what it does not have would be predicted wrongly without a word."""
-    missing = [name for where, name, _ in replaced if not hasattr(where, name)]
+    missing = [name for where, name, _ in replacements if not hasattr(where, name)]
     if tuple(map(int, version.split(".")[:2])) not in KNOWN_VERSIONS or missing:
         known = ", ".join(".".join(map(str, each)) for each in KNOWN_VERSIONS)
         lacks = f", which lacks {', '.join(missing)}" if missing else ""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from torchtune_adaptive.memory.device import wraps_tensors
+from torchtune_adaptive.replacing import replaced
 
 aten = torch.ops.aten
 DEVICE_OF = torch.ops.prim.device.default
@@ -142,16 +142,12 @@ def _makes_host_memory(tensors: list[Tensor], device: torch.device | None) -> bo
 def cuda_kernels() -> Iterator[None]:
     """While open, torch chooses the kernels that it would choose for tensors on a GPU."""
     foreach_devices = [*_foreach_utils._get_foreach_kernels_supported_devices(), "cpu"]
-    with ExitStack() as patches:
-        for where, name, replacement in (
-            (functional, "scaled_dot_product_attention", _attention),
-            (optimizer, "_get_foreach_kernels_supported_devices", lambda: foreach_devices),
-            *(
-                (module, "_foreach_supported_types", [*module._foreach_supported_types, FakeTensor])
-                for module in (optimizer, _foreach_utils)
-            ),
-        ):
-            patches.enter_context(mock.patch.object(where, name, replacement))
+    with replaced(
+        (functional, "scaled_dot_product_attention", _attention),
+        (optimizer, "_get_foreach_kernels_supported_devices", lambda: foreach_devices),
+        (optimizer, "_foreach_supported_types", [*optimizer._foreach_supported_types, FakeTensor]),
+        (_foreach_utils, "_foreach_supported_types", [*_foreach_utils._foreach_supported_types, FakeTensor]),
+    ):
         yield
 
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.training import _activation_offloading
 
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
+from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.unpadded import kernels
 
@@ -46,46 +46,46 @@ def rank_0_of(world_size: int) -> Iterator[None]:
 @contextmanager
 def working_on_fakes() -> Iterator[None]:
     """While open, models can be built, sharded and filled without data."""
-    with ExitStack() as patches:
-        # torch says once that norms of bf16 weights are not fused, as on a GPU; torchao compares addresses of fakes
-        patches.enter_context(warnings.catch_warnings())
-        for message in ("Mismatch dtype between input and weight", "Accessing the data pointer of FakeTensor"):
-            warnings.filterwarnings("ignore", message=message)
-        for where, name, replacement in (
+    with (
+        replaced(
             (Llama3ScaledRoPE, "apply_scaling", _same_frequencies),
             (training._distributed, "distribute_tensor", own_shard),
             (torch.utils, "swap_tensors", _swap_fakes),
-        ):
-            patches.enter_context(mock.patch.object(where, name, replacement))
-        patches.enter_context(quantizing_at_once())
-        patches.enter_context(cutting_for_rank_0())
-        patches.enter_context(_without_garbage_collection())
+        ),
+        quantizing_at_once(),
+        cutting_for_rank_0(),
+        _without_garbage_collection(),
+        warnings.catch_warnings(),
+    ):
+        # torch says once that norms of bf16 weights are not fused, as on a GPU; torchao compares addresses of fakes
+        for message in ("Mismatch dtype between input and weight", "Accessing the data pointer of FakeTensor"):
+            warnings.filterwarnings("ignore", message=message)
         yield
 
 
 @contextmanager
 def joined_as_on_a_gpu() -> Iterator[None]:
     """While open, samples one after another go to the kernel of a GPU, which knows what it does with fakes."""
-    with mock.patch.object(kernels, "is_on_gpu", return_value=True):
+    with replaced((kernels, "is_on_gpu", _yes)):
         yield
 
 
 @contextmanager
 def apart_from_host(device: torch.device) -> Iterator[None]:
     """While open, FSDP computes on `device` and keeps what it offloads on the CPU, which otherwise is both."""
-    with computing_on(device), mock.patch.object(training.precision, "verify_bf16_support", return_value=True):
+    with computing_on(device), replaced((training.precision, "verify_bf16_support", _yes)):
         yield
 
 
 @contextmanager
 def offloading_activations() -> Iterator[None]:
     """While open, torchtune's own code offloads the activations of fakes: to nowhere, on streams of the CPU."""
-    with (
-        mock.patch.object(_activation_offloading, "torch", _TorchOfOffloading()),
+    with replaced(
+        (_activation_offloading, "torch", _TorchOfOffloading()),
         # about the memory of this host, which has no part in it
-        mock.patch.object(_activation_offloading, "warn"),
+        (_activation_offloading, "warn", _nothing),
         # the caching allocator counts what another stream still uses as freed
-        mock.patch.object(Tensor, "record_stream", _nothing),
+        (Tensor, "record_stream", _nothing),
     ):
         yield
 
@@ -118,14 +118,18 @@ class _Offloaded:
         return torch.empty_like(self._like, device=self._device)
 
 
-def _nothing(*_: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass
+
+
+def _yes(*_: Any, **__: Any) -> bool:
+    return True
 
 
 @contextmanager
 def quantizing_at_once() -> Iterator[None]:
     """While open, weights in NF4 are not looked up a million at a time: without data only their number counts."""
-    with mock.patch.object(NF4Tensor, "convert_to_norm_float_weight", staticmethod(_pairs_of_weights)):
+    with replaced((NF4Tensor, "convert_to_norm_float_weight", staticmethod(_pairs_of_weights))):
         yield
 
 
