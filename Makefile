@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)/ready-to-bench
+# test files run side by side on so many cores
+WORKERS ?= 2
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
@@ -14,7 +16,7 @@ demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # one GPU, under 8 minutes
 test-gpu: $(READY)

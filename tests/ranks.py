@@ -10,14 +10,16 @@ import traceback
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 # Forked from a server that has already imported torch and torchtune: a rank starts in a fraction of a second.
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.models", "tests.recipes.running"])
-
+_CONTEXT.set_forkserver_preload(["tests.warm"])
+_ROOT = Path(__file__).parents[1]
 
 PATIENCE = 4
 """How much longer things may take here than on two idle cores: only what hangs takes longer than that."""
@@ -40,16 +42,12 @@ def run_on_ranks(
     `timeout_s` is for an idle machine.
     """
     timeout_s *= PATIENCE
-    os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     port = free_ports(1)[0]
     processes: list[BaseProcess] = []
     results: dict[int, Connection] = {}
     for rank in range(world_size):
         receiver, sender = _CONTEXT.Pipe(duplex=False)
-        process = _CONTEXT.Process(
-            target=_rank_main, args=(rank, world_size, port, timeout_s, in_group, function, args, sender), daemon=True
-        )
-        process.start()
+        process = started(_rank_main, rank, world_size, port, timeout_s, in_group, function, args, sender)
         sender.close()
         processes.append(process)
         results[rank] = receiver
@@ -59,6 +57,20 @@ def run_on_ranks(
         for process in processes:
             process.kill()
             process.join()
+
+
+def started(main: Callable[..., None], *args: Any) -> BaseProcess:
+    """`main(*args)` in a forked process."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
+    process = _CONTEXT.Process(target=main, args=args, daemon=True)
+    here = Path.cwd()
+    os.chdir(_ROOT)  # where the server finds what it is to import, if this is what starts it
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.chdir(here)
+    process.start()
+    return process
 
 
 def _collect(results: dict[int, Connection], deadline: float) -> list[Any]:
@@ -113,12 +125,15 @@ def _rank_main(
 def free_ports(count: int) -> list[int]:
     """Ports for as many process groups, one after another: a port is not free again at once.
 
-    Below those that the system gives to connections, which would take them before their turn comes.
+    Below those that the system gives to connections, which would take them before their turn comes; and never one that
+    tests running beside these may choose.
     """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     with ExitStack() as open_sockets:
         ports: list[int] = []
         while len(ports) < count:
-            port = random.SystemRandom().randrange(12_000, 32_000)
+            port = random.SystemRandom().randrange(12_000 + worker, 32_000, workers)
             probe = open_sockets.enter_context(socket.socket())
             with suppress(OSError):
                 probe.bind(("", port))  # on all interfaces, as a store listens

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import resource
 import sys
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import adaptive_plan
 
+from tests.ranks import started
 from tests.recipes.running import load_ours
 from torchtune_adaptive.tune.plan.settings import PlanSettings
 from torchtune_adaptive.tune.start import launch
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["tests.distributed.models", "tests.recipes.running"])
 MOST_BYTES = 2 * 2**30
 """Beyond what the process has mapped when it starts."""
 
@@ -37,8 +35,7 @@ class Ended:
 def start(program: str, arguments: Sequence[str], folder: Path, timeout_s: float = 60) -> Ended:
     """`program` is `full` or `lora`, which is set up but does not train, or `plan`."""
     path = folder / "output.txt"
-    process = _CONTEXT.Process(target=_main, args=(program, arguments, folder, path, timeout_s), daemon=True)
-    process.start()
+    process = started(_main, program, arguments, folder, path, timeout_s)
     try:
         process.join(timeout_s + 10)
         return Ended(process.exitcode, path.read_text(errors="replace"))

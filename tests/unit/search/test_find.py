@@ -18,8 +18,6 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.find import find_max_batch_size
 
-pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")
-
 SIZES = range(1, 25)
 
 

@@ -16,9 +16,6 @@ from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.step.runner import StepRunner
 
-pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")
-
-
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW, one by one": (torch.optim.AdamW, {"foreach": False}),
     "AdamW, together": (torch.optim.AdamW, {"foreach": True, "weight_decay": 0.1}),

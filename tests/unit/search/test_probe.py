@@ -18,8 +18,6 @@ from torchtune_adaptive.search.find import find_max_batch_size
 from torchtune_adaptive.search.probe import RankReport, Room, agreed_peak
 from torchtune_adaptive.step.reports import Totals
 
-pytestmark = pytest.mark.usefixtures("imports_are_no_garbage")
-
 
 @dataclass
 class CountingMemory:

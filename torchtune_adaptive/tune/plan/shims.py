@@ -54,7 +54,7 @@ def working_on_fakes() -> Iterator[None]:
         ),
         quantizing_at_once(),
         cutting_for_rank_0(),
-        _without_garbage_collection(),
+        without_garbage_collection(),
         warnings.catch_warnings(),
     ):
         # torch says once that norms of bf16 weights are not fused, as on a GPU; torchao compares addresses of fakes
@@ -171,14 +171,16 @@ def _swap_fakes(first: Tensor, second: Tensor) -> None:
 
 
 @contextmanager
-def _without_garbage_collection() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Collections come at any time, and would free the same blocks at other points of each recording."""
     enabled = gc.isenabled()
     gc.disable()
+    frozen_before = gc.get_freeze_count()
     gc.freeze()  # what there is by now need not be looked through before each recording
     try:
         yield
     finally:
-        gc.unfreeze()
+        if not frozen_before:  # or it is not ours to look through again
+            gc.unfreeze()
         if enabled:
             gc.enable()

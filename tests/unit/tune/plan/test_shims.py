@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -9,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
 from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.tune.plan.shims import own_shard, quantizing_at_once, rank_0_of
+from torchtune_adaptive.tune.plan.shims import own_shard, quantizing_at_once, rank_0_of, without_garbage_collection
 
 
 def parts(weight: NF4Tensor) -> list[tuple[torch.dtype, torch.Size]]:
@@ -33,3 +35,15 @@ def test_the_shard_of_rank_0_is_what_it_would_keep_of_all_shards(ranks: int, sha
         own, distributed = own_shard(whole, mesh, [Shard(0)]), distribute_tensor(whole, mesh, [Shard(0)])
         assert own.to_local().shape == distributed.to_local().shape
         assert (own.shape, own.stride(), own.placements) == (whole.shape, whole.stride(), distributed.placements)
+
+
+@pytest.mark.parametrize("frozen_before", [False, True])
+def test_garbage_is_looked_for_afterwards_where_it_was_before(frozen_before: bool) -> None:
+    gc.unfreeze()
+    if frozen_before:
+        gc.freeze()
+    with without_garbage_collection():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    assert (gc.get_freeze_count() > 0) == frozen_before
+    gc.freeze()

@@ -1,0 +1,27 @@
+"""What the server that forks ranks for tests has imported before, so that none of them has to."""
+
+import gc
+from importlib import import_module
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+for name in (
+    "adaptive_full_finetune_distributed",
+    "adaptive_lora_finetune_distributed",
+    "adaptive_plan",
+    "matplotlib.backends.backend_agg",
+    "matplotlib.figure",
+    "tests.distributed.models",
+    "tests.recipes.running",
+    "torchtune_adaptive.testing",
+):
+    import_module(name)
+# a recipe imports many rooms only where it needs them
+for path in sorted((ROOT / "torchtune_adaptive").rglob("*.py")):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+
+# torch and torchtune are a lot to look through: without this a third of a short run is collecting garbage
+gc.collect()
+gc.freeze()
