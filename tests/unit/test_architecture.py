@@ -39,7 +39,7 @@ ROOMS: dict[str, set[str]] = {
     "tune/start": {"limits.rungs", "schedules", "search.strategies", "comm.collectives"},
     "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
     "tune/parts/unpadded": {"tune/start", "comm"},
-    "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory"},
+    "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory", "comm.collectives"},
     "tune/run": {
         "tune/start",
         "tune/parts",

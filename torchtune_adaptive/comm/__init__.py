@@ -1,6 +1,6 @@
 """What ranks say to each other, and the insides of FSDP2: below `tune/`, only this room uses torch.distributed."""
 
-from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.comm.collectives import Agreement, aside
 from torchtune_adaptive.comm.fsdp import AllGather, ReduceScatter
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 
@@ -9,4 +9,5 @@ __all__ = [
     "AllGather",
     "CollectiveLedger",
     "ReduceScatter",
+    "aside",
 ]

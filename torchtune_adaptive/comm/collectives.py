@@ -4,6 +4,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torchtune_adaptive.memory.device import is_oom
 
 LET_GO_S = 0.2
 """How long gloo's threads are given: they need microseconds, and milliseconds on a crowded machine."""
+
+
+_ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def rank() -> int:
@@ -27,6 +31,16 @@ def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str
     """The backend that carries tensors of a device in a group, say "nccl"; None where the group has none."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return dict(entry.split(":") for entry in config.split(",")).get(device_type)
+
+
+def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Says that no microbatch communicates on this group, whenever it is used: by a thread that saves, for example."""
+    _ASIDE.add(group)
+    return group
+
+
+def is_aside(group: dist.ProcessGroup) -> bool:
+    return group in _ASIDE
 
 
 @contextmanager
@@ -66,7 +80,7 @@ class Agreement:
         self._cells = array("d", bytes(8 * columns * world_size()))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         needs_group = dist.is_initialized() and backend_for("cpu") != "gloo"
-        self._group = dist.new_group(backend="gloo") if needs_group else None
+        self._group = aside(dist.new_group(backend="gloo")) if needs_group else None
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: the rows of all ranks, in order of rank."""

@@ -7,6 +7,7 @@ issues the rest with zeros.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.comm.collectives import backend_for, explaining_failures, world_size
+from torchtune_adaptive.comm.foreign import Listener, MessageCount, refusal, what_is_foreign
 from torchtune_adaptive.comm.fsdp import AllGather, FSDPModule, ReduceScatter
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 
@@ -40,7 +42,15 @@ class _Record:
     """What one microbatch of a stage communicates, on every rank and in every microbatch alike."""
 
     collectives: tuple[Collective, ...] | None = None
+    messages: tuple[int, ...] = ()
+    """How many messages the process groups count for each of them."""
     varies: bool = False
+    foreign: int = 0
+    """Messages of one microbatch that are not FSDP's."""
+    names: tuple[str, ...] = ()
+    """What asked for them."""
+    listened: bool = False
+    """Whether a microbatch was listened to for those names."""
 
 
 class CollectiveLedger:
@@ -58,6 +68,10 @@ class CollectiveLedger:
         self._record = _Record()  # of the stage that runs
         self._current: list[Collective] = []  # what the running microbatch has communicated
         self._already_issued = 0  # collectives that a replay leaves out
+        self._issuing = False
+        self._messages = MessageCount()
+        self._messages_of: list[int] = []  # of each collective of a stage's first microbatch
+        self._begun_at = (0, 0)  # messages and position when the running microbatch began
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
         self._watches = bool(self._roots) and world_size() > 1
         self._put_back = [
@@ -77,6 +91,9 @@ class CollectiveLedger:
         self.position = 0
         self._microbatches = microbatches
         self._record = self._records.setdefault(stage, _Record())
+        self._messages_of = []
+        if self._watches:
+            self._messages.look_for_groups()
         for root in self._roots:
             # Cannot be repeated when it fails halfway, so it must not happen inside of a microbatch.
             fsdp.initialize(root)
@@ -86,15 +103,53 @@ class CollectiveLedger:
 
     def begin_microbatch(self) -> None:
         self._current = []
+        self._begun_at = self._messages(), self.position
 
     def end_microbatch(self) -> None:
         """Records what a microbatch communicates, or compares with the record."""
         self._settle()
-        seen = tuple(self._current)
-        if self._record.collectives is None:
-            self._record.collectives = seen
-        elif seen != self._record.collectives:
-            self._record.varies = True
+        self._compare(complete=True)
+
+    def break_off_microbatch(self) -> None:
+        """Compares what a microbatch has communicated until it ran out of memory with the record."""
+        self._compare(complete=False)
+
+    def _compare(self, *, complete: bool) -> None:
+        record, seen = self._record, tuple(self._current)
+        if record.collectives is None:
+            if complete:
+                record.collectives, record.messages = seen, tuple(self._messages_of)
+        elif seen != (record.collectives if complete else record.collectives[: len(seen)]):
+            record.varies = True
+            return
+        messages, position = self._begun_at
+        of_fsdp = (record.messages or self._messages_of)[: self.position - position]
+        record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
+
+    @property
+    def foreign_messages(self) -> int:
+        """What a microbatch of this stage communicates besides FSDP, in messages; 0 until they were listened to."""
+        return self._record.foreign if self._record.listened else 0
+
+    def refuse_recovery(self, messages: int) -> str:
+        """From now on, running out of memory in this stage is fatal. Returns what it communicates besides FSDP."""
+        self._record.foreign = messages
+        return what_is_foreign(messages, self._record.names)
+
+    def listening(self) -> AbstractContextManager[object]:
+        """Open it around a microbatch: where one before it has communicated besides FSDP, this one is listened to."""
+        if not self._record.foreign or self._record.listened:
+            return nullcontext()
+        self._record.listened = True
+        return Listener(self._note)
+
+    def _note(self, name: str) -> None:
+        if not self._issuing and name not in self._record.names:
+            self._record.names += (name,)
+
+    def _refuse(self, name: str) -> None:
+        if not self._issuing:
+            raise refusal(what_is_foreign(0, (name,)))
 
     def _settle(self) -> None:
         """Brings FSDP back to idle after a pass without a backward, which would leave parameters gathered.
@@ -114,13 +169,21 @@ class CollectiveLedger:
         # gloo handles tensors inside wait(), which may run out of memory after peers matched the collective.
         # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
         wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
-        with explaining_failures("a collective of FSDP"):
-            work = call(async_op=async_op or wait_here)
-            self.position += 1
-            if wait_here:
-                work.wait()
-                return None
-        return work
+        learns = self._record.collectives is None
+        before = self._messages() if learns else 0
+        self._issuing = True
+        try:
+            with explaining_failures("a collective of FSDP"):
+                work = call(async_op=async_op or wait_here)
+                self.position += 1
+                if learns:
+                    self._messages_of.append(self._messages() - before)
+                if wait_here:
+                    work.wait()
+                    return None
+            return work
+        finally:
+            self._issuing = False
 
     def drain(self, replay: Callable[[], object]) -> None:
         """Collective: issues all that is left of this step, so that every peer finishes it.
@@ -136,6 +199,8 @@ class CollectiveLedger:
                 Remedy.SMALLER_LIMIT,
                 Remedy.NO_RECOVERY,
             )
+        if self._record.foreign:
+            raise refusal(what_is_foreign(self._record.foreign, self._record.names))
         record = self._record.collectives or self._record_by_replay(replay)
         # Every microbatch communicates the same, so the position alone says what peers expect next. Zeros will do:
         # they go into this attempt's gradients, which all ranks throw away at the agreement.
@@ -148,11 +213,13 @@ class CollectiveLedger:
         self._already_issued = self.position
         self.begin_microbatch()
         try:
-            replay()
+            with Listener(self._refuse):  # before it is issued: peers may be waiting for something else
+                replay()
         finally:
             self._already_issued = 0
         self._settle()
         self._record.collectives = record = tuple(self._current)
+        self._record.messages = tuple(self._messages_of)
         return record
 
     def _issue_zeros(self, collective: Collective) -> None:

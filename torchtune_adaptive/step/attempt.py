@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Literal, TypeAlias, TypeVar
@@ -15,6 +16,8 @@ from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, Unrecove
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.memory.device import forget_frames, is_oom, release
 from torchtune_adaptive.step.reports import Totals
+
+logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
 
@@ -74,6 +77,19 @@ class PlanRunner(Generic[Sample]):
         for parameter in (each for model in self._models for each in model.parameters()):
             parameter.grad = None
 
+    def refuse_recovery(self, messages: int, step: int | None) -> None:
+        """What all ranks have agreed on: running out of memory in this stage ends the run from now on."""
+        what = self.ledger.refuse_recovery(messages)
+        where = ", ".join(filter(None, ["" if step is None else f"step {step}", self._stage]))
+        if rank() == 0:
+            logger.warning(
+                "%smicrobatches communicate besides FSDP (%s), in which a rank that has run out of memory could not "
+                "take part: training goes on without recovery, and running out of memory ends it; communicate after "
+                "the step, in the update say, to have recovery back",
+                where and f"{where}: ",
+                what,
+            )
+
     def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
         """An empty microbatch: it communicates like any other, and counts nothing."""
         if self._filler is None:
@@ -87,7 +103,7 @@ class PlanRunner(Generic[Sample]):
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
         try:
             self.ledger.begin_microbatch()
-            with self.around_pass("microbatch"):
+            with self.around_pass("microbatch"), self.ledger.listening():
                 totals = self._forward_backward(samples)
             self.ledger.end_microbatch()
             return totals if before is None else before.plus(totals)
@@ -95,6 +111,7 @@ class PlanRunner(Generic[Sample]):
             if not (self._recover and is_oom(error)):
                 raise
             forget_frames(error)
+        self.ledger.break_off_microbatch()
         return None
 
     def _drain(self, sample: Sample) -> None:

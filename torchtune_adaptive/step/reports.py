@@ -92,6 +92,8 @@ class Report(NamedTuple):
     budget_bytes: float = 0
     """0 where nothing measures memory."""
     asked_to_stop: float = 0
+    foreign_messages: float = 0
+    """What a microbatch communicates besides FSDP."""
 
     @property
     def microbatch(self) -> Microbatch:
@@ -149,6 +151,10 @@ class Reports(tuple[Report, ...]):
     @property
     def upcoming_microbatches(self) -> int:
         return int(max(report.upcoming_microbatches for report in self))
+
+    @property
+    def foreign_messages(self) -> int:
+        return int(max(report.foreign_messages for report in self))
 
     @property
     def asked_to_stop(self) -> bool:

@@ -259,9 +259,13 @@ class StepRunner(Generic[Sample]):
             **load_of(plan, lengths, padded=self.padded)._asdict(),
             **reading._asdict(),
             asked_to_stop=self._asked_to_stop(),
+            foreign_messages=self._plans.ledger.foreign_messages,
         )
         reports = exchange(self._agreement, mine)
         reports.check_positions()
+        if self.recovers and reports.foreign_messages:
+            self.recovers = False
+            self._plans.refuse_recovery(reports.foreign_messages, self.current_step)
         return reports
 
     def _reconsider(self, reports: Reports, step: int) -> None:

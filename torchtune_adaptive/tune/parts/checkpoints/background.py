@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException  # which is no 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from torchtune_adaptive.comm.collectives import aside
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState
 
@@ -31,7 +32,7 @@ class BackgroundSave:
 
     def __init__(self, publish: Callable[[Finished], None]) -> None:
         """Collective: creates the group. `publish` is called on rank 0, once every rank has written its part."""
-        self.group = dist.new_group(backend="gloo")
+        self.group = aside(dist.new_group(backend="gloo"))
         self.name: str | None = None
         """The checkpoint that is being written, or was and has not been waited for."""
         self.seconds = 0.0

@@ -1,0 +1,268 @@
+"""What a microbatch communicates besides FSDP: recovery is refused by its name, and no rank waits for ever."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from tests.distributed.models import (
+    ModelConfig,
+    build,
+    forward_backward_of,
+    gradients_of,
+    same_gradients,
+    samples_of,
+)
+from tests.hearing import listening
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.comm.collectives import aside
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
+
+SAMPLES = 4
+
+
+def reduce_asynchronously(group: dist.ProcessGroup) -> None:
+    dist.all_reduce(torch.ones(3), group=group, async_op=True).wait()
+
+
+def reduce_functionally(group: dist.ProcessGroup) -> None:
+    functional.all_reduce(torch.ones(3), "sum", group).sum()
+
+
+def redistribute(group: dist.ProcessGroup) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)], src_data_rank=None).redistribute(mesh, [Replicate()])
+
+
+def to_the_neighbour(group: dist.ProcessGroup) -> None:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sends = dist.P2POp(dist.isend, torch.ones(2), (rank + 1) % ranks)
+    receives = dist.P2POp(dist.irecv, torch.ones(2), (rank - 1) % ranks)
+    for work in dist.batch_isend_irecv([sends, receives]):
+        work.wait()
+
+
+FOREIGN: dict[str, tuple[Callable[[dist.ProcessGroup], Any], str]] = {
+    "all_reduce": (lambda group: dist.all_reduce(torch.ones(3), group=group), "c10d::allreduce_"),
+    "asynchronous": (reduce_asynchronously, "c10d::allreduce_"),
+    "functional": (reduce_functionally, "_c10d_functional::all_reduce"),
+    "objects": (lambda group: dist.broadcast_object_list([1], group=group), "c10d::broadcast_"),
+    "barrier": (lambda group: dist.barrier(group=group), "c10d::barrier"),
+    "dtensor": (redistribute, "_c10d_functional::all_gather_into_tensor"),
+    "neighbours": (to_the_neighbour, "c10d::send"),
+}
+"""What a model may do in its forward, and what torch calls it."""
+
+
+class InBackward(torch.autograd.Function):
+    """Sums a part of its gradient over the ranks, as synchronised norms do."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.sum()
+        dist.all_reduce(total)
+        return gradient + 0 * total
+
+
+def runner_with(foreign: Callable[[], object], *, layers: int = 1, **config: Any) -> StepRunner[Tensor]:
+    """Collective: of a model whose last layer does that too, before it runs."""
+    model = build(ModelConfig(layers=layers, dropout=0.0, **config))
+
+    def before(module: nn.Module, inputs: object) -> None:
+        foreign()
+
+    model.layers[-1].register_forward_pre_hook(before)
+    return runner_of(model)
+
+
+def runner_of(model: nn.Module, forward_backward: Callable[[Sequence[Tensor]], Totals] | None = None) -> Any:
+    return StepRunner(
+        model,
+        forward_backward or forward_backward_of(model),
+        limit=RowLimit(2),
+        length_of=len,
+        stand_in=lambda sample: sample[:2],
+    )
+
+
+def step_of(runner: StepRunner[Tensor], step: int, samples: int = SAMPLES) -> None:
+    """Collective."""
+    runner.model.zero_grad(set_to_none=True)
+    runner.run(samples_of(dist.get_rank(), samples), step=step)
+
+
+@contextmanager
+def hearing_warnings() -> Iterator[list[str]]:
+    with listening() as lines:
+        heard: list[str] = []
+        yield heard
+        heard += [line for line in lines if "recovery" in line]
+
+
+def refused(samples: int) -> dict[str, tuple[bool, list[str], bool]]:
+    """Of each kind: whether recovery is still on, what was said, whether training gives the gradients of plain FSDP."""
+    # The same ranks, but another communicator: nobody else's collectives could be mistaken for these.
+    group, found = dist.new_group(), {}
+    for kind, (foreign, _) in FOREIGN.items():
+        runner = runner_with(partial(foreign, group))
+        with hearing_warnings() as heard:
+            for step in range(3):
+                step_of(runner, step, samples)
+        got = gradients_of(runner.model)
+        runner.model.zero_grad(set_to_none=True)
+        for start in range(0, samples, 2):
+            forward_backward_of(runner.model)(samples_of(dist.get_rank(), samples)[start : start + 2])
+        found[kind] = (runner.recovers, heard, same_gradients(got, gradients_of(runner.model)))
+        runner.close()
+    return found
+
+
+@pytest.mark.parametrize("samples", [1, SAMPLES], ids=["one microbatch a step", "two microbatches a step"])
+def test_recovery_is_refused_by_name_and_training_goes_on(samples: int):
+    first, second = run_on_ranks(2, refused, samples, timeout_s=100)
+    for kind, (_, name) in FOREIGN.items():
+        recovers, heard, exact = first[kind]
+        assert (recovers, exact) == (False, True), kind
+        assert len(heard) == 1, kind
+        assert name in heard[0], kind
+        assert "test_foreign.py:" in heard[0] or kind == "dtensor", kind
+        assert second[kind] == (False, [], True), kind
+
+
+def run_out_later(kind: str, step: int, operation: int, first_step: int = 0) -> None:
+    """Rank 1 runs out of memory in that step of a model that communicates from `first_step` on."""
+    if kind == "backward":
+        model = build(ModelConfig(layers=1, dropout=0.0))
+        model.layers[0].register_forward_hook(lambda module, inputs, output: InBackward.apply(output))
+        runner = runner_of(model)
+    else:
+        group = dist.new_group()
+        foreign = FOREIGN[kind][0]
+        runner = runner_with(lambda: runner.current_step < first_step or foreign(group))
+    with FaultInjector(runner).fail_at(rank=1, step=step, operation=operation):
+        for each in range(step + 1):
+            step_of(runner, each)
+
+
+def name_of(kind: str) -> str:
+    return "c10d::allreduce_" if kind == "backward" else FOREIGN[kind][1]
+
+
+@pytest.mark.parametrize("kind", ["functional", "neighbours", "backward"])
+def test_running_out_of_memory_after_that_ends_all_ranks_and_says_why(kind: str):
+    """Without counting, the rank that failed would drain FSDP's collectives only, and its peers wait for the others."""
+    with pytest.raises(RankFailed, match=f"RecoveryUnsupportedError: .*{name_of(kind)}"):
+        run_on_ranks(2, run_out_later, kind, 2, 100, timeout_s=15)
+
+
+IN_THE_FIRST_PASS = {"before it communicates": 10, "after it has": 300, "in the second microbatch": 700}
+
+
+@pytest.mark.parametrize("operation", IN_THE_FIRST_PASS.values(), ids=IN_THE_FIRST_PASS)
+@pytest.mark.parametrize("kind", ["all_reduce", "backward"])
+def test_running_out_of_memory_in_the_first_step_ends_all_ranks_and_says_why(kind: str, operation: int):
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*besides FSDP"):
+        run_on_ranks(2, run_out_later, kind, 0, operation, timeout_s=15)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_what_communicates_only_later_is_noticed_when_it_does(step: int):
+    """In its first such microbatch, and after it."""
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*besides FSDP"):
+        run_on_ranks(2, run_out_later, "all_reduce", step, 300, 3, timeout_s=15)
+
+
+def speak_among_two_of_three() -> tuple[bool, int]:
+    group = dist.new_group([0, 1])
+    runner = runner_with(lambda: dist.get_rank() == 2 or dist.all_reduce(torch.ones(1), group=group))
+    with hearing_warnings() as heard:
+        for step in range(2):
+            step_of(runner, step)
+    return runner.recovers, len(heard)
+
+
+def test_all_ranks_decide_alike_even_if_only_some_communicate():
+    assert run_on_ranks(3, speak_among_two_of_three) == [(False, 1), (False, 0), (False, 0)]
+
+
+def communicate_around_microbatches() -> tuple[bool, list[str], list[bool], int]:
+    """What belongs to no microbatch: an evaluation, clipping, and a thread with a group that is set aside."""
+    model, in_mode = build(ModelConfig(layers=1, dropout=0.0)), []
+    group, over = aside(dist.new_group()), threading.Event()
+
+    def beside() -> None:
+        for _ in range(200):
+            dist.all_reduce(torch.ones(1), group=group)
+        over.set()
+
+    def watched(samples: Sequence[Tensor]) -> Totals:
+        in_mode.append(is_in_torch_dispatch_mode())
+        if runner.current_step == 1 and len(in_mode) == 3:
+            threading.Thread(target=beside).start()
+            assert over.wait(30)
+        return forward_backward_of(model)(samples)
+
+    runner = runner_of(model, watched)
+    with hearing_warnings() as heard, FaultInjector(runner).fail_at(rank=1, step=3, operation=100):
+        for step in range(3):
+            step_of(runner, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with torch.no_grad():
+                model(torch.ones(1, 4, dtype=torch.int64))
+            dist.all_reduce(torch.ones(1))
+        step_of(runner, 3)
+    return runner.recovers, heard, in_mode[:6], runner.recoveries
+
+
+def test_what_runs_beside_microbatches_does_not_count_and_nothing_watches_operations():
+    for recovers, _, in_mode, recoveries in run_on_ranks(2, communicate_around_microbatches):
+        assert (recovers, recoveries) == (True, 1)
+        assert in_mode == [False] * 6
+
+
+def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
+    model = build(ModelConfig(layers=1, dropout=0.0))
+    train = forward_backward_of(model)
+
+    def speak(samples: Sequence[Tensor]) -> Totals:
+        dist.all_reduce(torch.ones(1))
+        return train(samples)
+
+    first = StepRunner(model, train, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], stage="score")
+    second = StepRunner(
+        model,
+        speak,
+        limit=RowLimit(2),
+        length_of=len,
+        stand_in=lambda s: s[:2],
+        stage="train",
+        ledger=first._plans.ledger,
+    )
+    with hearing_warnings() as heard, FaultInjector(first).fail_at(rank=1, step=2, operation=100):
+        for step in range(3):
+            step_of(first, step)
+            step_of(second, step)
+    assert first.recoveries == 1
+    return first.recovers, second.recovers, heard
+
+
+def test_only_the_stage_that_communicates_loses_its_recovery():
+    (recovers, refused_too, heard), _ = run_on_ranks(2, one_stage_of_two_speaks)
+    assert (recovers, refused_too) == (True, False)
+    assert heard[0].startswith("step 0, train: ")
