@@ -33,9 +33,10 @@ from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.data import Collate, build_collate
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, length_of, stand_in
+from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.plan.predict import _made_up_checkpoint, is_lora
 from torchtune_adaptive.tune.run.fitting import training_step
 from torchtune_adaptive.tune.start.settings import Settings, read_full_settings, read_lora_settings
@@ -93,7 +94,7 @@ class RealStep:
 
     @cached_property
     def forward_backward(self):
-        return build_forward_backward(self.model, self.loss_fn, self.collate, self.settings, self.device)
+        return build_forward_backward(self.model, self.loss_fn, self.collate, TEXT, self.settings, self.device)
 
     def runner(self, rows: int) -> StepRunner[Sample]:
         """Collective: what the recipe runs its steps with."""
@@ -101,18 +102,18 @@ class RealStep:
             self.model,
             self.forward_backward,
             limit=RowLimit(rows),
-            length_of=length_of,
-            stand_in=stand_in,
+            length_of=TEXT.length_of,
+            stand_in=TEXT.stand_in,
             regrow_after=0,
         )
 
     def to_search(self, tokens: int) -> TrainingStep[Sample]:
         """Collective: what `find_max_batch_size` takes."""
-        return training_step(self.runner(1), self.optimization, self.loss_fn, worst(tokens))
+        return training_step(self.runner(1), self.optimization, self.loss_fn, TEXT, worst(tokens))
 
     def train(self, rows: int, tokens: int) -> None:
         """Collective: a step without anything of ours around it, as a probe and a prediction have it."""
-        microbatches = [[stand_in(worst(tokens))], [worst(tokens)] * rows]
+        microbatches = [[TEXT.stand_in(worst(tokens))], [worst(tokens)] * rows]
         target_tokens = sum(self.forward_backward(samples).target_tokens for samples in microbatches)
         self.optimization.update(target_tokens)
 

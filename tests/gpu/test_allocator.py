@@ -13,7 +13,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.memory.device import FRAGMENTATION, CudaMemory, release
 from torchtune_adaptive.sizes import parse_size
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.parts.microbatch import Sample
+from torchtune_adaptive.tune.parts.samples import Sample
 
 ROWS = 8
 LENGTHS = (1024, 2048)

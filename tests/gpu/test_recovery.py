@@ -29,7 +29,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import release
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.parts.microbatch import Sample, length_of, stand_in
+from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 
 ROWS = 8
 SMALLER = (4, 2, 1)
@@ -76,8 +76,8 @@ class Watched:
             step.model,
             self._forward_backward,
             limit=RowLimit(ROWS),
-            length_of=length_of,
-            stand_in=stand_in,
+            length_of=TEXT.length_of,
+            stand_in=TEXT.stand_in,
             regrow_after=0,
         )
 

@@ -30,7 +30,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.parts.microbatch import stand_in
+from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step
 from torchtune_adaptive.tune.start.configs import locate, read_command_line
 
@@ -66,7 +66,7 @@ def recipe_step(kind: str, cfg: DictConfig) -> Iterator[tuple[Any, Callable[[int
 
     def step(rows: int, tokens: int) -> None:
         sample = {"tokens": [0] * tokens, "labels": [0] * tokens}
-        first = [[stand_in(sample)]] if cfg.gradient_accumulation_steps > 1 else []
+        first = [[TEXT.stand_in(sample)]] if cfg.gradient_accumulation_steps > 1 else []
         result = recipe.runner.attempt([*first, [sample] * rows]).result
         recipe.optimization.update(result.target_tokens)
 

@@ -122,6 +122,8 @@ class TokenLimit:
     """At most `tokens` in a microbatch, padding included: rows × longest row, where rows are padded."""
 
     tokens: int
+    rows_per_sample: int = 1
+    """More than 1 where a sample is several rows of a microbatch: the limit counts all of them, `rows` samples."""
     unit = "tokens"
 
     def __post_init__(self) -> None:
@@ -137,27 +139,30 @@ class TokenLimit:
         return smallest_power_of_two_above(self.tokens)
 
     def resized(self, size: int) -> TokenLimit:
-        return TokenLimit(size)
+        return replace(self, tokens=size)
 
     @property
     def by_length(self) -> bool:
         return True
 
     def rows_at(self, length: int) -> int:
-        return self.tokens // length
+        return self.tokens // (length * self.rows_per_sample)
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
-        return Microbatch(rows, length, tokens).room_tokens <= self.tokens
+        return self._room_tokens(rows, length, tokens) <= self.tokens
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> TokenLimit:
         """The largest power of two below the tokens that failed."""
-        room_tokens = Microbatch(rows, length, tokens).room_tokens
+        room_tokens = self._room_tokens(rows, length, tokens)
         if room_tokens > self.tokens or room_tokens < 2:
             raise exhausted(length)
-        return TokenLimit(largest_power_of_two_below(room_tokens))
+        return replace(self, tokens=largest_power_of_two_below(room_tokens))
 
     def size_of(self, rows: int, length: int, tokens: int | None = None) -> str:
-        return str(Microbatch(rows, length, tokens).room_tokens)
+        return str(self._room_tokens(rows, length, tokens))
+
+    def _room_tokens(self, rows: int, length: int, tokens: int | None) -> int:
+        return rows * self.rows_per_sample * length if tokens is None else tokens
 
     def __str__(self) -> str:
         return f"{self.tokens} tokens"

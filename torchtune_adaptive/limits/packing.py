@@ -125,10 +125,15 @@ def split_largest(plan: Plan, microbatches: int, tokens_of: Callable[[tuple[int,
     return (*(rows for _, rows in parts), *empty)
 
 
-def load_of(plan: Plan, lengths: Sequence[int], *, padded: bool = True) -> Load:
+def load_of(
+    plan: Plan, lengths: Sequence[int], *, padded: bool = True, rows: Sequence[Sequence[int]] | None = None
+) -> Load:
+    """`rows` are the tokens of each row of each sample, where samples are several rows of a microbatch."""
     tokens_of = padded_tokens if padded else tokens_of_joined
-    sizes = [tokens_of(rows, lengths) for rows in plan if rows]
-    return Load(sum(lengths), sum(sizes), max(map(len, plan)), max(sizes))
+    each = len(rows[0]) if rows and padded else 1
+    sizes = [each * tokens_of(indices, lengths) for indices in plan if indices]
+    tokens = sum(map(sum, rows)) if rows else sum(lengths)
+    return Load(tokens, sum(sizes), max(map(len, plan)), max(sizes))
 
 
 def _tokens_of_sorted(rows: Sequence[int], lengths: Sequence[int]) -> int:

@@ -50,6 +50,9 @@ class StepRunner(Generic[Sample]):
     nothing of its own behind when it raises. Every rank uses the same limit. Under a limit by rows they have the same
     number of samples.
 
+    `length_of` is what a limit by length goes by: the tokens of a sample. A sample may be several rows, as a pair of
+    answers is: then it is that of the longest, `row_lengths_of` those of all; limits count samples all the same.
+
     `stand_in` returns the smallest version of a sample that still passes through the whole model, say its
     first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
     same without any label: it is run where a rank has fewer samples than its peers have microbatches.
@@ -77,6 +80,7 @@ class StepRunner(Generic[Sample]):
         *,
         limit: Limit | Governor,
         length_of: Callable[[Sample], int],
+        row_lengths_of: Callable[[Sample], Sequence[int]] | None = None,
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None = None,
         padded: bool = True,
@@ -92,6 +96,7 @@ class StepRunner(Generic[Sample]):
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         self.model = model
         self.length_of = length_of
+        self._row_lengths_of = row_lengths_of
         self.stand_in = stand_in
         self.padded = padded
         self.recovers = recover
@@ -181,7 +186,7 @@ class StepRunner(Generic[Sample]):
                 self.on_plan(step, plan)
             totals, failed = self._plans.run(samples, plan)
             ahead = self._planner.look_ahead(None if upcoming is None else self._lengths(upcoming), self.limit)
-            reports = self._agree(totals, failed, plan, lengths, len(ahead.plan) if ahead else 0)
+            reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
             if not reports.failed:
                 self._gauge.end_step()
                 self._planner.keep(ahead, reports.upcoming_microbatches)
@@ -213,9 +218,8 @@ class StepRunner(Generic[Sample]):
         self._check(samples)
         numbers = iter(range(len(samples)))
         plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
-        lengths = self._lengths(samples)
         totals, failed = self._plans.run(samples, plan)
-        reports = self._agree(totals, failed, plan, lengths)
+        reports = self._agree(totals, failed, plan, samples)
         if reports.failed:
             self._plans.discard()
             return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
@@ -239,13 +243,14 @@ class StepRunner(Generic[Sample]):
         totals: Totals | None,
         failed: int | None,
         plan: Plan,
-        lengths: Sequence[int],
+        samples: Sequence[Sample],
         upcoming: int = 0,
     ) -> Reports:
         """Collective: what happened on every rank, the same everywhere."""
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
         loss_on_host = totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0
-        reading = self._gauge.read()
+        reading, lengths = self._gauge.read(), self._lengths(samples)
+        rows = None if self._row_lengths_of is None else [*map(self._row_lengths_of, samples)]
         size = troubling(plan, lengths, failed, reading.retries, padded=self.padded)
         mine = Report(
             failed=failed is not None,
@@ -256,7 +261,7 @@ class StepRunner(Generic[Sample]):
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
-            **load_of(plan, lengths, padded=self.padded)._asdict(),
+            **load_of(plan, lengths, padded=self.padded, rows=rows)._asdict(),
             **reading._asdict(),
             asked_to_stop=self._asked_to_stop(),
             foreign_messages=self._plans.ledger.foreign_messages,

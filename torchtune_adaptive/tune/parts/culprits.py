@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunStopped, SampleError, UnrecoverableError
+from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.wording import shown
 
@@ -26,7 +27,8 @@ SEE_THE_DATASET = "see whether the dataset's columns and its transform are those
 class NamedSamples(Dataset[Any]):
     """A dataset whose errors say which sample they are about. It remembers which samples it gave last."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, kind: Kind = TEXT) -> None:
+        self.kind = kind
         self._dataset = dataset
         self._given: deque[int] = deque(maxlen=MOST_REMEMBERED)
 
@@ -47,7 +49,7 @@ class NamedSamples(Dataset[Any]):
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({reason(error)}): {_remedy(error)}"
             ) from error
         # The one flaw that no failure would tell of: torchtune pads the labels, and what is left of them is trained.
-        if counts := _unlike_counts(sample):
+        if counts := _unlike_counts(sample, self.kind):
             raise SampleError(
                 f"sample {index} of the dataset has {counts} (on rank {rank()}): every token needs its label, or the "
                 f"one that the loss ignores; {SEE_THE_DATASET}"
@@ -73,17 +75,20 @@ def _remedy(error: BaseException) -> str:
     return "repair it or leave it out; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
 
 
-def _unlike_counts(sample: Any) -> str | None:
+def _unlike_counts(sample: Any, kind: Kind) -> str | None:
     """`7 tokens and 4 labels`; None where they are as many, or cannot be counted, which a microbatch will find."""
-    try:
-        tokens, labels = len(sample["tokens"]), len(sample["labels"])
-    except (TypeError, LookupError):
-        return None
-    return f"{tokens} tokens and {labels} labels" if tokens != labels else None
+    for fields in kind.sequences:
+        try:
+            tokens, labels = len(sample[fields.tokens]), len(sample[fields.labels])
+        except (TypeError, LookupError):
+            return None
+        if tokens != labels:
+            return f"{tokens} {fields.tokens} and {labels} {fields.labels}"
+    return None
 
 
 @contextmanager
-def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, ignored_label: int, last: int) -> Iterator[None]:
+def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, last: int) -> Iterator[None]:
     """Names the sample, among so many last ones, that a model cannot take, if there is one where training fails.
 
     Of a token that it does not know a CPU says "index out of range", a GPU that some assertion failed, in whatever it
@@ -98,7 +103,7 @@ def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, ignored_label
             raise
         known = _vocabulary_of(model)
         for index in samples.last(last):
-            if flaw := _flaw(samples[index], known, ignored_label):
+            if flaw := _flaw(samples[index], samples.kind, known):
                 raise SampleError(f"sample {index} of the dataset (on rank {rank()}) has {flaw}") from error
         raise
 
@@ -108,12 +113,17 @@ def _vocabulary_of(model: nn.Module) -> int | None:
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
-def _flaw(sample: Any, known: int | None, ignored: int) -> str | None:
+def _flaw(sample: Any, kind: Kind, known: int | None) -> str | None:
     """What is wrong with a sample, and what to do about it, for a model that knows so many tokens."""
-    if not isinstance(sample, Mapping) or not {"tokens", "labels"} <= sample.keys():
-        return f"no tokens or no labels: {SEE_THE_DATASET}"
-    tokens, labels = (_numbers(sample[name]) for name in ("tokens", "labels"))
-    for name, numbers in (("tokens", tokens), ("labels", labels)):
+    flaws = (_flaw_of_sequence(sample, fields, known, kind.ignored_label) for fields in kind.sequences)
+    return next(filter(None, flaws), None)
+
+
+def _flaw_of_sequence(sample: Any, fields: Fields, known: int | None, ignored: int) -> str | None:
+    if not isinstance(sample, Mapping) or not {fields.tokens, fields.labels} <= sample.keys():
+        return f"no {fields.tokens} or no {fields.labels}: {SEE_THE_DATASET}"
+    tokens, labels = (_numbers(sample[name]) for name in (fields.tokens, fields.labels))
+    for name, numbers in ((fields.tokens, tokens), (fields.labels, labels)):
         if numbers is None:
             return f"{name} that are no list of whole numbers ({shown(sample[name])}): {SEE_THE_DATASET}"
     assert tokens is not None

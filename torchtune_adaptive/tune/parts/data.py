@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from torchtune.datasets import ConcatDataset
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
+from torchtune_adaptive.tune.parts.samples import TEXT, Kind
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -37,25 +38,25 @@ class Data:
     loader: StepLoader[Any]
     max_seq_len: int | None
     """The length at which the tokenizer cuts samples; None if it does not."""
-    ignored_label: int
-    """The label that the loss ignores."""
+    kind: Kind
 
     def naming_bad_samples(self, model: nn.Module, *, last: int) -> AbstractContextManager[None]:
         """Where what is done in it fails, and one of so many last samples is why, the error names that."""
-        return naming_bad_samples(model, self.dataset, ignored_label=self.ignored_label, last=last)
+        return naming_bad_samples(model, self.dataset, last=last)
 
 
 def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
     dataset, packed = build_dataset(cfg, tokenizer)
     collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
-    samples = NamedSamples(dataset)
+    kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
+    samples = NamedSamples(dataset, kind)
     return Data(
         dataset=samples,
         packed=packed,
         collate=collate,
         loader=build_step_loader(samples, settings, mesh),
         max_seq_len=getattr(tokenizer, "max_seq_len", None),
-        ignored_label=cast(int, loss_fn.ignore_index),
+        kind=kind,
     )
 
 

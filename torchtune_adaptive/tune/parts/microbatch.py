@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.data import Collate, Data
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, longest_of, taking_long_rows
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -31,7 +32,6 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)
 
-Sample = dict[str, Any]
 Batch = dict[str, Any]
 Logits = Tensor | list[Tensor]
 
@@ -45,6 +45,7 @@ class ForwardBackward:
     collate: Callable[[Sequence[Sample]], Batch]
     device: torch.device
     activations: AbstractContextManager[Any]
+    kind: Kind = TEXT
     weighs_every_split_alike: bool = False
     """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
     torchtune counts them before: the same, but for samples whose first token is a label."""
@@ -52,8 +53,8 @@ class ForwardBackward:
     """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
-        ignored = cast(int, self.loss_fn.ignore_index)
-        batch = self.collate([sample if length_of(sample) else _nothing(ignored) for sample in samples])
+        ignored = self.kind.ignored_label
+        batch = self.collate(self.kind.rows_of(samples))
         self._check_length(longest_of(batch))
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
@@ -93,46 +94,11 @@ def _zero_of(logits: Logits) -> Tensor:
     return torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
 
 
-def _nothing(ignored: int) -> Sample:
-    """Replaces a sample without tokens, which no model can run alone: one token that is not learned."""
-    return {"tokens": [0], "labels": [ignored]}
-
-
-PER_TOKEN = ("tokens", "labels", "mask", "input_pos")
-
-
-def stand_in(sample: Sample) -> Sample:
-    """The first two tokens of a sample: the least that goes through the model like the whole.
-
-    Samples with images stay whole: their masks tie every token to the images.
-    """
-    if "encoder_input" in sample:
-        return sample
-    short = cut(sample, 2)
-    return {**short, "seq_lens": torch.tensor([2])} if "seq_lens" in sample else short
-
-
-def cut(sample: Sample, length: int) -> Sample:
-    """The first tokens of a sample of text."""
-    return {key: value[:length] if key in PER_TOKEN else value for key, value in sample.items()}
-
-
-def filler(sample: Sample, ignored: int) -> Sample:
-    """A stand-in without any label: it goes through the model and counts nothing."""
-    short = stand_in(sample)
-    labels = short["labels"]
-    masked = torch.full_like(labels, ignored) if isinstance(labels, Tensor) else [ignored] * len(labels)
-    return {**short, "labels": masked}
-
-
-def length_of(sample: Sample) -> int:
-    return len(sample["tokens"])
-
-
 def build_forward_backward(
     model: nn.Module,
     loss_fn: nn.Module,
     collate: Collate,
+    kind: Kind,
     settings: Settings,
     device: torch.device,
     *,
@@ -144,6 +110,7 @@ def build_forward_backward(
         model=model,
         loss_fn=loss_fn,
         collate=collate,
+        kind=kind,
         device=device,
         activations=activations,
         weighs_every_split_alike=split_alike,
@@ -167,15 +134,16 @@ def build_step_runner(
     _check_sequence_length(model, adaptive)
     split_alike = adaptive.token_budget is not None
     padded = is_padded(model, settings, adaptive, device, packed=data.packed)
-    collate = data.collate if padded else partial(joined, ignored=data.ignored_label)
-    forward_backward = build_forward_backward(model, loss_fn, collate, settings, device, split_alike=split_alike)
+    kind = replace(data.kind, padded=padded)
+    collate = data.collate if padded else partial(joined, ignored=kind.ignored_label)
+    forward_backward = build_forward_backward(model, loss_fn, collate, kind, settings, device, split_alike=split_alike)
     return StepRunner(
         model,
         forward_backward,
         limit=RowLimit(settings.batch_size),
-        length_of=length_of,
-        stand_in=stand_in,
-        filler=partial(filler, ignored=data.ignored_label),
+        length_of=kind.length_of,
+        stand_in=kind.stand_in,
+        filler=kind.filler,
         padded=padded,
         recover=_recovers(settings, adaptive),
         regrow_after=adaptive.regrow_after,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -34,9 +34,10 @@ from torchtune_adaptive.tune.parts.data import Collate, build_collate
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.parts.microbatch import Sample, build_forward_backward, stand_in
+from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.shims import (
@@ -64,6 +65,7 @@ class FakeStep:
     forward_backward: Callable[[Sequence[Sample]], Totals]
     fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
+    kind: Kind
     padded: bool
     """Whether a microbatch is rows, and not samples one after another."""
     device: torch.device
@@ -105,7 +107,7 @@ class FakeStep:
         if self.settings.gradient_accumulation_steps > 1:
             # eager where all else is compiled: a program of its own for this size would take longer than all others
             with torch.compiler.set_stance("force_eager"):
-                target_tokens = self.forward_backward([stand_in(sample)]).target_tokens
+                target_tokens = self.forward_backward([self.kind.stand_in(sample)]).target_tokens
         return target_tokens + self.forward_backward([sample] * rows).target_tokens
 
     def run_first_step(self) -> None:
@@ -223,18 +225,20 @@ def _build(
     if settings.compile:
         fake_tables(model, fakes)
     collate, padded = _collate(cfg, settings, model, loss_fn)
+    kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index), padded=padded)
     return FakeStep(
         settings=settings,
         model=model,
         loss_fn=loss_fn,
         optimization=optimization,
         forward_backward=build_forward_backward(
-            model, loss_fn, _on_host(collate), settings, UPLOAD if on_gpu else HOST
+            model, loss_fn, _on_host(collate), kind, settings, UPLOAD if on_gpu else HOST
         ),
         fakes=fakes,
         device_stand_in=device_stand_in,
         device=device,
         on_gpu=on_gpu,
+        kind=kind,
         padded=padded,
     )
 

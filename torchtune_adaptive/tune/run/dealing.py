@@ -28,7 +28,7 @@ from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.microbatch import Sample, length_of
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
@@ -63,7 +63,7 @@ def _obstacle(model: nn.Module, settings: Settings) -> str | None:
 
 
 def cost_of(model: nn.Module) -> Cost:
-    """What a sample of so many tokens costs, in tokens: the products of the layers, and what attention adds to them."""
+    """What a sequence of so many tokens costs, in tokens: the products of the layers, and what attention adds."""
     layer: Any = next(iter(model.layers))  # type: ignore[arg-type]
     # a token meets each parameter once; and, on average, half of the tokens of its sample in two products
     width = layer.attn.num_heads * layer.attn.head_dim
@@ -77,7 +77,7 @@ class _Weighed:
 
     packets: list[bytes]
     sizes: Tensor
-    """[ranks, samples, 3]: tokens, bytes and index of every sample."""
+    """[ranks, samples, 2 or more]: bytes and index of every sample, and the tokens of each of its sequences."""
     arrival: dist.Work
 
 
@@ -118,9 +118,11 @@ class Dealer:
         """Collective: begins to tell the other ranks about this rank's share."""
         packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
         indices = reversed(self._dataset.last(len(samples)))
-        sizes = torch.zeros(self._ranks, len(samples), 3, dtype=torch.int64)
-        rows = zip(map(length_of, samples), map(len, packets), indices, strict=True)
-        sizes[self._rank] = torch.tensor([*rows], dtype=torch.int64)
+        kind = self._dataset.kind
+        sizes = torch.zeros(self._ranks, len(samples), 2 + kind.rows, dtype=torch.int64)
+        lengths = map(kind.lengths_of, samples)
+        rows = [(len(packet), index, *each) for packet, index, each in zip(packets, indices, lengths, strict=True)]
+        sizes[self._rank] = torch.tensor(rows, dtype=torch.int64)
         with explaining_failures("the exchange of sample lengths"):
             return _Weighed(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
 
@@ -128,8 +130,8 @@ class Dealer:
         """Collective: deals, and begins to exchange the samples."""
         with explaining_failures("the exchange of sample lengths"):
             step.arrival.wait()
-        lengths, sizes, indices = (column.tolist() for column in step.sizes.flatten(0, 1).unbind(1))
-        rank_of = deal([self._cost(length) for length in lengths], self._ranks)
+        sizes, indices, *lengths = (column.tolist() for column in step.sizes.flatten(0, 1).unbind(1))
+        rank_of = deal([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
         count, mine = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
         own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]
         outgoing = [b"".join(step.packets[at] for at, rank in own if rank == to) for to in range(self._ranks)]

@@ -37,9 +37,9 @@ from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.microbatch import Sample, cut
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.static import predicted_rows
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
@@ -83,6 +83,8 @@ class FitRequest:
     worst_step: Callable[[], TrainingStep[Sample]]
     """Collective: makes the step to measure."""
     data: Data
+    kind: Kind
+    """The data's, as this run plans it: padded or not."""
     found: Callable[[Event], None]
     """Writes an event into the record of the run."""
 
@@ -183,7 +185,7 @@ def _measured(request: FitRequest, memory: MemorySource, length: int, search: Me
 
 
 def training_step(
-    runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module, sample: Sample
+    runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module, kind: Kind, sample: Sample
 ) -> TrainingStep[Sample]:
     """The recipe's step, as a search runs it."""
     return TrainingStep(
@@ -192,7 +194,7 @@ def training_step(
         update=lambda result: optimization.update(result.target_tokens),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(runner.model, loss_fn),
-        cut=cut,
+        cut=kind.cut,
     )
 
 

@@ -17,8 +17,8 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.microbatch import Sample
 from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
 from torchtune_adaptive.tune.run.fitting import FitRequest, rows_that_fit, training_step
@@ -48,10 +48,14 @@ class Parts:
     checkpoints: Checkpoints
     journal: RunJournal
 
+    @property
+    def kind(self) -> Kind:
+        return replace(self.data.kind, padded=self.runner.padded)
+
     def worst_step(self) -> TrainingStep[Sample]:
         """Collective: the step that a search measures."""
-        sample = worst_sample(self.cfg, self.data, self.tokenizer, self.adaptive.sequence_length)
-        return training_step(self.runner, self.optimization, self.loss_fn, sample)
+        sample = worst_sample(self.cfg, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)
+        return training_step(self.runner, self.optimization, self.loss_fn, self.kind, sample)
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:
         return FitRequest(
@@ -61,6 +65,7 @@ class Parts:
             memory=memory,
             worst_step=self.worst_step,
             data=self.data,
+            kind=self.kind,
             found=self.journal.found,
         )
 

@@ -6,14 +6,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from omegaconf import DictConfig
-
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
-from torchtune_adaptive.tune.parts.microbatch import Sample, cut, filler, length_of
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
 from torchtune_adaptive.tune.run.worst_case import longest_sample
@@ -81,28 +78,28 @@ class Microbatches:
 
 def microbatches_of(request: FitRequest, most_samples: int) -> Microbatches:
     """Collective: by tokens if the config asks for them, measured or as it says; a step has `most_samples` at most."""
-    data, oversize = request.data, request.adaptive.oversize
+    data, kind, oversize = request.data, request.kind, request.adaptive.oversize
     limit = _limit(request, most_samples)
     if limit is None:
         return Microbatches()
     if data.packed:
-        return Microbatches(_as_rows(limit, length_of(data.dataset[0])))
+        return Microbatches(_as_rows(limit, kind.length_of(data.dataset[0])))
     longest = longest_row(limit, LONGEST_SAMPLE)
-    if data.max_seq_len is not None and data.max_seq_len <= longest:
+    if data.max_seq_len is not None and kind.length_at(data.max_seq_len) <= longest:
         return Microbatches(limit)
     if oversize == "error":
-        _check_longest(request.cfg, data, longest)
+        _check_longest(request, longest)
     else:
         done = "cut" if oversize == "truncate" else "left out"
         say(f"token budget · samples of more than {longest} tokens are {done} (adaptive.oversize)")
-    return Microbatches(limit, partial(_admit, longest=longest, oversize=oversize, ignored=data.ignored_label))
+    return Microbatches(limit, partial(_admit, kind=kind, longest=longest, oversize=oversize))
 
 
 def _limit(request: FitRequest, most_rows: int) -> Limit | None:
     """Collective: the number of the config, or what was measured; None without a budget, or where nothing can be."""
     budget, memory, data = request.adaptive.token_budget, request.memory, request.data
     if budget is None or isinstance(budget, int):
-        return None if budget is None else TokenLimit(budget)
+        return None if budget is None else TokenLimit(budget, request.kind.rows)
     if memory is None:
         say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
         return None
@@ -113,7 +110,7 @@ def _limit(request: FitRequest, most_rows: int) -> Limit | None:
     except OneRowDoesNotFitError as error:
         if request.adaptive.sequence_length or data.max_seq_len:
             raise
-        index = longest_sample(request.cfg, data.dataset).at
+        index = longest_sample(request.cfg, data.dataset, request.kind).at
         raise SampleTooLargeError(
             f"sample {index} of the dataset is the longest, and {error.fact}", *error.remedies
         ) from None
@@ -131,9 +128,9 @@ def _as_rows(limit: Limit, length: int) -> RowLimit:
     return RowLimit(rows)
 
 
-def _check_longest(cfg: DictConfig, data: Data, fitting: int) -> None:
+def _check_longest(request: FitRequest, fitting: int) -> None:
     """Collective: every rank sees the same error."""
-    longest = longest_sample(cfg, data.dataset)
+    longest = longest_sample(request.cfg, request.data.dataset, request.kind)
     if longest.length > fitting:
         raise SampleTooLargeError(
             f"sample {longest.at} of the dataset has {longest.length} tokens, but a microbatch has room for "
@@ -147,11 +144,11 @@ _REMEDY = (
 )
 
 
-def _admit(sample: Sample, *, longest: int, oversize: str, ignored: int) -> Sample:
+def _admit(sample: Sample, *, kind: Kind, longest: int, oversize: str) -> Sample:
     """The sample if it fits; else its beginning, or a stand-in without labels, so that no rank is a sample short."""
-    length = length_of(sample)
+    length = kind.length_of(sample)
     if length <= longest:
         return sample
     if oversize == "error" or "encoder_input" in sample:
         raise SampleTooLargeError(f"a sample has {length} tokens, but a microbatch has room for {longest}; {_REMEDY}")
-    return cut(sample, longest) if oversize == "truncate" else filler(sample, ignored)
+    return kind.cut(sample, longest) if oversize == "truncate" else kind.filler(sample)

@@ -16,7 +16,7 @@ from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.microbatch import Sample, length_of
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.start.sections import MOST_TOKENS
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LENGTHS_FILE = "sample_lengths.json"
 
 
-def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: int | None) -> Sample:
+def worst_sample(cfg: DictConfig, data: Data, kind: Kind, tokenizer: Any, sequence_length: int | None) -> Sample:
     """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
@@ -40,9 +40,10 @@ def worst_sample(cfg: DictConfig, data: Data, tokenizer: Any, sequence_length: i
             f"tokenizer.max_seq_len is {longest}, which no model takes: lower it, or set it to null and give "
             "adaptive.sequence_length"
         )
-    length = sequence_length or longest or longest_sample(cfg, data.dataset).length
-    token, length = int(sample["tokens"][0]) if length_of(sample) else 0, max(1, length)
-    return {"tokens": [token] * length, "labels": [token] * length}
+    known = sequence_length or longest
+    length = kind.length_at(known) if known else longest_sample(cfg, data.dataset, kind).length
+    tokens = sample[kind.sequences[0].tokens]
+    return kind.uniform(int(tokens[0]) if len(tokens) else 0, max(1, length))
 
 
 class Longest(NamedTuple):
@@ -53,24 +54,25 @@ class Longest(NamedTuple):
     """The index of the sample."""
 
 
-def longest_sample(cfg: DictConfig, dataset: Any) -> Longest:
+def longest_sample(cfg: DictConfig, dataset: Any, kind: Kind) -> Longest:
     """Collective: the longest sample; each rank reads its share, and the answer is kept for the next run."""
     path = Path(cfg.output_dir) / LENGTHS_FILE
-    key = _key(cfg, len(dataset))
+    key = _key(cfg, len(dataset), kind)
     known = _read(path, key)
     if not all(length for length, _ in Agreement(2).gather(known)):
-        known = _scan(dataset)
+        known = _scan(dataset, kind)
         if dist.get_rank() == 0:
             record = {"key": key, "longest": known.length, "index": known.at}
             keep_file(path, (json.dumps(record) + "\n").encode(), "the next run will look for the longest sample again")
     return known
 
 
-def _scan(dataset: Any) -> Longest:
+def _scan(dataset: Any, kind: Kind) -> Longest:
     """Collective: the longest of all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     share = tqdm(range(rank, len(dataset), ranks), "longest sample", disable=rank != 0)
-    mine = max((Longest(length_of(dataset[index]), index) for index in share), key=_by_length, default=Longest(0, 0))
+    lengths = (Longest(kind.length_of(dataset[index]), index) for index in share)
+    mine = max(lengths, key=_by_length, default=Longest(0, 0))
     everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
     return max(everywhere, key=_by_length)
 
@@ -88,6 +90,8 @@ def _read(path: Path, key: str) -> Longest:
         return Longest(0, 0)
 
 
-def _key(cfg: DictConfig, samples: int) -> str:
+def _key(cfg: DictConfig, samples: int, kind: Kind) -> str:
     sections = OmegaConf.to_container(OmegaConf.create({"d": cfg.dataset, "t": cfg.tokenizer}), resolve=True)
-    return hashlib.sha256(json.dumps([sections, samples], sort_keys=True).encode()).hexdigest()
+    # of one sequence, the length is the same with and without padding
+    counted = [samples] if kind.rows == 1 else [samples, kind.sequences, kind.padded]
+    return hashlib.sha256(json.dumps([sections, *counted], sort_keys=True).encode()).hexdigest()

@@ -23,7 +23,7 @@ def look_up(samples: list[dict[str, list[int]]]) -> None:
 
 
 def naming(samples: NamedSamples) -> AbstractContextManager[None]:
-    return naming_bad_samples(Decoder(), samples, ignored_label=-100, last=2)
+    return naming_bad_samples(Decoder(), samples, last=2)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
-from torchtune_adaptive.tune.parts.microbatch import cut, filler
+from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.run.token_budget import _admit, check_token_budget
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
@@ -42,7 +42,7 @@ def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
 
 
 def admitted(longest: int, oversize: str) -> dict[str, Any]:
-    return _admit(SAMPLE, longest=longest, oversize=oversize, ignored=-100)
+    return _admit(SAMPLE, kind=TEXT, longest=longest, oversize=oversize)
 
 
 @pytest.mark.parametrize("oversize", ["error", "truncate", "skip"])
@@ -67,11 +67,11 @@ def test_skip_leaves_a_sample_that_counts_nothing_in_its_place() -> None:
 
 def test_a_sample_with_images_is_never_cut() -> None:
     with pytest.raises(SampleTooLargeError, match="a sample has 9 tokens"):
-        _admit({**SAMPLE, "encoder_input": {}}, longest=4, oversize="truncate", ignored=-100)
+        _admit({**SAMPLE, "encoder_input": {}}, kind=TEXT, longest=4, oversize="truncate")
 
 
 def test_a_filler_has_no_label_and_leaves_its_sample_as_it_was() -> None:
     before = {key: list(value) for key, value in SAMPLE.items()}
-    assert set(filler(SAMPLE, ignored=-1)["labels"]) == {-1}
+    assert set(dataclasses.replace(TEXT, ignored_label=-1).filler(SAMPLE)["labels"]) == {-1}
     assert before == SAMPLE
-    assert cut(SAMPLE, 100) == SAMPLE
+    assert TEXT.cut(SAMPLE, 100) == SAMPLE
