@@ -52,6 +52,8 @@ MIRRORED = {
         "gemma2/27B_lora",
         "phi4/14B_lora",
     ),
+    "adaptive_full_dpo_distributed": ("llama3_1/8B_full_dpo",),
+    "adaptive_lora_dpo_distributed": ("llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"),
 }
 OURS = {
     "use_maximum_batch_size": False,

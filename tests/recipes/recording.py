@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from omegaconf import DictConfig
+from torch import nn
 
 
 class JsonLogger:
@@ -30,6 +34,22 @@ class JsonLogger:
 
     def close(self) -> None:
         self._file.close()
+
+
+class NormSGD(torch.optim.SGD):
+    """SGD that keeps the norm of the gradients of each of its steps, whichever recipe it works for."""
+
+    def __init__(self, params: Iterable[nn.Parameter], norms: str, **options: Any) -> None:
+        super().__init__(params, **options)
+        self._norms = norms
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        squares = sum(float(g.full_tensor().square().sum()) for g in gradients)
+        if dist.get_rank() == 0:
+            with open(self._norms, "a", encoding="utf-8") as file:
+                file.write(f"{math.sqrt(squares)}\n")
+        return super().step(closure)
 
 
 def read_log(path: Path) -> list[dict[str, float]]:

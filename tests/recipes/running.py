@@ -31,7 +31,11 @@ STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
     "full": ("adaptive_full_finetune_distributed", "AdaptiveFullFinetuneDistributed"),
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoraFinetuneDistributed"),
+    "full_dpo": ("adaptive_full_dpo_distributed", "AdaptiveFullDPODistributed"),
+    "lora_dpo": ("adaptive_lora_dpo_distributed", "AdaptiveLoraDPODistributed"),
 }
+DEMO = {"full_dpo": "dpo"}
+"""The demo's config of a kind, where it has another name."""
 SGD = ("optimizer._component_=torch.optim.SGD", "optimizer.lr=0.1", "optimizer.momentum=0.9", "optimizer.fused=False")
 """For comparing weights: Adam divides by what may be next to nothing, so that the order in which a CPU adds up can move
 a weight by a part of the learning rate."""
@@ -40,12 +44,17 @@ RELATIVE = 1e-5
 RELATIVE_AFTER_ADAM = 1e-4
 """Likewise losses and gradient norms."""
 COMMAND_MARK = "TORCHTUNE_ADAPTIVE_TEST_COMMAND"
-STOCK_CLASSES = {"full": "FullFinetuneRecipeDistributed", "lora": "LoRAFinetuneRecipeDistributed"}
+STOCK_CLASSES = {
+    "full": ("full_finetune_distributed", "FullFinetuneRecipeDistributed"),
+    "lora": ("lora_finetune_distributed", "LoRAFinetuneRecipeDistributed"),
+    "full_dpo": ("full_dpo_distributed", "FullDPORecipeDistributed"),
+    "lora_dpo": ("lora_dpo_distributed", "LoRADPORecipeDistributed"),
+}
 
 
 def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
     """The demo's config of this kind, with its output and weights in `folder`, logging to `log.jsonl`."""
-    cfg = OmegaConf.load(locate(f"adaptive/demo/{kind}"))
+    cfg = OmegaConf.load(locate(f"adaptive/demo/{DEMO.get(kind, kind)}"))
     ours = [
         f"output_dir={folder / 'out'}",
         f"checkpointer.checkpoint_dir={folder.parent / 'weights'}",
@@ -58,6 +67,8 @@ def demo_config(kind: str, folder: Path, *overrides: str) -> DictConfig:
         "adaptive=null",
         "epochs=1",
     ]
+    if "ref_checkpointer" in cfg:
+        ours.append(f"ref_checkpointer.checkpoint_dir={folder.parent / 'weights'}")
     merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
     assert isinstance(merged, DictConfig)
     del merged.metric_logger["log_dir"]
@@ -71,7 +82,8 @@ def load_ours(kind: str) -> Any:
 
 def load_stock(kind: str) -> Any:
     """The class of the installed stock recipe."""
-    return runpy.run_path(str(STOCK / f"{kind}_finetune_distributed.py"))[STOCK_CLASSES[kind]]
+    module, name = STOCK_CLASSES[kind]
+    return runpy.run_path(str(STOCK / f"{module}.py"))[name]
 
 
 def run_ours(kind: str, cfg: DictConfig) -> Any:
@@ -100,7 +112,7 @@ def start_here(kind: str, *arguments: str, train: bool = False) -> None:
 def run_stock(kind: str, cfg: DictConfig) -> None:
     """Collective: the whole life of the stock recipe, with the names replaced that fail on a CPU."""
     with stock_on_cpu():
-        if kind == "lora":
+        if kind != "full":
             dist.init_process_group("gloo")
         recipe = load_stock(kind)(cfg)
         recipe.setup(cfg)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,13 +14,13 @@ from omegaconf import DictConfig, ListConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
-from torchtune.data import padded_collate_packed
+from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
-from torchtune_adaptive.tune.parts.samples import TEXT, Kind
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -46,18 +46,50 @@ class Data:
 
 
 def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
+    """Samples of text, for finetuning."""
     dataset, packed = build_dataset(cfg, tokenizer)
     collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
-    samples = NamedSamples(dataset, kind)
+    return _data(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
+
+
+def build_pairs(cfg: DictConfig, settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
+    """Pairs of answers, for preference training."""
+    dataset, packed = build_dataset(cfg, tokenizer)
+    if packed:
+        raise ConfigError("dataset.packed is True, but pairs cannot be packed: set it to False")
+    samples = NamedSamples(dataset, PAIR)
+    _check_are_pairs(cfg, samples)
+    collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
+    return _data(samples, collate, settings, tokenizer, mesh, packed=False)
+
+
+def _data(
+    samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Any, mesh: DeviceMesh, *, packed: bool
+) -> Data:
     return Data(
         dataset=samples,
         packed=packed,
         collate=collate,
         loader=build_step_loader(samples, settings, mesh),
         max_seq_len=getattr(tokenizer, "max_seq_len", None),
-        kind=kind,
+        kind=samples.kind,
     )
+
+
+def _check_are_pairs(cfg: DictConfig, samples: NamedSamples) -> None:
+    """Refuses a dataset for finetuning, by its first sample."""
+    if len(samples) == 0:
+        return  # told of where a step is filled
+    needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
+    found = samples[0]
+    if not isinstance(found, Mapping) or not set(needed) <= found.keys():
+        keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
+        component = cfg.dataset.get("_component_") if isinstance(cfg.dataset, DictConfig) else cfg.dataset
+        raise ConfigError(
+            f"dataset is {component}, whose samples are no pairs: the first has {keys}, and needs {', '.join(needed)}; "
+            "give one such as torchtune.datasets.preference_dataset"
+        )
 
 
 def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:

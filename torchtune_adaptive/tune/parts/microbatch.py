@@ -17,6 +17,7 @@ from torchtune import training
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
+from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import Event, event_of
@@ -55,7 +56,7 @@ class ForwardBackward:
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         ignored = self.kind.ignored_label
         batch = self.collate(self.kind.rows_of(samples))
-        self._check_length(longest_of(batch))
+        check_length(self.model, longest_of(batch))
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
@@ -72,20 +73,21 @@ class ForwardBackward:
         loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
 
-    def _check_length(self, longest: int) -> None:
-        allowed = getattr(self.model, "max_seq_len", None)
-        if allowed is not None and longest > allowed:
-            raise ConfigError(
-                f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
-                f"set tokenizer.max_seq_len to {allowed} or less"
-            )
-
     def _loss(self, logits: Logits, labels: Tensor) -> Tensor:
         """The mean over target tokens. Losses that take logits in chunks shape them themselves."""
         if isinstance(logits, Tensor):
             logits, labels = logits.reshape(-1, logits.size(-1)), labels.reshape(-1)
         loss: Tensor = self.loss_fn(logits, labels)
         return loss
+
+
+def check_length(model: nn.Module, longest: int) -> None:
+    allowed = getattr(model, "max_seq_len", None)
+    if allowed is not None and longest > allowed:
+        raise ConfigError(
+            f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
+            f"set tokenizer.max_seq_len to {allowed} or less"
+        )
 
 
 def _zero_of(logits: Logits) -> Tensor:
@@ -131,22 +133,48 @@ def build_step_runner(
     on_event: Callable[[Event], None],
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    _check_sequence_length(model, adaptive)
+    kind, collate = planned(data, model, settings, adaptive, device)
     split_alike = adaptive.token_budget is not None
-    padded = is_padded(model, settings, adaptive, device, packed=data.packed)
-    kind = replace(data.kind, padded=padded)
-    collate = data.collate if padded else partial(joined, ignored=kind.ignored_label)
     forward_backward = build_forward_backward(model, loss_fn, collate, kind, settings, device, split_alike=split_alike)
+    recover = recovers(settings, adaptive)
+    return stage_runner(model, forward_backward, kind, settings, adaptive, on_event, recover=recover)
+
+
+def planned(
+    data: Data, model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, device: torch.device
+) -> tuple[Kind, Collate]:
+    """Collective: the data's kind of sample as this run plans it, padded or not, and what makes batches of them."""
+    _check_sequence_length(model, adaptive)
+    kind = replace(data.kind, padded=is_padded(model, settings, adaptive, device, packed=data.packed))
+    return kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label)
+
+
+def stage_runner(
+    model: nn.Module,
+    run: Callable[[Sequence[Sample]], Totals],
+    kind: Kind,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    on_event: Callable[[Event], None],
+    *,
+    recover: bool,
+    stage: str = "",
+    ledger: CollectiveLedger | None = None,
+) -> StepRunner[Sample]:
+    """Collective: what runs one stage of a step, or a step that has only one."""
     return StepRunner(
         model,
-        forward_backward,
+        run,
         limit=RowLimit(settings.batch_size),
         length_of=kind.length_of,
+        row_lengths_of=kind.lengths_of if kind.rows > 1 else None,
         stand_in=kind.stand_in,
         filler=kind.filler,
-        padded=padded,
-        recover=_recovers(settings, adaptive),
+        padded=kind.padded,
+        recover=recover,
         regrow_after=adaptive.regrow_after,
+        ledger=ledger,
+        stage=stage,
         on_change=lambda change: on_event(event_of(change)),
         asked_to_stop=THIS_RUN.asked_to_stop,
     )
@@ -168,7 +196,7 @@ def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
     return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
 
 
-def _recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
+def recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
     """Whether a step can be run again: wherever no weight changes and no activation travels before it ends."""
     reason = None
     if settings.optimizer_in_bwd:

@@ -7,6 +7,7 @@ sharded, then filled from the checkpoint shard by shard.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,26 @@ def build_full_model(
     _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
+
+
+def build_reference_model(
+    cfg: DictConfig, settings: Settings, device: torch.device, mesh: DeviceMesh, weights: Mapping[str, Any]
+) -> nn.Module:
+    """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
+    no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
+    try:
+        model = build_full_model(cfg, no_checkpoints, device, mesh, {training.MODEL_KEY: weights})
+    except ConfigError as error:
+        raise ConfigError(error.fact.replace("checkpointer:", "ref_checkpointer:", 1), *error.remedies) from error
+    drop_nothing(model)
+    return model.requires_grad_(False).eval()
+
+
+def drop_nothing(model: nn.Module) -> None:
+    """Takes dropout out of a model whose log-probabilities are compared with those of another, as torchtune does."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
 
 def build_lora_model(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
@@ -29,7 +29,7 @@ class Optimization:
         cfg: DictConfig,
         checkpointed: Any,
         optimizers: Sequence[torch.optim.Optimizer],
-        apply: Callable[[int], float | None],
+        apply: Callable[[int | Tensor], float | None],
     ) -> None:
         self.checkpointed = checkpointed
         """What torchtune's checkpointing takes as the optimizer."""
@@ -65,9 +65,12 @@ class Optimization:
         if self._scheduler is not None:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
-    def update(self, target_tokens: int) -> float | None:
-        """Collective where it clips: one update. Returns the gradient's norm if that was computed."""
-        norm = self._apply(target_tokens)
+    def update(self, summed_over: int | Tensor) -> float | None:
+        """Collective where it clips: one update, from gradients that are summed over so many target tokens, or pairs.
+
+        Returns the gradient's norm if that was computed.
+        """
+        norm = self._apply(summed_over)
         if self._scheduler is not None:
             self._scheduler.step()
         return norm
@@ -119,12 +122,16 @@ def _names(keys: set[str]) -> str:
 
 
 def _update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, target_tokens: int
+    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, summed_over: int | Tensor
 ) -> float | None:
-    """One update, from gradients that are summed over target tokens and averaged over ranks."""
+    """One update, from gradients that are summed over target tokens, or pairs, and averaged over ranks."""
     # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
     # A step without any has no gradients but zeros.
-    training.scale_grads(model, torch.tensor(dist.get_world_size() / max(1, target_tokens)))
+    ranks = dist.get_world_size()
+    if isinstance(summed_over, Tensor):  # on the device, where nothing waits for it
+        training.scale_grads(model, ranks / summed_over.clamp(min=1))
+    else:
+        training.scale_grads(model, torch.tensor(ranks / max(1, summed_over)))
     norm = None
     if max_norm is not None:
         clipped = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
@@ -142,7 +149,7 @@ def _in_backward(
     training.register_optim_in_bwd_hooks(model=model, optim_dict=optimizers)
     wrapper = training.create_optim_in_bwd_wrapper(model=model, optim_dict=optimizers)
     # at the end of the step the weights are updated already: only the schedule moves on
-    optimization = Optimization(cfg, wrapper, list(wrapper.optim_map.values()), lambda target_tokens: None)
+    optimization = Optimization(cfg, wrapper, list(wrapper.optim_map.values()), lambda summed_over: None)
     for name, state in (states or {}).items():
         if name not in wrapper.optim_map:
             raise ConfigError(

@@ -70,9 +70,12 @@ class Metrics:
         *,
         learning_rate: float,
         grad_norm: float | None,
+        samples: float | None = None,
+        more: Mapping[str, float] | None = None,
     ) -> float:
-        """Logs a step and returns its loss. Reading it waits for the GPU."""
-        loss = float(result.loss_sum) / max(1, result.target_tokens)
+        """Logs a step and returns its loss: the mean over target tokens, or over so many samples. `more` are figures
+        of a step that has several stages. Reading them waits for the GPU."""
+        loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now = time.perf_counter()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
         if self._shown:
@@ -84,7 +87,8 @@ class Metrics:
         if self._shown:
             norm = {} if grad_norm is None else {"grad_norm": grad_norm}
             figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
-            self._log({**figures, "oom_recoveries": recoveries}, step, result, tokens_per_second)
+            figures = {**figures, **(more or {}), "oom_recoveries": recoveries}
+            self._log(figures, step, result, tokens_per_second)
         if self._memory is not None:
             self._memory.reset_peak()
         return loss

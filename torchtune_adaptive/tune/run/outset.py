@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,6 +47,8 @@ class Parts:
     runner: StepRunner[Sample]
     checkpoints: Checkpoints
     journal: RunJournal
+    reference: StepRunner[Sample] | None = None
+    """The stage before training, where a step has two."""
 
     @property
     def kind(self) -> Kind:
@@ -68,6 +70,26 @@ class Parts:
             kind=self.kind,
             found=self.journal.found,
         )
+
+    def limits(self) -> dict[str, Any]:
+        """What the limits have come to, for a checkpoint; of several stages by their names."""
+        if self.reference is None:
+            return self.runner.state_dict()
+        return {stage.stage: stage.state_dict() for stage in (self.reference, self.runner)}
+
+    def restore_limits(self, saved: Mapping[str, Any]) -> None:
+        if self.reference is None:
+            self.runner.load_state_dict(saved)
+            return
+        for stage in (self.reference, self.runner):
+            if stage.stage in saved:
+                stage.load_state_dict(saved[stage.stage])
+
+    def use_limits(self, course: Course, sizes: EpochSizes) -> None:
+        """From the next step on, in every stage."""
+        self.runner.use_limit(course.microbatches.limit_of(sizes))
+        if self.reference is not None:
+            self.reference.use_limit(course.microbatches.limit_of(sizes))
 
 
 @dataclass(frozen=True)
@@ -109,7 +131,7 @@ def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSi
     A step is the samples of this rank and, where they are planned ahead, those of the next step.
     """
     parts.journal.epoch(sizes, progress, parts.ranks)
-    parts.runner.use_limit(course.microbatches.limit_of(sizes))
+    parts.use_limits(course, sizes)
     parts.optimization.use_lr_factor(sizes.lr_factor)
     # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
     within = progress.steps_in_epoch > 0
@@ -140,7 +162,7 @@ def _start_schedules(parts: Parts, course: Course, progress: Progress) -> Progre
     parts.optimization.start_schedule(
         total_steps=total_steps(course.epochs), steps_done=step, lr_factor=latest.lr_factor if latest else 1.0
     )
-    parts.runner.use_limit(course.microbatches.limit_of(course.epochs[progress.epochs_run]))
+    parts.use_limits(course, course.epochs[progress.epochs_run])
     if progress.limit is not None:
-        parts.runner.load_state_dict(progress.limit)
+        parts.restore_limits(progress.limit)
     return replace(progress, step=step, ranks=parts.ranks)

@@ -25,6 +25,7 @@ SECTIONS = (
     "optimizer",
     "lr_scheduler",
     "checkpointer",
+    "ref_checkpointer",
     "metric_logger",
     "profiler",
     "tensor_parallel_plan",

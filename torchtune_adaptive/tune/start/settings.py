@@ -107,6 +107,28 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     return settings, sections.read(LoraSettings, cfg.get("model"), prefix="model.")
 
 
+def read_full_dpo_settings(cfg: DictConfig) -> Settings:
+    """Settings of full preference training."""
+    settings = _read_settings(cfg)
+    _check_offloading(settings)
+    _check_preference(settings)
+    return settings
+
+
+def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    """Settings of preference training of adapters, some of them from the model's section."""
+    settings, lora = read_lora_settings(cfg)
+    _check_preference(settings)
+    return settings, lora
+
+
+def _check_preference(settings: Settings) -> None:
+    for key in ("optimizer_in_bwd", "tensor_parallel_dim", "collate_fn"):
+        value, allowed = getattr(settings, key), getattr(Settings, key)
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which preference training does not support: allowed is {allowed}")
+
+
 def _read_settings(cfg: DictConfig) -> Settings:
     """`keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune has planned it."""
     settings = sections.read(Settings, cfg)

@@ -31,11 +31,17 @@ class Contents(Protocol):
         """Collective: under torchtune's keys, on rank 0."""
 
 
-class FullContents:
-    """Full finetuning: the whole model."""
+def is_lora(recipe: str) -> bool:
+    """Whether a recipe trains adapters: a checkpoint of one is no place to go on from for another."""
+    return recipe in ("lora", "lora_dpo")
 
-    recipe = "full"
-    adapter_only = False
+
+@dataclass(frozen=True)
+class FullContents:
+    """A recipe that trains the whole model."""
+
+    recipe: str = "full"
+    adapter_only: bool = False
 
     def weights(self, model: nn.Module, device: torch.device) -> State:
         return {training.MODEL_KEY: training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=device)}

@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from torchtune_adaptive.tune.parts.checkpoints.contents import is_lora
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
 
 RUN_KEYS = (
@@ -32,8 +33,10 @@ LIMITS = ("tokenizer.max_seq_len",)
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     """The values that a run keeps for its whole life, by their dotted keys."""
     flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
-    if recipe == "lora":
-        flat |= _frozen_weights(cfg)
+    if is_lora(recipe):
+        flat |= _weights_in("frozen weights", cfg.get("checkpointer"))
+    if recipe == "full_dpo":
+        flat |= _weights_in("reference weights", cfg.get("ref_checkpointer"))
     return {key: value for key, value in flat.items() if key not in LIMITS}
 
 
@@ -42,14 +45,14 @@ def told_values(cfg: DictConfig) -> dict[str, Any]:
     return _flat({key: _plain(cfg, key) for key in TOLD_KEYS})
 
 
-def _frozen_weights(cfg: DictConfig) -> dict[str, Any]:
-    """A fingerprint of the frozen weights, without which an adapter is worth nothing. By content: paths change."""
-    section = cfg.get("checkpointer")
+def _weights_in(what: str, section: Any) -> dict[str, Any]:
+    """A fingerprint of weights that are not trained: an adapter is worth nothing without those it was trained beside,
+    nor a policy's loss without its reference's. By content: paths change."""
     names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None
     if not isinstance(names, ListConfig | DictConfig):
         return {}
     folder = Path(str(section.get("checkpoint_dir")))
-    return {f"frozen weights in {name}": _fingerprint(folder / name) for name in file_names(names)}
+    return {f"{what} in {name}": _fingerprint(folder / name) for name in file_names(names)}
 
 
 def _fingerprint(path: Path) -> str | None:

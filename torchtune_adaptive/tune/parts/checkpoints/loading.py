@@ -22,13 +22,14 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.device import is_oom
-from torchtune_adaptive.tune.parts.checkpoints.contents import State
+from torchtune_adaptive.tune.parts.checkpoints.contents import State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 KEEP_LAST = "keep_last_n_checkpoints"
+REFERENCE = "ref_checkpointer"
 
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Any:
@@ -48,6 +49,28 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> A
         if files.adapter is None:  # an adapter belongs to the weights that the run began with
             plain["checkpoint_files"] = list(files.weights)
     return components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files)
+
+
+def load_reference(cfg: DictConfig, staging: Path) -> State:
+    """Collective: the weights of `ref_checkpointer`, which never change."""
+    section = components.require(cfg, REFERENCE)
+    _check_directory(section, REFERENCE)
+    plain = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(plain, dict)
+    plain = {**plain, "output_dir": str(staging)}
+    checkpointer = components.build_section(REFERENCE, OmegaConf.create(plain), should_load_recipe_state=False)
+    state: State = {}
+    problem: str | None = None
+    try:
+        state = checkpointer.load_checkpoint()
+        _check_is_weights(state, REFERENCE)
+    except AdaptiveError as error:
+        problem = str(error)
+    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
+        problem = _problem(error, "the weights", REFERENCE)
+    _agree(problem)
+    weights: State = state[training.MODEL_KEY]
+    return weights
 
 
 def load(checkpointer: Any, files: Files | None, recipe: str) -> State:
@@ -88,30 +111,28 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Any, group: dist
     return state
 
 
-def _check_directory(section: DictConfig) -> None:
+def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
     """torchtune's own checkpointers name neither key nor directory when a file is missing."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
-        raise ConfigError(f"checkpointer.checkpoint_dir is {directory!r}: give the directory that holds the weights")
+        raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: give the directory that holds the weights")
     component = str(section.get("_component_", ""))
     if component.startswith("torchtune.training.") and not Path(directory).is_dir():
         raise ConfigError(
-            f"checkpointer.checkpoint_dir is {directory!r}, which is no directory: "
+            f"{key}.checkpoint_dir is {directory!r}, which is no directory: "
             "download the weights first (tune download) or correct the path"
         )
 
 
-def _check_is_weights(state: State) -> None:
+def _check_is_weights(state: State, key: str = "checkpointer") -> None:
     weights = state[training.MODEL_KEY]
     if not isinstance(weights, Mapping):
-        raise ConfigError(
-            f"checkpointer.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name"
-        )
+        raise ConfigError(f"{key}.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name")
 
 
 def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     """Refuses a state that was saved after another epoch than these weights, where no manifest vouches for them."""
-    if recipe == "lora" and training.ADAPTER_KEY not in state:
+    if is_lora(recipe) and training.ADAPTER_KEY not in state:
         raise ConfigError(
             "resume_from_checkpoint is True, but no adapter weights were found: "
             "give checkpointer.adapter_checkpoint or the output_dir of the run to go on with"
@@ -128,10 +149,10 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     )
 
 
-def _problem(error: BaseException, what: str) -> str:
+def _problem(error: BaseException, what: str, key: str = "checkpointer") -> str:
     if is_oom(error) or isinstance(error, MemoryError):
         return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
-    return f"checkpointer: loading {what} failed on rank {dist.get_rank()}: {components.reason(error)}"
+    return f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.reason(error)}"
 
 
 def _agree(problem: str | None) -> None:

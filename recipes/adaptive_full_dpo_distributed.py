@@ -1,0 +1,164 @@
+"""Preference training (DPO) with FSDP2 on one or many devices, with microbatches that adapt to their memory.
+
+    tune run --nproc_per_node 4 adaptive_full_dpo_distributed --config llama3_1/8B_full_dpo
+
+Takes every config of torchtune's full_dpo_distributed unchanged.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.tune.parts import devices, process_group
+from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
+from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
+from torchtune_adaptive.tune.parts.checkpoints.start import find_start
+from torchtune_adaptive.tune.parts.data import build_pairs
+from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
+from torchtune_adaptive.tune.parts.model import build_full_model, build_reference_model, drop_nothing
+from torchtune_adaptive.tune.parts.optimization import build_optimization
+from torchtune_adaptive.tune.parts.preference import PAIRS, build_preference_loss, build_stages
+from torchtune_adaptive.tune.parts.profiling import build_profiler
+from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.loss_watch import LossWatch
+from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.run.preferences import PreferenceFigures
+from torchtune_adaptive.tune.run.token_budget import check_token_budget
+from torchtune_adaptive.tune.start import components, launch
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import read_full_dpo_settings
+
+
+class AdaptiveFullDPODistributed:
+    """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._cfg = cfg
+        self._settings = read_full_dpo_settings(cfg)
+        self._adaptive = read_adaptive(cfg.get("adaptive"))
+        check_token_budget(self._settings, self._adaptive)
+        self._device = devices.device_of(self._settings)
+        process_group.join(self._device)
+        self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
+        self._ranks = self._mesh["dp"].size()
+        self._start = find_start(cfg, self._settings, recipe="full_dpo")
+        contents = FullContents(recipe="full_dpo")
+        stops = self._adaptive.on_save_error == "stop"
+        self._checkpoints = Checkpoints(cfg, self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.progress = start_progress(self._settings, self._ranks)
+
+    def setup(self) -> None:
+        cfg, settings, device, mesh = self._cfg, self._settings, self._device, self._mesh
+        devices.prepare(settings)
+        journal = RunJournal(settings)
+        self._metrics = Metrics(cfg, settings, device, journal)
+
+        checkpoint = self._checkpoints.load()
+        self.model = build_full_model(cfg, settings, device, mesh, checkpoint)
+        drop_nothing(self.model)
+        reference_weights = self._checkpoints.load_reference()
+        self.reference_model = build_reference_model(cfg, settings, device, mesh, reference_weights)
+        del reference_weights
+        tokenizer = components.build("tokenizer", cfg)
+        self.optimization = build_optimization(cfg, settings, self.model, checkpoint, device)
+        if self._start.resumes:
+            checkpoint = self._checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
+            self.progress = self.progress.resumed(checkpoint)
+        loss_fn = build_preference_loss(cfg)
+
+        self.data = build_pairs(cfg, settings, tokenizer, mesh)
+        self.stages = build_stages(
+            self.model, self.reference_model, loss_fn, self.data, settings, self._adaptive, device, journal.event
+        )
+        self._profiler = build_profiler(cfg, device)
+        self.parts = Parts(
+            cfg=cfg,
+            settings=settings,
+            adaptive=self._adaptive,
+            ranks=self._ranks,
+            tokenizer=tokenizer,
+            loss_fn=loss_fn,
+            data=self.data,
+            optimization=self.optimization,
+            runner=self.stages.policy,
+            reference=self.stages.reference,
+            checkpoints=self._checkpoints,
+            journal=journal,
+        )
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
+            self.course, self.progress = plot_course(self.parts, self.progress, memory)
+
+    def train(self) -> None:
+        devices.start_clean(self._device)
+        losses, preferences = LossWatch(self._adaptive.on_nan_loss), PreferenceFigures(self._settings)
+        self._profiler.start()
+        stopping = False
+        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
+        suspects = 5 * self.course.most_samples_per_step
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
+            self.watch(memory)
+            for sizes in self.course.epochs[self.progress.epochs_run :]:
+                steps = begin_epoch(self.parts, self.course, self.progress, sizes)
+                for samples, upcoming in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
+                    # Each pair keeps what the reference says of it, for the stage that follows.
+                    pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
+                    reference = self.stages.reference.run(pairs, step=step, upcoming=upcoming)
+                    result = self.stages.policy.run(pairs, step=step, upcoming=upcoming)
+                    with self.stages.policy.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
+                        grad_norm = self.optimization.update(result.sums[PAIRS])
+                    self.progress = self.progress.after_step(sizes, self._ranks)
+                    loss = self._metrics.log_step(
+                        step,
+                        result,
+                        self.stages.recoveries,
+                        learning_rate=self.optimization.learning_rate(),
+                        grad_norm=grad_norm,
+                        samples=float(result.sums[PAIRS]),
+                        more=preferences.of(reference, result),
+                    )
+                    losses.saw(step, loss, result.target_tokens, grad_norm)
+                    self._profiler.step()
+                    stopping = result.asked_to_stop
+                    if self._checkpoints.due(self.progress, stopping):
+                        if losses.worth_saving(self.progress.step):
+                            self.save_checkpoint()
+                        self._checkpoints.end_if_asked(self.progress, stopping)
+                losses.check()
+                self.progress = self.progress.after_epoch(sizes)
+                self.save_checkpoint()
+                self._checkpoints.end_if_asked(self.progress, stopping)
+        self._profiler.stop()
+
+    def save_checkpoint(self) -> None:
+        """Collective: all that is needed to go on from here."""
+        progress = replace(self.progress, limit=self.parts.limits())
+        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
+        self._checkpoints.save(progress, self.model, optimizer, loader_state)
+
+    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        resident = resident_tensors(self.model, self.optimization.optimizers)
+        resident += resident_tensors(self.reference_model, ())
+        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        for stage in self.stages:
+            stage.watch(memory)
+        self._metrics.watch(memory)
+
+    def cleanup(self) -> None:
+        self._checkpoints.close()
+        self.stages.policy.close()
+        self._metrics.close()
+        self.parts.journal.close()
+        self._start.release()
+        process_group.leave()
+
+
+if __name__ == "__main__":
+    launch.main(AdaptiveFullDPODistributed)

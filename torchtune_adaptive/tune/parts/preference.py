@@ -1,0 +1,237 @@
+"""The two stages of a preference step, over the same pairs: the reference's log-probabilities, then training.
+
+    reference    forward only, all pairs of the step; each pair keeps what was found for it
+    policy       forward, loss of each pair beside its reference, backward
+
+So the reference's activations never lie beside the policy's, and each stage has a limit of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torchtune.modules.peft import disable_adapter
+from torchtune.training import OffloadActivations, get_act_offloading_ctx_manager
+
+from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.record.events import Event
+from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.data import Collate, Data
+from torchtune_adaptive.tune.parts.microbatch import check_length, planned, recovers, stage_runner
+from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
+from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import shown
+
+REFERENCE = "reference log-probabilities"
+POLICY = "policy"
+"""The names of the stages."""
+
+KEPT = "reference_log_probs"
+"""The key under which a pair keeps what the reference has found for it: two numbers, chosen and rejected."""
+
+PAIRS = "pairs"
+ANSWERS = ("chosen", "rejected")
+
+
+class Scores(NamedTuple):
+    """What a model says of the answers of some pairs; everything else that is kept lives as long as this does."""
+
+    log_probs: Tensor
+    """[2, pairs]: summed over the labels of the chosen and of the rejected answers."""
+    logits: Tensor
+    row_lengths: list[int]
+    """Tokens of the chosen answers, then of the rejected ones."""
+    target_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """Log-probabilities of the answers of pairs, whichever pairs share a microbatch."""
+
+    kind: Kind
+    collate: Collate
+    device: torch.device
+
+    def __call__(self, model: nn.Module, pairs: Sequence[Sample]) -> Scores:
+        rows = self.kind.rows_of(pairs)
+        lengths = [len(row["tokens"]) for row in rows]
+        batch = self.collate(rows)
+        check_length(model, longest_of(batch))
+        # the token at a position is the label of the position before it
+        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=self.kind.ignored_label)
+        target_tokens = int(labels.ne(self.kind.ignored_label).sum())
+        labels = labels.to(self.device)
+        batch_to_device(batch, self.device)
+        with taking_long_rows(model, batch):
+            logits: Tensor = model(**batch)
+        ignored = self.kind.ignored_label
+        of_token = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
+        log_probs = -_sums_of_rows(of_token.view(labels.shape), lengths)
+        return Scores(log_probs.view(2, -1), logits, lengths, target_tokens)
+
+
+def _sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The sum over each row or, where rows are one after another, over each of them: not by `index_add`, which adds up
+    in another order each time on a GPU."""
+    if values.size(0) == len(lengths):
+        return values.sum(-1)
+    return torch.stack([row.sum() for row in values[0].split(list(lengths))])
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferencePass:
+    """Forward only: each pair keeps the reference's log-probabilities. Run again, it writes the same once more."""
+
+    model: nn.Module
+    score: Scorer
+    as_reference: Callable[[], AbstractContextManager[object]]
+    """Opened around the forward: what makes a reference of the model, where it is the policy itself."""
+
+    def __call__(self, pairs: Sequence[Sample]) -> Totals:
+        with torch.no_grad(), self.as_reference():
+            scores = self.score(self.model, pairs)
+        for pair, kept in zip(pairs, scores.log_probs.unbind(1), strict=True):
+            pair[KEPT] = kept
+        return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyPass:
+    """Adds the gradients of pairs, summed over them, to the policy's."""
+
+    model: nn.Module
+    loss_fn: nn.Module
+    score: Scorer
+    activations: AbstractContextManager[Any]
+
+    def __call__(self, pairs: Sequence[Sample]) -> Totals:
+        reference = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(self.score.device)
+        counted = torch.tensor([self.score.kind.counts(pair) for pair in pairs], device=self.score.device).float()
+        with self.activations:
+            scores = self.score(self.model, pairs)
+        losses, *rewards = self.loss_fn(*scores.log_probs, *reference)
+        sums = _sums_over_pairs(scores, rewards, counted)
+        target_tokens = scores.target_tokens
+        del scores  # or the logits would live through the backward
+        loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
+        loss.backward()
+        return Totals(loss.detach(), target_tokens, sums)
+
+
+@torch.no_grad()
+def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
+    """What the log of a step is made of; torchtune's names, each summed over pairs."""
+    sums = {PAIRS: counted.sum(), "microbatches": counted.amax()}
+    sums["rewards/accuracies"] = ((rewards[0] > rewards[1]) * counted).sum()
+    of_rows = _logits_of_rows(scores)
+    for answer, log_probs, reward, (logits, tokens) in zip(ANSWERS, scores.log_probs, rewards, of_rows, strict=True):
+        sums[f"rewards/{answer}"] = (reward * counted).sum()
+        sums[f"log_probs/{answer}"] = (log_probs * counted).sum()
+        sums[f"logits/{answer}"] = (logits * counted).sum()
+        sums[f"tokens/{answer}"] = (tokens * counted).sum()
+    if scores.logits.size(0) == len(scores.row_lengths):
+        for answer, logits in zip(ANSWERS, scores.logits.chunk(2), strict=True):
+            sums[f"padded_logits/{answer}"] = logits.mean() * counted.amax()
+    return sums
+
+
+def _logits_of_rows(scores: Scores) -> list[tuple[Tensor, Tensor]]:
+    """Of the chosen and the rejected answers: the sum over the tokens of each of their mean logit, and the tokens."""
+    means, lengths = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
+    if means.size(0) == len(lengths):
+        means = means * (torch.arange(means.size(1), device=means.device) < lengths[:, None])
+    sums = _sums_of_rows(means, scores.row_lengths)
+    return list(zip(sums.chunk(2), lengths.chunk(2), strict=True))
+
+
+class Stages(NamedTuple):
+    """The stages of a preference step, in their order."""
+
+    reference: StepRunner[Sample]
+    policy: StepRunner[Sample]
+
+    @property
+    def recoveries(self) -> int:
+        return sum(stage.recoveries for stage in self)
+
+
+def build_stages(
+    policy: nn.Module,
+    reference: nn.Module,
+    loss_fn: nn.Module,
+    data: Data,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    device: torch.device,
+    on_event: Callable[[Event], None],
+) -> Stages:
+    """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with.
+
+    Where the reference is the policy itself, its adapters are off while it is one.
+    """
+    kind, collate = planned(data, policy, settings, adaptive, device)
+    score = Scorer(kind=kind, collate=collate, device=device)
+    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
+    train: Callable[[Sequence[Sample]], Totals] = PolicyPass(
+        model=policy, loss_fn=loss_fn, score=score, activations=activations
+    )
+    if isinstance(activations, OffloadActivations):
+        train = leaving_nothing_offloaded(train, activations)
+    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
+    refer = ReferencePass(model=reference, score=score, as_reference=as_reference)
+    common: Any = {
+        "kind": kind,
+        "settings": settings,
+        "adaptive": adaptive,
+        "on_event": on_event,
+        "recover": recovers(settings, adaptive),
+        "ledger": CollectiveLedger(policy, *([] if reference is policy else [reference])),
+    }
+    return Stages(
+        reference=stage_runner(reference, refer, stage=REFERENCE, **common),
+        policy=stage_runner(policy, train, stage=POLICY, **common),
+    )
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """While open, a LoRA model is what it was before it was trained, without dropout. It trains again afterwards,
+    whatever happens in it."""
+    training = model.training
+    model.eval()
+    try:
+        with disable_adapter(model):
+            yield
+    finally:
+        model.train(training)
+
+
+def build_preference_loss(cfg: DictConfig) -> nn.Module:
+    """The loss of the config, which has to be one of pairs: it is asked for that of two."""
+    loss_fn: nn.Module = components.build("loss", cfg)
+    log_probs = torch.zeros(2)
+    try:
+        found = loss_fn(log_probs, log_probs, log_probs, log_probs)
+        fits = len(found) == 3 and all(each.shape == log_probs.shape for each in found)
+    except Exception as error:  # noqa: BLE001 - a loss of another kind can fail in any way
+        fits, found = False, components.reason(error)
+    if not fits:
+        raise ConfigError(
+            f"loss is {cfg.loss.get('_component_')}, which does not make a loss and two rewards for each pair out of "
+            f"log-probabilities of policy and reference ({shown(found)}): give one such as torchtune.rlhf.loss.DPOLoss"
+        )
+    return loss_fn
