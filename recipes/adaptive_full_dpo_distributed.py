@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
+from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
@@ -62,9 +63,7 @@ class AdaptiveFullDPODistributed:
         checkpoint = self._checkpoints.load()
         self.model = build_full_model(cfg, settings, device, mesh, checkpoint)
         drop_nothing(self.model)
-        reference_weights = self._checkpoints.load_reference()
-        self.reference_model = build_reference_model(cfg, settings, device, mesh, reference_weights)
-        del reference_weights
+        self.reference_model = build_reference_model(cfg, settings, device, mesh, load_reference(cfg, settings))
         tokenizer = components.build("tokenizer", cfg)
         self.optimization = build_optimization(cfg, settings, self.model, checkpoint, device)
         if self._start.resumes:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,7 +30,13 @@ from tests.recipes.shrunk_models import IMAGE_SIZE, MAX_TILES, shrunk_models, wr
 from torchtune_adaptive.demo.dataset import demo_row
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 
-RECIPES = ("full_finetune_distributed", "lora_finetune_distributed")
+RECIPES = {
+    "full_finetune_distributed": "full",
+    "lora_finetune_distributed": "lora",
+    "full_dpo_distributed": "full_dpo",
+    "lora_dpo_distributed": "lora_dpo",
+}
+"""torchtune's recipes and the kinds of ours."""
 BYTES_PER_TOKEN = 4
 # more than fit into a pack
 ROWS_PER_PACK = 24
@@ -103,7 +110,7 @@ def _train_each(stocks: Sequence[StockConfig], ports: Sequence[int], folder: Pat
         os.environ["MASTER_PORT"] = str(port)
         cfg = on_cpu(stock.load(), stock.folder(folder))
         with _offline(cfg, int(os.environ["WORLD_SIZE"])):
-            run_ours("lora" if stock.is_lora else "full", cfg)
+            run_ours(RECIPES[stock.recipe], cfg)
         stock.mark_done(folder)
 
 
@@ -118,6 +125,8 @@ def on_cpu(cfg: DictConfig, directory: Path) -> DictConfig:
     changed.device = "cpu"
     changed.output_dir = str(directory / "out")
     changed.checkpointer.checkpoint_dir = str(directory / "weights")
+    if "ref_checkpointer" in cfg:
+        changed.ref_checkpointer.checkpoint_dir = changed.checkpointer.checkpoint_dir
     if cfg.get("fsdp_cpu_offload"):
         # FSDP pins what it offloads, which no machine without an accelerator can
         changed.fsdp_cpu_offload = False
@@ -155,9 +164,8 @@ def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
         rows *= ROWS_PER_PACK
     with contextlib.ExitStack() as patches:
         patches.enter_context(shrunk_models())
-        replacements = {
-            "torchtune.datasets._sft.load_dataset": lambda source, **_: [_row(source, i) for i in range(rows)]
-        }
+        load = partial(_load_rows, rows)
+        replacements = {f"torchtune.datasets.{each}.load_dataset": load for each in ("_sft", "_preference")}
         if "image_size" in cfg.tokenizer:
             replacements[f"{VISION}.llama3_tokenizer"] = small_tokenizer
             replacements[f"{VISION}.CLIPImageTransform"] = RandomTiles
@@ -166,11 +174,17 @@ def _offline(cfg: DictConfig, world_size: int) -> Iterator[None]:
         yield
 
 
+def _load_rows(count: int, source: str, **_: Any) -> list[dict[str, Any]]:
+    return [_row(source, index) for index in range(count)]
+
+
 def _row(source: str, index: int) -> dict[str, Any]:
     """A row with the columns of the dataset at `source`."""
     row = demo_row(0, index)
     if "alpaca" in source:
         return {"instruction": row["input"], "input": "", "output": row["output"]}
+    if "stack-exchange" in source:
+        return {"question": row["input"], "response_j": row["output"], "response_k": row["output"][::-1]}
     return {"images": [index], "texts": [{"user": row["input"], "assistant": row["output"]}]}
 
 

@@ -25,7 +25,6 @@ CASES = {
     "several": ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=null", "epochs=2"),
     "RSO, checkpointed": (
         "loss._component_=torchtune.rlhf.loss.RSOLoss",
-        "~loss.beta",
         "enable_activation_checkpointing=True",
         "fsdp_reshard_after_forward=False",
         "clip_grad_norm=null",
@@ -44,11 +43,9 @@ def run_both(kind: str, folder: Path, ports: list[int]) -> None:
     for (case, who), port in zip(runs, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         here = folder / case.replace(" ", "_") / who
-        changes = [each for each in CASES[case] if not each.startswith("~")]
-        cfg = demo_config(kind, here, *SGD, f"optimizer.norms={here / 'norms'}", *changes)
+        cfg = demo_config(kind, here, *SGD, f"optimizer.norms={here / 'norms'}", *CASES[case])
         if case.startswith("RSO"):
             del cfg.loss["beta"], cfg.loss["label_smoothing"]
-        cfg.optimizer.pop("weight_decay", None)
         here.mkdir(parents=True, exist_ok=True)
         (run_stock if who == "stock" else run_ours)(kind, cfg)
 

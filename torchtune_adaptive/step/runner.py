@@ -99,7 +99,6 @@ class StepRunner(Generic[Sample]):
         self._row_lengths_of = row_lengths_of
         self.stand_in = stand_in
         self.padded = padded
-        self.stage = stage
         self.recovers = recover
         self.on_change = on_change
         self.on_plan = on_plan

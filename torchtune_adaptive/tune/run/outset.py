@@ -18,6 +18,7 @@ from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.preference import REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
@@ -72,18 +73,15 @@ class Parts:
         )
 
     def limits(self) -> dict[str, Any]:
-        """What the limits have come to, for a checkpoint; of several stages by their names."""
+        """What the limits have come to, for a checkpoint."""
         if self.reference is None:
             return self.runner.state_dict()
-        return {stage.stage: stage.state_dict() for stage in (self.reference, self.runner)}
+        return {**self.runner.state_dict(), REFERENCE: self.reference.state_dict()}
 
     def restore_limits(self, saved: Mapping[str, Any]) -> None:
-        if self.reference is None:
-            self.runner.load_state_dict(saved)
-            return
-        for stage in (self.reference, self.runner):
-            if stage.stage in saved:
-                stage.load_state_dict(saved[stage.stage])
+        self.runner.load_state_dict(saved)
+        if self.reference is not None and REFERENCE in saved:
+            self.reference.load_state_dict(saved[REFERENCE])
 
     def use_limits(self, course: Course, sizes: EpochSizes) -> None:
         """From the next step on, in every stage."""

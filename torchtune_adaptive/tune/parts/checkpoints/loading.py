@@ -22,10 +22,13 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.contents import State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
+from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 KEEP_LAST = "keep_last_n_checkpoints"
@@ -51,13 +54,13 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> A
     return components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files)
 
 
-def load_reference(cfg: DictConfig, staging: Path) -> State:
+def load_reference(cfg: DictConfig, settings: Settings) -> State:
     """Collective: the weights of `ref_checkpointer`, which never change."""
     section = components.require(cfg, REFERENCE)
     _check_directory(section, REFERENCE)
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
-    plain = {**plain, "output_dir": str(staging)}
+    plain["output_dir"] = str(checkpoint_directory(cfg, settings) / folders.SAVING)  # it writes nothing there
     checkpointer = components.build_section(REFERENCE, OmegaConf.create(plain), should_load_recipe_state=False)
     state: State = {}
     problem: str | None = None

@@ -58,7 +58,6 @@ class Checkpoints:
         stops_on_error: bool,
     ) -> None:
         """Collective: creates the group that checkpoints are saved on beside training."""
-        self._cfg = cfg
         self._start = start
         self._contents = contents
         self._device = device
@@ -92,10 +91,6 @@ class Checkpoints:
     def load(self) -> State:
         """Collective: the weights to start from; when resuming, the checkpoint's and its state."""
         return loading.load(self._checkpointer, self._start.files, self._contents.recipe)
-
-    def load_reference(self) -> State:
-        """Collective: the weights of the reference that the config names."""
-        return loading.load_reference(self._cfg, self._directory / folders.SAVING)
 
     def resume(self, base: State, model: nn.Module, optimizer: Any) -> State:
         """Collective: the recipe state to go on with; a distributed checkpoint also fills model and optimizer."""

@@ -1,0 +1,104 @@
+"""What preference training refuses before anything is built, and what the log tells of a step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.packing import Load
+from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.data import _check_are_pairs
+from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.parts.samples import PAIR
+from torchtune_adaptive.tune.run import preferences
+from torchtune_adaptive.tune.run.preferences import PreferenceFigures
+from torchtune_adaptive.tune.start.settings import Settings, read_full_dpo_settings
+
+KEYS: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "fp32",
+    "output_dir": "out",
+    "batch_size": 2,
+    "gradient_accumulation_steps": 3,
+    "epochs": 1,
+    "shuffle": True,
+}
+
+
+@pytest.mark.parametrize("loss", ["torchtune.rlhf.loss.DPOLoss", "torchtune.rlhf.loss.RSOLoss"])
+def test_losses_of_pairs_are_taken(loss: str) -> None:
+    assert build_preference_loss(OmegaConf.create({"loss": {"_component_": loss}})) is not None
+
+
+@pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.MSELoss"])
+def test_another_loss_is_refused(loss: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"loss is {loss}, which does not make .* such as torchtune.rlhf.loss.DPOLoss"
+    ):
+        build_preference_loss(OmegaConf.create({"loss": {"_component_": loss}}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2), ("collate_fn", "torchtune.data.padded_collate_dpo")],
+)
+def test_what_is_not_supported_is_refused(key: str, value: object) -> None:
+    read_full_dpo_settings(OmegaConf.create(KEYS))
+    with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):
+        read_full_dpo_settings(OmegaConf.create({**KEYS, key: value}))
+
+
+def test_a_dataset_for_finetuning_is_refused() -> None:
+    cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
+    with pytest.raises(ConfigError, match=r"dataset is some.dataset, .* no pairs: the first has tokens, labels"):
+        _check_are_pairs(cfg, NamedSamples([{"tokens": [1], "labels": [1]}], PAIR))
+
+
+RESULT = StepResult(
+    loss_sum=torch.tensor(6.0),
+    target_tokens=60,
+    microbatches=3,
+    recoveries=0,
+    load=Load(tokens=100, padded_tokens=120, most_rows=2, most_tokens=30),
+    sums={
+        name: torch.tensor(value)
+        for name, value in {
+            "pairs": 12.0,
+            "microbatches": 6.0,
+            "rewards/chosen": 24.0,
+            "rewards/rejected": 6.0,
+            "rewards/accuracies": 9.0,
+            "log_probs/chosen": -120.0,
+            "log_probs/rejected": -240.0,
+            "logits/chosen": 50.0,
+            "logits/rejected": 100.0,
+            "tokens/chosen": 25.0,
+            "tokens/rejected": 25.0,
+            "padded_logits/chosen": 18.0,
+            "padded_logits/rejected": 12.0,
+        }.items()
+    },
+)
+
+
+def test_figures_are_means_over_pairs() -> None:
+    figures = PreferenceFigures(Settings(**KEYS)).of(None, RESULT)
+    assert (figures["rewards/chosen"], figures["rewards/rejected"], figures["rewards/margins"]) == (2.0, 0.5, 1.5)
+    assert (figures["rewards/accuracies"], figures["log_probs/rejected"]) == (0.75, -20.0)
+
+
+def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(preferences, "say", said.append)
+    figures = PreferenceFigures(Settings(**KEYS))
+    assert figures.of(None, RESULT)["logits/chosen"] == 3.0
+    assert said == []
+    for _ in range(2):
+        assert figures.of(None, replace(RESULT, microbatches=2))["logits/chosen"] == 2.0
+    assert len(said) == 1
