@@ -24,11 +24,11 @@ Answer = TypeVar("Answer", SearchResult, Profile)
 _TIMES = "\u00d7"
 
 
-def search_table(result: SearchResult, sequence_length: int) -> str:
+def search_table(result: SearchResult, sequence_length: int, stage: str = "") -> str:
     """Every probe in the order it was measured, the choice marked, and how often memory ran out if it did."""
     budget, chosen = format_bytes(result.budget_bytes), {result.rows: f"<- chosen ({result.reason})"}
     lines = [
-        f"batch search · {result.strategy} · {sequence_length} tokens · budget {budget} a rank",
+        f"batch search{_named(stage)} · {result.strategy} · {sequence_length} tokens · budget {budget} a rank",
         "  rows    peak       of budget   time",
         *(_probe_line(probe, result.budget_bytes, chosen.get(probe.rows, "")) for probe in result.probes),
     ]
@@ -38,10 +38,10 @@ def search_table(result: SearchResult, sequence_length: int) -> str:
     return "\n".join(lines)
 
 
-def profile_table(result: Profile) -> str:
+def profile_table(result: Profile, stage: str = "") -> str:
     """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off."""
     lines = [
-        f"token budget · {count_of(len(result.points), 'probe')} · budget {format_bytes(result.budget_bytes)} a rank",
+        f"token budget{_named(stage)} · {count_of(len(result.points), 'probe')} · budget {format_bytes(result.budget_bytes)} a rank",
         "  rows    length   tokens    peak       of budget   time",
         *(_probe_line(point, result.budget_bytes) for point in result.points),
         f"  fitted over rows and length, off by {100 * result.held_out_error:.1f} % at most where not fitted to; "
@@ -50,13 +50,16 @@ def profile_table(result: Profile) -> str:
     return "\n".join(lines)
 
 
-def search_event(result: SearchResult, sequence_length: int) -> Event:
+def search_event(result: SearchResult, sequence_length: int, stage: str = "") -> Event:
     """The answer of a search, for the record of the run."""
     peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
-    reason = f"batch search: {count_of(result.rows, 'row')} of {sequence_length} tokens ({result.reason})"
+    reason = (
+        f"batch search{_named(stage)}: {count_of(result.rows, 'row')} of {sequence_length} tokens ({result.reason})"
+    )
     return Event(
         kind=SEARCH,
         step=0,
+        stage=stage or None,
         reason=reason,
         unit="rows",
         after=result.rows,
@@ -65,11 +68,23 @@ def search_event(result: SearchResult, sequence_length: int) -> Event:
     )
 
 
-def profile_event(result: Profile) -> Event:
+def profile_event(result: Profile, stage: str = "") -> Event:
     """The answer of a profile, for the record of the run."""
-    reason = f"token budget: any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
+    fits = f"any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
     limit_bytes, budget_bytes = result.limit_bytes, result.budget_bytes
-    return Event(kind=SEARCH, step=0, reason=reason, unit="bytes", after=limit_bytes, budget_bytes=budget_bytes)
+    return Event(
+        kind=SEARCH,
+        step=0,
+        stage=stage or None,
+        reason=f"token budget{_named(stage)}: {fits}",
+        unit="bytes",
+        after=limit_bytes,
+        budget_bytes=budget_bytes,
+    )
+
+
+def _named(stage: str) -> str:
+    return f" · {stage}" if stage else ""
 
 
 def from_earlier_run(event: Event) -> Event:

@@ -76,6 +76,9 @@ def _draw_sizes(axes: Axes, timeline: Timeline) -> None:
     )
     rows = timeline.series("microbatch_rows")
     axes.step(*rows, where="post", color=BLUE, linewidth=1.4, label="rows of the largest microbatch")
+    reference = timeline.series("reference_microbatch_rows")
+    if reference[0]:
+        axes.step(*reference, where="post", color=GREEN, linewidth=1.2, label="the same, reference stage")
     axes.set_yscale("log", base=2)
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")

@@ -87,6 +87,10 @@ class FitRequest:
     """The data's, as this run plans it: padded or not."""
     found: Callable[[Event], None]
     """Writes an event into the record of the run."""
+    stage: str = ""
+    """The stage that has to fit, where a step has several."""
+    folder: str = ""
+    """Where in `output_dir` the record of the search lies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +107,12 @@ class Measuring(Generic[Result]):
     event: Callable[[Result], Event]
 
 
-def rows_that_fit(request: FitRequest) -> int | None:
-    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them."""
-    adaptive, samples_per_rank = request.adaptive, request.data.loader.samples_per_rank
+def rows_that_fit(request: FitRequest, most_samples: int | None = None) -> int | None:
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
+
+    A rank has `most_samples` to run at most, or all those of an epoch.
+    """
+    adaptive, most = request.adaptive, most_samples or request.data.loader.samples_per_rank
     grows = request.cfg.get("batch_increase_function") is not None
     if adaptive.token_budget is not None:  # then rows are not what fits
         return None
@@ -114,9 +121,7 @@ def rows_that_fit(request: FitRequest) -> int | None:
     if request.memory is None:
         say("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
         return None
-    return search_batch_size(
-        request, request.memory, min(samples_per_rank, adaptive.max_batch_size or samples_per_rank)
-    )
+    return search_batch_size(request, request.memory, min(most, adaptive.max_batch_size or most))
 
 
 def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int) -> int:
@@ -142,9 +147,9 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         kind=SearchResult,
         measure=measure,
         options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
-        table=partial(search_table, sequence_length=step.length),
+        table=partial(search_table, sequence_length=step.length, stage=request.stage),
         draw=partial(draw_search, sequence_length=step.length),
-        event=partial(search_event, sequence_length=step.length),
+        event=partial(search_event, sequence_length=step.length, stage=request.stage),
     )
     return _measured(request, memory, step.length, search).rows
 
@@ -161,17 +166,18 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
         kind=Profile,
         measure=measure,
         options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.padded else {"padded": False})},
-        table=profile_table,
+        table=partial(profile_table, stage=request.stage),
         draw=draw_profile,
-        event=profile_event,
+        event=partial(profile_event, stage=request.stage),
     )
     return _measured(request, memory, step.length, search)
 
 
 def _measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Result]) -> Result:
     """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
-    directory = Path(request.settings.output_dir)
-    fingerprint = _fingerprint(request.cfg, length, memory, search.options)
+    directory = Path(request.settings.output_dir) / request.folder
+    stage = {"stage": request.stage} if request.stage else {}
+    fingerprint = _fingerprint(request.cfg, length, memory, {**search.options, **stage})
     if request.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known
@@ -194,6 +200,19 @@ def training_step(
         update=lambda result: optimization.update(result.target_tokens),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(runner.model, loss_fn),
+        cut=kind.cut,
+    )
+
+
+def forward_step(runner: StepRunner[Sample], kind: Kind, sample: Sample) -> TrainingStep[Sample]:
+    """A stage without a backward, as a search runs it."""
+    decoder: Any = getattr(runner.model, "decoder", runner.model)
+    return TrainingStep(
+        runner=runner,
+        sample=sample,
+        update=lambda result: None,
+        optimizers=(),
+        boundaries={"layers": decoder.norm} if hasattr(decoder, "norm") else {},
         cut=kind.cut,
     )
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe import TrainingStep
@@ -18,13 +20,13 @@ from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.optimization import Optimization
-from torchtune_adaptive.tune.parts.preference import REFERENCE
+from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
-from torchtune_adaptive.tune.run.fitting import FitRequest, rows_that_fit, training_step
+from torchtune_adaptive.tune.run.fitting import FitRequest, forward_step, rows_that_fit, say, training_step
 from torchtune_adaptive.tune.run.journal import RunJournal
-from torchtune_adaptive.tune.run.token_budget import Microbatches, microbatches_of
+from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
@@ -57,8 +59,16 @@ class Parts:
 
     def worst_step(self) -> TrainingStep[Sample]:
         """Collective: the step that a search measures."""
+        return training_step(self.runner, self.optimization, self.loss_fn, self.kind, self._worst_sample())
+
+    def worst_reference_step(self) -> TrainingStep[Sample]:
+        """Collective: the same for the stage before training."""
+        assert self.reference is not None
+        return forward_step(self.reference, self.kind, self._worst_sample())
+
+    def _worst_sample(self) -> Sample:
         sample = worst_sample(self.cfg, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)
-        return training_step(self.runner, self.optimization, self.loss_fn, self.kind, sample)
+        return sample if self.reference is None else {**sample, KEPT: torch.zeros(2)}
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:
         return FitRequest(
@@ -70,7 +80,13 @@ class Parts:
             data=self.data,
             kind=self.kind,
             found=self.journal.found,
+            stage="" if self.reference is None else POLICY,
         )
+
+    def fit_reference(self, memory: MemorySource | None) -> FitRequest:
+        """The same for the stage before training."""
+        ours = {"worst_step": self.worst_reference_step, "stage": REFERENCE, "folder": "reference"}
+        return replace(self.fit_request(memory), **ours)
 
     def limits(self) -> dict[str, Any]:
         """What the limits have come to, for a checkpoint."""
@@ -87,7 +103,7 @@ class Parts:
         """From the next step on, in every stage."""
         self.runner.use_limit(course.microbatches.limit_of(sizes))
         if self.reference is not None:
-            self.reference.use_limit(course.microbatches.limit_of(sizes))
+            self.reference.use_limit(course.reference_limit or course.microbatches.limit_of(sizes))
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,8 @@ class Course:
 
     epochs: tuple[EpochSizes, ...]
     microbatches: Microbatches
+    reference_limit: Limit | None = None
+    """That of the stage before training, where one was measured; None: as for training."""
 
     @property
     def most_samples_per_step(self) -> int:
@@ -114,13 +132,28 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     increase = build_increase_function(parts.cfg)
     epochs = size_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
     most_samples = max(sizes.samples_per_step for sizes in epochs)
-    microbatches = microbatches_of(request, most_samples)
+    limit = budget_limit(request, most_samples)
+    reference_limit = _reference_limit(parts, memory, most_samples)
+    microbatches = microbatches_of(request, limit, earlier=reference_limit)
     dealer = dealer_of(parts.runner.model, settings, adaptive, data, microbatches.limit)
     microbatches = replace(microbatches, dealer=dealer)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
+    if reference_limit is not None:
+        say(f"{REFERENCE} · in microbatches of at most {reference_limit}")
     parts.checkpoints.make_room()
-    course = Course(epochs, microbatches)
+    course = Course(epochs, microbatches, reference_limit)
     return course, _start_schedules(parts, course, progress)
+
+
+def _reference_limit(parts: Parts, memory: MemorySource | None, most_samples: int) -> Limit | None:
+    """Collective: what fits in the stage before training, where the config asks for that to be found or says it."""
+    if parts.reference is None:
+        return None
+    request = parts.fit_reference(memory)
+    if parts.adaptive.token_budget is not None:
+        return budget_limit(request, most_samples)
+    rows = rows_that_fit(request, most_samples)
+    return None if rows is None else RowLimit(rows)
 
 
 def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSizes) -> Steps:

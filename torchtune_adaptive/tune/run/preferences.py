@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.preference import ANSWERS, PAIRS
 from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+
+
+def check_preferences(adaptive: AdaptiveConfig) -> None:
+    """Refuses what no stage of preference training can do yet."""
+    if adaptive.search == "static":
+        raise ConfigError(
+            "adaptive.search is static, but adaptive_plan does not predict preference training yet: set it to linear, "
+            "which measures"
+        )
 
 
 class PreferenceFigures:

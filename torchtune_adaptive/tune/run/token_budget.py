@@ -76,15 +76,15 @@ class Microbatches:
         return looking_ahead(admitted if self.dealer is None else self.dealer.deal(admitted))
 
 
-def microbatches_of(request: FitRequest, most_samples: int) -> Microbatches:
-    """Collective: by tokens if the config asks for them, measured or as it says; a step has `most_samples` at most."""
+def microbatches_of(request: FitRequest, limit: Limit | None, *, earlier: Limit | None = None) -> Microbatches:
+    """Collective: those of the stage that trains, where it has a limit in tokens. `earlier` is that of one before it,
+    which runs the same samples."""
     data, kind, oversize = request.data, request.kind, request.adaptive.oversize
-    limit = _limit(request, most_samples)
     if limit is None:
         return Microbatches()
     if data.packed:
         return Microbatches(_as_rows(limit, kind.length_of(data.dataset[0])))
-    longest = longest_row(limit, LONGEST_SAMPLE)
+    longest = min(longest_row(each, LONGEST_SAMPLE) for each in (limit, earlier) if each is not None)
     if data.max_seq_len is not None and kind.length_at(data.max_seq_len) <= longest:
         return Microbatches(limit)
     if oversize == "error":
@@ -95,8 +95,8 @@ def microbatches_of(request: FitRequest, most_samples: int) -> Microbatches:
     return Microbatches(limit, partial(_admit, kind=kind, longest=longest, oversize=oversize))
 
 
-def _limit(request: FitRequest, most_rows: int) -> Limit | None:
-    """Collective: the number of the config, or what was measured; None without a budget, or where nothing can be."""
+def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
+    """Collective: a step has `most_rows` samples at most: the number of the config, or what was measured; None without a budget, or where nothing can be."""
     budget, memory, data = request.adaptive.token_budget, request.memory, request.data
     if budget is None or isinstance(budget, int):
         return None if budget is None else TokenLimit(budget, request.kind.rows)
