@@ -21,13 +21,21 @@ class Reading(NamedTuple):
 class Gauge:
     """Reads a clock, and a memory source where there is one."""
 
-    def __init__(self, memory: MemorySource | None = None) -> None:
+    def __init__(self, memory: MemorySource | None = None, *, shared: bool = False) -> None:
+        """`shared`: other stages of the same step use the memory too, so only what a stage sees while it runs is its."""
         self._memory = memory
+        self._shared = shared
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # asking a GPU's driver takes time
         self._retries = 0 if memory is None else memory.retries
         self._since: float | None = None
 
+    def of(self, memory: MemorySource | None) -> Gauge:
+        """The same for another memory."""
+        return Gauge(memory, shared=self._shared)
+
     def begin_step(self) -> None:
+        if self._shared and self._memory is not None:
+            self._retries = self._memory.retries
         if self._since is None:
             self._since = time.perf_counter()
 

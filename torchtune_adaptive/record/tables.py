@@ -40,8 +40,9 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "") ->
 
 def profile_table(result: Profile, stage: str = "") -> str:
     """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off."""
+    probes, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
     lines = [
-        f"token budget{_named(stage)} · {count_of(len(result.points), 'probe')} · budget {format_bytes(result.budget_bytes)} a rank",
+        f"token budget{_named(stage)} · {probes} · budget {budget} a rank",
         "  rows    length   tokens    peak       of budget   time",
         *(_probe_line(point, result.budget_bytes) for point in result.points),
         f"  fitted over rows and length, off by {100 * result.held_out_error:.1f} % at most where not fitted to; "

@@ -112,7 +112,7 @@ class StepRunner(Generic[Sample]):
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement, padded=padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
-        self._gauge = Gauge()
+        self._gauge = Gauge(shared=bool(stage))
 
     @property
     def limit(self) -> Limit:
@@ -146,7 +146,7 @@ class StepRunner(Generic[Sample]):
 
     def watch(self, memory: MemorySource | None) -> None:
         """From the next step on: results tell the peak, and steps in which the allocator thrashes change the limit."""
-        self._gauge = Gauge(memory)
+        self._gauge = self._gauge.of(memory)
 
     def state_dict(self) -> dict[str, Any]:
         """What the limit has come to, and why; the same on all ranks."""

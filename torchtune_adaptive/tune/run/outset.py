@@ -85,8 +85,8 @@ class Parts:
 
     def fit_reference(self, memory: MemorySource | None) -> FitRequest:
         """The same for the stage before training."""
-        ours = {"worst_step": self.worst_reference_step, "stage": REFERENCE, "folder": "reference"}
-        return replace(self.fit_request(memory), **ours)
+        training = self.fit_request(memory)
+        return replace(training, worst_step=self.worst_reference_step, stage=REFERENCE, folder="reference")
 
     def limits(self) -> dict[str, Any]:
         """What the limits have come to, for a checkpoint."""

@@ -96,7 +96,10 @@ def microbatches_of(request: FitRequest, limit: Limit | None, *, earlier: Limit 
 
 
 def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
-    """Collective: a step has `most_rows` samples at most: the number of the config, or what was measured; None without a budget, or where nothing can be."""
+    """Collective: the number of the config, or what was measured; None without a budget, or where nothing can be.
+
+    A step has `most_rows` samples at most.
+    """
     budget, memory, data = request.adaptive.token_budget, request.memory, request.data
     if budget is None or isinstance(budget, int):
         return None if budget is None else TokenLimit(budget, request.kind.rows)
