@@ -22,7 +22,7 @@ class Gauge:
     """Reads a clock, and a memory source where there is one."""
 
     def __init__(self, memory: MemorySource | None = None, *, shared: bool = False) -> None:
-        """`shared`: other stages of the same step use the memory too, so only what a stage sees while it runs is its."""
+        """`shared`: other stages of a step use the memory too, so only what a stage sees while it runs is its own."""
         self._memory = memory
         self._shared = shared
         self._budget_bytes = 0 if memory is None else memory.budget_bytes  # asking a GPU's driver takes time

@@ -1,0 +1,173 @@
+"""Preference runs with everything that adapts: the same losses and rewards as a run that has nothing to adapt to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights, tune_run
+from torchtune_adaptive.record.events import EVENTS_FILE
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+
+RELATIVE = 5e-5
+BASE = (
+    *SGD,
+    "optimizer.lr=0.01",
+    "batch_size=16",
+    "gradient_accumulation_steps=1",
+    "tokenizer.max_seq_len=128",
+    "epochs=2",
+    "clip_grad_norm=inf",
+)
+MEASURED = "adaptive.memory_limit=40MiB"
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "searched": (MEASURED, "use_maximum_batch_size=True"),
+    "starved": ("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0"),
+    "padded": (MEASURED, "adaptive.token_budget=auto", "adaptive.padding=True"),
+    "joined": (MEASURED, "adaptive.token_budget=auto", "adaptive.padding=False"),
+    "tokens": ("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False"),
+}
+FIGURES = (
+    "loss",
+    "grad_norm",
+    *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ("chosen", "rejected")),
+)
+RESUMED = (
+    *SGD,
+    "optimizer.lr=0.01",
+    "epochs=2",
+    "tokenizer.max_seq_len=64",
+    "resume_from_checkpoint=auto",
+    "overwrite_output_dir=False",
+    "save_every_n_steps=3",
+    "batch_increase_function=tests.recipes.test_preference_runs.grow",
+    "adaptive.max_batch_size=8",
+)
+STOPS = (2, 4, 5)
+"""Steps in which a run ends between the two stages, one after the other: before the first checkpoint, after it."""
+
+
+def grow(epoch: int, current_batch_size: int) -> int:
+    return current_batch_size if epoch == 1 else 0
+
+
+class Stopped(Exception):
+    pass
+
+
+def train_until(kind: str, cfg: Any, stop_at: int | None) -> None:
+    """Collective: our recipe to its end, or until the reference has been asked in this step."""
+    recipe = load_ours(kind)(cfg)
+    recipe.setup()
+    run = recipe.stages.policy.run
+
+    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        if step == stop_at:
+            raise Stopped
+        return run(samples, step=step, **options)
+
+    recipe.stages.policy.run = run_or_stop
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except Stopped:
+        process_group.leave()
+    else:
+        assert stop_at is None
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+    free = iter(ports)
+    for case, overrides in CASES.items():
+        os.environ["MASTER_PORT"] = str(next(free))
+        run_ours(kind, demo_config(kind, folder / case, *BASE, *overrides))
+    for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
+        for stop in stops:
+            os.environ["MASTER_PORT"] = str(next(free))
+            train_until(kind, demo_config(kind, folder / case, *RESUMED), stop)
+
+
+@pytest.fixture(scope="module", params=["full_dpo", "lora_dpo"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    ports = free_ports(len(CASES) + 2 + len(STOPS))
+    run_on_ranks(2, run_all, request.param, folder, ports, timeout_s=200, in_group=False)
+    return folder
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+def test_losses_and_rewards_are_those_of_a_run_that_has_nothing_to_adapt_to(runs: Path, case: str) -> None:
+    plain, ours = (read_log(runs / each / "log.jsonl") for each in ("plain", case))
+    assert len(ours) == len(plain) == 4
+    for expected, found in zip(plain, ours, strict=True):
+        for figure in FIGURES:
+            assert found[figure] == pytest.approx(expected[figure], rel=RELATIVE, abs=1e-5), figure
+    assert plain[-1]["rewards/margins"] > plain[0]["rewards/margins"]
+
+
+def test_each_stage_is_searched_for_its_own_rows_and_the_record_names_it(runs: Path) -> None:
+    found = {event["stage"]: event["after"] for event in events_of(runs / "searched", "search")}
+    assert found.keys() == {POLICY, REFERENCE}
+    assert found[REFERENCE] > found[POLICY] >= 1
+    for step in read_log(runs / "searched" / "log.jsonl"):
+        assert (step["microbatch_rows"], step["reference_microbatch_rows"]) == (found[POLICY], found[REFERENCE])
+        assert step["oom_recoveries"] == 0
+    for place in ("", "reference"):
+        assert json.loads((runs / "searched" / "out" / place / "batch_search.json").read_text())["result"]
+
+
+def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:
+    recoveries = events_of(runs / "starved", "recovery")
+    assert {event["stage"] for event in recoveries} == {POLICY, REFERENCE}
+    assert all(
+        f"step {event['step']}, {event['stage']}: out of memory on rank" in event["reason"] for event in recoveries
+    )
+    assert read_log(runs / "starved" / "log.jsonl")[-1]["oom_recoveries"] == len(recoveries)
+
+
+def test_a_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None:
+    for case in ("padded", "joined"):
+        found = {event["stage"]: event["after"] for event in events_of(runs / case, "search")}
+        assert found.keys() == {POLICY, REFERENCE}
+    steps = {case: read_log(runs / case / "log.jsonl") for case in ("joined", "padded", "plain", "tokens")}
+    assert all(step["padding_fraction"] == 0 for step in steps["joined"])
+    assert all(step["rank_imbalance"] < 1.1 for step in steps["joined"])
+    wasted = {case: sum(step["padding_fraction"] for step in each) for case, each in steps.items()}
+    assert 0 < wasted["padded"] < wasted["plain"]
+    assert all(step["microbatch_tokens"] <= 700 for step in steps["tokens"])
+    assert all(step["microbatches"] > 1 for step in steps["tokens"])
+
+
+def test_a_run_that_ends_between_its_stages_goes_on_to_the_same_weights(runs: Path) -> None:
+    whole, stopped = (saved_weights(runs / case, epoch=1) for case in ("whole", "stopped"))
+    assert all(torch.equal(stopped[name], weight) for name, weight in whole.items())
+    steps = [step["step"] for step in read_log(runs / "whole" / "log.jsonl")]
+    assert steps == [1, 2, 3, 4, 5, 6]  # the second epoch has half as many, of twice the pairs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [("adaptive_full_dpo_distributed", "dpo"), ("adaptive_lora_dpo_distributed", "lora_dpo")],
+)
+def test_the_demo_runs_as_a_user_calls_it(recipe: str, config: str, tmp_path: Path) -> None:
+    short = ("dataset.samples=64", "max_steps_per_epoch=3", "tokenizer.max_seq_len=96", "adaptive.sequence_length=96")
+    ended = tune_run(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
+    assert ended.status == 0, ended.output
+    assert "batch search · reference log-probabilities · linear" in ended.output
+    assert "batch search · policy · linear" in ended.output
+    assert "trained: loss 0.6931 -> " in ended.output
