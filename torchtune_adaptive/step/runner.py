@@ -239,12 +239,7 @@ class StepRunner(Generic[Sample]):
         return [max(1, self.length_of(sample)) for sample in samples]
 
     def _agree(
-        self,
-        totals: Totals | None,
-        failed: int | None,
-        plan: Plan,
-        samples: Sequence[Sample],
-        upcoming: int = 0,
+        self, totals: Totals | None, failed: int | None, plan: Plan, samples: Sequence[Sample], upcoming: int = 0
     ) -> Reports:
         """Collective: what happened on every rank, the same everywhere."""
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
