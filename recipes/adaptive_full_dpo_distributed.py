@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.memory.device import MemorySource, release
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
@@ -30,6 +30,7 @@ from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
+from torchtune_adaptive.tune.run.reference_table import CHUNK, precompute_reference
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -91,8 +92,21 @@ class AdaptiveFullDPODistributed:
             checkpoints=self._checkpoints,
             journal=journal,
         )
+        if self._adaptive.precompute_reference:
+            self.precompute_reference()
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
             self.course, self.progress = plot_course(self.parts, self.progress, memory)
+
+    def precompute_reference(self) -> None:
+        """Collective: asks the reference of all pairs, or reads what it said, and does without it from then on."""
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=CHUNK):
+            precompute_reference(self.parts, self.progress, memory)
+        if self.stages.reference is not None:
+            self.stages.reference.close()
+        self.reference_model = None
+        self.stages = self.stages._replace(reference=None)
+        self.parts = replace(self.parts, reference=None)
+        release()
 
     def train(self) -> None:
         devices.start_clean(self._device)
@@ -106,9 +120,9 @@ class AdaptiveFullDPODistributed:
             for sizes in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)
                 for samples, upcoming in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
-                    # Each pair keeps what the reference says of it, for the stage that follows.
+                    # What the reference says of a pair is kept in it, for the stage that follows.
                     pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
-                    reference = self.stages.reference.run(pairs, step=step, upcoming=upcoming)
+                    reference = self.stages.refer(pairs, step=step, upcoming=upcoming)
                     result = self.stages.policy.run(pairs, step=step, upcoming=upcoming)
                     with self.stages.policy.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
@@ -143,12 +157,12 @@ class AdaptiveFullDPODistributed:
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)
-        resident += resident_tensors(self.reference_model, ())
+        if self.reference_model is not None:
+            resident += resident_tensors(self.reference_model, ())
         return limited_memory(self._adaptive.memory_limit, self._device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
-        for stage in self.stages:
-            stage.watch(memory)
+        self.stages.watch(memory)
         self._metrics.watch(memory)
 
     def cleanup(self) -> None:

@@ -29,6 +29,7 @@ from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.run.preferences import check_no_reference
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -43,6 +44,7 @@ class AdaptiveLoraFinetuneDistributed:
         self._settings, self._lora = read_lora_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         check_token_budget(self._settings, self._adaptive)
+        check_no_reference(self._adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -29,6 +29,8 @@ class NamedSamples(Dataset[Any]):
 
     def __init__(self, dataset: Any, kind: Kind = TEXT) -> None:
         self.kind = kind
+        self.complete: Callable[[int, Any], Any] | None = None
+        """What is added to a sample that has been read, by its index."""
         self._dataset = dataset
         self._given: deque[int] = deque(maxlen=MOST_REMEMBERED)
 
@@ -54,7 +56,7 @@ class NamedSamples(Dataset[Any]):
                 f"sample {index} of the dataset has {counts} (on rank {rank()}): every token needs its label, or the "
                 f"one that the loss ignores; {SEE_THE_DATASET}"
             )
-        return sample
+        return sample if self.complete is None else self.complete(index, sample)
 
     def remember(self, indices: Sequence[int]) -> None:
         """Takes note of samples that another rank has read for this one."""

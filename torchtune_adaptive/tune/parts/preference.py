@@ -23,8 +23,9 @@ from torchtune.training import OffloadActivations, get_act_offloading_ctx_manage
 
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.events import Event
-from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.step.reports import StepResult, Totals
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.data import Collate, Data
 from torchtune_adaptive.tune.parts.microbatch import check_length, planned, recovers, stage_runner
@@ -161,12 +162,21 @@ def _logits_of_rows(scores: Scores) -> list[tuple[Tensor, Tensor]]:
 class Stages(NamedTuple):
     """The stages of a preference step, in their order."""
 
-    reference: StepRunner[Sample]
+    reference: StepRunner[Sample] | None
+    """None once all pairs have what it says of them."""
     policy: StepRunner[Sample]
+
+    def refer(self, pairs: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None) -> StepResult | None:
+        """Collective: each pair keeps what the reference says of it, for the stage that follows."""
+        return None if self.reference is None else self.reference.run(pairs, step=step, upcoming=upcoming)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        for stage in filter(None, self):
+            stage.watch(memory)
 
     @property
     def recoveries(self) -> int:
-        return sum(stage.recoveries for stage in self)
+        return sum(stage.recoveries for stage in self if stage is not None)
 
 
 def build_stages(
@@ -193,17 +203,20 @@ def build_stages(
         train = leaving_nothing_offloaded(train, activations)
     as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
     refer = ReferencePass(model=reference, score=score, as_reference=as_reference)
+    if adaptive.precompute_reference and reference is not policy:  # which is gone before training begins
+        ledgers = CollectiveLedger(reference), CollectiveLedger(policy)
+    else:
+        ledgers = (CollectiveLedger(policy, *([] if reference is policy else [reference])),) * 2
     common: Any = {
         "kind": kind,
         "settings": settings,
         "adaptive": adaptive,
         "on_event": on_event,
         "recover": recovers(settings, adaptive),
-        "ledger": CollectiveLedger(policy, *([] if reference is policy else [reference])),
     }
     return Stages(
-        reference=stage_runner(reference, refer, stage=REFERENCE, **common),
-        policy=stage_runner(policy, train, stage=POLICY, **common),
+        reference=stage_runner(reference, refer, stage=REFERENCE, ledger=ledgers[0], **common),
+        policy=stage_runner(policy, train, stage=POLICY, ledger=ledgers[1], **common),
     )
 
 

@@ -49,6 +49,11 @@ class Kind:
         """Rows of a microbatch for each of its samples."""
         return len(self.sequences)
 
+    @property
+    def padded_rows(self) -> int:
+        """Rows as long as the sample; without padding, all of its tokens are its length."""
+        return self.rows if self.padded else 1
+
     def lengths_of(self, sample: Sample) -> tuple[int, ...]:
         """Tokens of each sequence."""
         return tuple(len(sample[fields.tokens]) for fields in self.sequences)

@@ -25,6 +25,7 @@ class RunJournal:
         self._directory = Path(settings.output_dir)
         self._journal = Journal(self._directory) if dist.get_rank() == 0 else None
         self._steps_before = 0
+        self._started = False
 
     def event(self, event: Event) -> None:
         if self._journal is not None:
@@ -35,7 +36,10 @@ class RunJournal:
             self._journal.step(step, figures)
 
     def start(self, steps_done: int) -> None:
-        """Opens the record at a step. What it holds of later steps, from a run that ended early, no longer counts."""
+        """Opens the record at a step, once. What it holds of later steps, of a run that ended early, does not count."""
+        if self._started:
+            return
+        self._started = True
         how = f"training starts after step {steps_done}" if steps_done else "training starts"
         if self._journal is not None:
             self._journal.start(Event(kind=START, step=steps_done, reason=how))

@@ -54,6 +54,11 @@ class Parts:
     """The stage before training, where a step has two."""
 
     @property
+    def in_stages(self) -> bool:
+        """Whether steps train on pairs, beside a reference: asked in each step, or once for all."""
+        return self.data.kind.rows > 1
+
+    @property
     def kind(self) -> Kind:
         return replace(self.data.kind, padded=self.runner.padded)
 
@@ -68,7 +73,7 @@ class Parts:
 
     def _worst_sample(self) -> Sample:
         sample = worst_sample(self.cfg, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)
-        return sample if self.reference is None else {**sample, KEPT: torch.zeros(2)}
+        return {**sample, KEPT: torch.zeros(2)} if self.in_stages else sample
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:
         return FitRequest(
@@ -80,7 +85,7 @@ class Parts:
             data=self.data,
             kind=self.kind,
             found=self.journal.found,
-            stage="" if self.reference is None else POLICY,
+            stage=POLICY if self.in_stages else "",
         )
 
     def fit_reference(self, memory: MemorySource | None) -> FitRequest:
@@ -124,7 +129,7 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
     settings, adaptive, data = parts.settings, parts.adaptive, parts.data
     progress = _with_dataset(progress, len(data.dataset))
-    parts.journal.start(progress.step or total_steps(progress.past))
+    open_record(parts, progress)
     request = parts.fit_request(memory)
     rows = rows_that_fit(request)
     left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
@@ -133,19 +138,24 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     epochs = size_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
     most_samples = max(sizes.samples_per_step for sizes in epochs)
     limit = budget_limit(request, most_samples)
-    reference_limit = _reference_limit(parts, memory, most_samples)
-    microbatches = microbatches_of(request, limit, earlier=reference_limit)
+    earlier = reference_limit(parts, memory, most_samples)
+    microbatches = microbatches_of(request, limit, earlier=earlier)
     dealer = dealer_of(parts.runner.model, settings, adaptive, data, microbatches.limit)
     microbatches = replace(microbatches, dealer=dealer)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
-    if reference_limit is not None:
-        say(f"{REFERENCE} · in microbatches of at most {reference_limit}")
+    if earlier is not None:
+        say(f"{REFERENCE} · in microbatches of at most {earlier}")
     parts.checkpoints.make_room()
-    course = Course(epochs, microbatches, reference_limit)
+    course = Course(epochs, microbatches, earlier)
     return course, _start_schedules(parts, course, progress)
 
 
-def _reference_limit(parts: Parts, memory: MemorySource | None, most_samples: int) -> Limit | None:
+def open_record(parts: Parts, progress: Progress) -> None:
+    """Opens the record where the run has come to."""
+    parts.journal.start(progress.step or total_steps(progress.past))
+
+
+def reference_limit(parts: Parts, memory: MemorySource | None, most_samples: int) -> Limit | None:
     """Collective: what fits in the stage before training, where the config asks for that to be found or says it."""
     if parts.reference is None:
         return None

@@ -20,6 +20,22 @@ def check_preferences(adaptive: AdaptiveConfig) -> None:
             "which measures"
         )
 
+    if adaptive.precompute_reference and adaptive.oversize == "truncate":
+        raise ConfigError(
+            "adaptive.precompute_reference is True and adaptive.oversize is truncate: what the reference says of a "
+            "whole sample does not hold for its beginning; set adaptive.oversize to error, and lower "
+            "tokenizer.max_seq_len, or set adaptive.precompute_reference: False"
+        )
+
+
+def check_no_reference(adaptive: AdaptiveConfig) -> None:
+    """Refuses what only preference training has."""
+    if adaptive.precompute_reference:
+        raise ConfigError(
+            "adaptive.precompute_reference is True, but finetuning has no reference: set it to False, or train with "
+            "adaptive_full_dpo_distributed or adaptive_lora_dpo_distributed"
+        )
+
 
 class PreferenceFigures:
     """Rewards, log-probabilities and logits of the answers: means over the pairs of a step, on all ranks."""

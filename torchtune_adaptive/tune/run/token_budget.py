@@ -102,7 +102,7 @@ def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
     """
     budget, memory, data = request.adaptive.token_budget, request.memory, request.data
     if budget is None or isinstance(budget, int):
-        return None if budget is None else TokenLimit(budget, request.kind.rows)
+        return None if budget is None else TokenLimit(budget, request.kind.padded_rows)
     if memory is None:
         say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
         return None

@@ -113,6 +113,9 @@ class AdaptiveConfig:
     oversize: str = option(one_of("error", "truncate", "skip"), "error")
     """What happens to a sample that alone is more than a microbatch may be."""
 
+    precompute_reference: bool = option(BOOL, False)
+    """Ask the reference of preference training once for the whole dataset, and keep what it says in output_dir."""
+
     search: str = option(one_of(*STRATEGIES), "linear")
     """How `use_maximum_batch_size` looks for what fits."""
     round_to: str = option(one_of(*ROUNDINGS), "power_of_two")

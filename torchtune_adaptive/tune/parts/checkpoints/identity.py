@@ -34,9 +34,9 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     """The values that a run keeps for its whole life, by their dotted keys."""
     flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
     if is_lora(recipe):
-        flat |= _weights_in("frozen weights", cfg.get("checkpointer"))
+        flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     if recipe == "full_dpo":
-        flat |= _weights_in("reference weights", cfg.get("ref_checkpointer"))
+        flat |= weights_in("reference weights", cfg.get("ref_checkpointer"))
     return {key: value for key, value in flat.items() if key not in LIMITS}
 
 
@@ -45,7 +45,7 @@ def told_values(cfg: DictConfig) -> dict[str, Any]:
     return _flat({key: _plain(cfg, key) for key in TOLD_KEYS})
 
 
-def _weights_in(what: str, section: Any) -> dict[str, Any]:
+def weights_in(what: str, section: Any) -> dict[str, Any]:
     """A fingerprint of weights that are not trained: an adapter is worth nothing without those it was trained beside,
     nor a policy's loss without its reference's. By content: paths change."""
     names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None

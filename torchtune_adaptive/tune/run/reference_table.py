@@ -1,0 +1,166 @@
+"""`adaptive.precompute_reference`: what the reference says of every pair of the dataset, found once and kept on disk.
+
+    reference/log_probs.bin     one line of JSON: what it was made of, and a checksum of the rest
+                                [pairs, 2] float32: log-probabilities of the chosen and the rejected answer
+                                [pairs] int64: a CRC-32 of each pair
+
+Every rank goes through its share of the dataset in the reference's own stage, with its limit and its recovery. The
+numbers belong to indices, so neither the order of samples nor the number of ranks matters to whoever reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from tqdm import tqdm
+
+from torchtune_adaptive.comm.collectives import sum_over_ranks
+from torchtune_adaptive.errors import RunStopped, SampleError
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.record.files import keep_file
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
+from torchtune_adaptive.tune.parts.samples import Sample
+from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.run.outset import Parts, open_record, reference_limit
+
+logger = logging.getLogger(__name__)
+
+TABLE_FILE = "reference/log_probs.bin"
+CHUNK = 256
+"""Pairs that a rank runs before the ranks agree on how that went."""
+LOOKED_AT = 16
+"""Pairs that are read again before a table is believed to be that of the dataset."""
+BYTES_PER_PAIR = 2 * 4 + 8
+
+
+@dataclass(frozen=True)
+class Table:
+    log_probs: Tensor
+    marks: Tensor
+    path: Path
+
+    def complete(self, index: int, pair: Sample) -> Sample:
+        """The pair with what the reference says of it."""
+        if mark_of(pair) != int(self.marks[index]):
+            raise SampleError(
+                f"sample {index} of the dataset is not what it was when {self.path} was made: remove that file, or, if "
+                "samples are drawn anew each time they are read, set adaptive.precompute_reference: False"
+            )
+        return {**pair, KEPT: self.log_probs[index]}
+
+
+def precompute_reference(parts: Parts, progress: Progress, memory: MemorySource | None) -> None:
+    """Collective: from now on each pair comes with what the reference says of it, and the reference is not needed."""
+    dataset, path = parts.data.dataset, Path(parts.settings.output_dir) / TABLE_FILE
+    open_record(parts, progress)
+    made_of = _made_of(parts.cfg, len(dataset))
+    table = _known(path, made_of, dataset)
+    if table is None:
+        table = _computed(parts, memory, path)
+        if dist.get_rank() == 0:
+            keep_file(path, packed(table, made_of), "the next run will ask the reference again")
+    dataset.complete = table.complete
+
+
+def _made_of(cfg: DictConfig, pairs: int) -> dict[str, Any]:
+    """All that a table depends on, but the dataset's content, of which each pair has a mark."""
+    keys = ("model", "tokenizer", "dataset", "dtype")
+    values = OmegaConf.to_container(OmegaConf.create({key: cfg.get(key) for key in keys}), resolve=True)
+    weights = weights_in("reference", cfg.get("ref_checkpointer") or cfg.get("checkpointer"))
+    return json.loads(json.dumps({"config": values, "weights": weights, "pairs": pairs}))  # type: ignore[no-any-return]
+
+
+def _known(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> Table | None:
+    """Collective: the table that an earlier run has left, if rank 0 finds it whole and made of the same."""
+    told: list[bytes | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            content = path.read_bytes()
+            table = unpacked(content, made_of, path)
+            every = max(1, len(dataset) // LOOKED_AT)
+            changed = any(mark_of(dataset[at]) != int(table.marks[at]) for at in range(0, len(dataset), every))
+            told = [None if changed else content]
+            why = "the dataset has changed"
+        except FileNotFoundError:
+            why = None
+        except (OSError, ValueError) as error:
+            why = str(error)
+        if told[0] is None and why is not None:
+            logger.info("%s · asked anew, and not taken from %s: %s", REFERENCE, path, why)
+    dist.broadcast_object_list(told)
+    if told[0] is None:
+        return None
+    say(f"{REFERENCE} · taken from {path}")
+    return unpacked(told[0], made_of, path)
+
+
+def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> Table:
+    """Collective: each rank asks the reference of its share."""
+    assert parts.reference is not None
+    dataset, rank, ranks = parts.data.dataset, dist.get_rank(), dist.get_world_size()
+    limit = reference_limit(parts, memory, CHUNK)
+    parts.reference.use_limit(limit or RowLimit(parts.settings.batch_size))
+    parts.reference.watch(memory)
+    pairs, share = len(dataset), -(-len(dataset) // ranks)
+    table = Table(torch.zeros(pairs, 2), torch.zeros(pairs, dtype=torch.int64), path)
+    with tqdm(total=pairs, desc=REFERENCE, disable=rank != 0, leave=False) as bar:
+        for start in range(0, share, CHUNK):
+            indices = [rank + ranks * at for at in range(start, min(share, start + CHUNK))]
+            _ask(parts.reference, dataset, [index for index in indices if index < pairs], len(indices), table)
+            bar.update(min(ranks * len(indices), pairs - bar.n))
+    return Table(sum_over_ranks(table.log_probs), sum_over_ranks(table.marks), path)
+
+
+def _ask(runner: StepRunner[Sample], dataset: NamedSamples, indices: list[int], count: int, table: Table) -> None:
+    """Collective: fills these places of the table. All ranks run `count` pairs, so the last one here may come twice."""
+    samples = [dict(dataset[index]) for index in indices or [0]]
+    pairs = [*samples, *(dict(samples[-1]) for _ in range(count - len(samples)))]
+    if runner.run(pairs, step=0).asked_to_stop:
+        raise RunStopped("stopped while the reference was asked, before the first step")
+    if indices:
+        table.log_probs[indices] = torch.stack([pair[KEPT] for pair in pairs[: len(indices)]]).float().cpu()
+        table.marks[indices] = torch.tensor([mark_of(pair) for pair in samples])
+
+
+def mark_of(pair: Sample) -> int:
+    """A checksum of the tokens and labels of a pair."""
+    mark = 0
+    for key in ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"):
+        values = np.asarray(pair[key], dtype=np.int64)
+        mark = zlib.crc32(values.tobytes(), zlib.crc32(len(values).to_bytes(8, "little"), mark))
+    return mark
+
+
+def packed(table: Table, made_of: dict[str, Any]) -> bytes:
+    numbers = table.log_probs.numpy().tobytes() + table.marks.numpy().tobytes()
+    head = {"made_of": made_of, "crc32": zlib.crc32(numbers)}
+    return json.dumps(head, sort_keys=True).encode() + b"\n" + numbers
+
+
+def unpacked(content: bytes, made_of: dict[str, Any], path: Path) -> Table:
+    """The inverse of `packed`; raises ValueError for what is torn, or made of something else."""
+    line, _, numbers = content.partition(b"\n")
+    head = json.loads(line.decode("utf-8"))
+    pairs = made_of["pairs"]
+    if not isinstance(head, dict) or len(numbers) != pairs * BYTES_PER_PAIR or zlib.crc32(numbers) != head.get("crc32"):
+        raise ValueError("the file is torn, or of another dataset")
+    if head.get("made_of") != made_of or None in made_of["weights"].values():
+        raise ValueError("model, weights, tokenizer or dataset are others")
+    log_probs = np.frombuffer(numbers, np.float32, 2 * pairs).reshape(pairs, 2)
+    marks = np.frombuffer(numbers, np.int64, pairs, offset=8 * pairs)
+    return Table(torch.tensor(log_probs), torch.tensor(marks), path)
