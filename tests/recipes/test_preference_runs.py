@@ -137,6 +137,11 @@ def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:
     for event in recoveries:
         assert event["reason"].startswith(f"step {event['step']}, {event['stage']}: out of memory on rank")
     assert read_log(runs / "starved" / "log.jsonl")[-1]["oom_recoveries"] == len(recoveries)
+    state = torch.load(runs / "starved" / "out" / "epoch_1" / "recipe_state.pt", weights_only=True)
+    saved = json.loads(state["adaptive"])["limit"]
+    of_stages = [each["counters"]["recoveries"] for each in (saved, saved[REFERENCE])]
+    assert min(of_stages) > 0
+    assert sum(of_stages) == len(recoveries)
 
 
 def test_a_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -170,6 +170,11 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings of the recipe that this config is for, if its step can be traced."""
     lora = None
+    if cfg.get("ref_checkpointer") is not None or "rlhf" in str(OmegaConf.select(cfg, "loss._component_")):
+        raise ConfigError(
+            "the config is one of preference training, whose steps have two stages, which a prediction does not cover "
+            "yet: measure on the device, with use_maximum_batch_size: True"
+        )
     if is_lora(cfg):
         settings, lora = read_lora_settings(cfg)
     else:

@@ -16,8 +16,11 @@ from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import _check_are_pairs
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.parts.samples import PAIR
+from torchtune_adaptive.tune.plan.predict import read_settings
 from torchtune_adaptive.tune.run import preferences
-from torchtune_adaptive.tune.run.preferences import PreferenceFigures
+from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
+from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings, read_full_dpo_settings
 
 KEYS: dict[str, Any] = {
@@ -102,3 +105,21 @@ def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: p
     for _ in range(2):
         assert figures.of(None, replace(RESULT, microbatches=2))["logits/chosen"] == 2.0
     assert len(said) == 1
+
+
+@pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
+def test_predictions_refuse_what_they_do_not_cover(name: str) -> None:
+    cfg = OmegaConf.load(locate(f"adaptive/{name}"))
+    with pytest.raises(ConfigError, match=r"preference training, whose steps have two stages, .* not cover yet"):
+        read_settings(cfg)
+
+
+def test_what_a_reference_says_of_a_whole_pair_does_not_hold_for_its_beginning() -> None:
+    check_preferences(AdaptiveConfig(precompute_reference=True, oversize="skip"))
+    with pytest.raises(ConfigError, match=r"precompute_reference is True and adaptive.oversize is truncate"):
+        check_preferences(AdaptiveConfig(precompute_reference=True, oversize="truncate"))
+
+
+def test_a_search_measures_since_nothing_is_predicted() -> None:
+    with pytest.raises(ConfigError, match=r"adaptive.search is static, .* set it to linear"):
+        check_preferences(AdaptiveConfig(search="static"))
