@@ -14,7 +14,7 @@ from pathlib import Path
 from tests.recipes.crash.chain import FIRST_PRUNING, Chain
 from tests.recipes.crash.points import START, TIME, TRAIN, Point
 from tests.recipes.crash.tally import Tally, place
-from tests.recipes.crash.variants import ASYNC, FULL, LORA, SAVES, Variant, write_config
+from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, SAVES, Variant, write_config
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
 
 WHAT_COUNTS_IS_WRITTEN = ("rename", "link", "unlink", "rmdir")
@@ -134,7 +134,8 @@ def all_plans() -> list[Plan]:
         Plan("every operation", ASYNC, every_operation()),
         *(Plan("every fourth, the peer", variant, peer) for variant in (full, ASYNC, lora)),
         *(Plan("moments", variant, random_moments(6)) for variant in (FULL, LORA, one_async)),
-        *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora)),
+        *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora, PAIRS)),
+        Plan("operations", PAIRS_LORA, random_operations(6)),
         *tune_run_plans(),
     ]
 

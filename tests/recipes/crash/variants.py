@@ -20,7 +20,7 @@ ROWS, MICROBATCHES = 2, 2
 @dataclass(frozen=True)
 class Variant:
     kind: str
-    """full or lora."""
+    """As in running.OURS."""
     ranks: int
     budget: bool = False
     """Microbatches by tokens, not by rows."""
@@ -42,9 +42,12 @@ class Variant:
 
 FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchronous=True), Variant("lora", 1)
 """Those whose every operation is aimed at."""
+PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
+"""Preference training, whose steps have two stages."""
 VARIANTS = (
     *(FULL, ASYNC, LORA),
     *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
+    *(PAIRS, PAIRS_LORA),
 )
 
 
