@@ -1,5 +1,6 @@
 """One step: plan it, attempt it, agree on the outcome; when a rank runs out of memory, shrink the limit and repeat."""
 
+from torchtune_adaptive.step.draws import choose, draws
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, Totals, exchange
 from torchtune_adaptive.step.runner import StepRunner
 
@@ -10,5 +11,7 @@ __all__ = [
     "StepResult",
     "StepRunner",
     "Totals",
+    "choose",
+    "draws",
     "exchange",
 ]
