@@ -3,6 +3,7 @@
 python -m tests.distributed.faults                 every operation of every case
 python -m tests.distributed.faults --at-most 50    50 operations of every case, evenly spread
 python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
+python -m tests.distributed.faults --case stages   only the steps of several stages
 """
 
 import argparse
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.distributed.failing import fail_there, over_ranks
 from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
     Gradients,
@@ -28,6 +30,7 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
+from tests.distributed.stages import STAGE_CASES, StageBench, StageCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
@@ -156,7 +159,7 @@ class Bench:
         step = next(self._steps)
         with FaultInjector(runner, error=KINDS[self.case.kind]) as faults:
             if place is not None:
-                _fail(faults, self.case, step, place)
+                fail_there(faults, self.case, step, place)
             result = runner.run(self.samples, step=step)
         return self._outcome(Totals(result.loss_sum, result.target_tokens)), faults.fired
 
@@ -184,10 +187,10 @@ class Bench:
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
 
 
-def sweep(case: Case, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
+def sweep(case: Case | StageCase, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
     """Collective: every operation of a step, or so many evenly spread, or those in and around collectives."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
-    bench = Bench(case)
+    bench = Bench(case) if isinstance(case, Case) else StageBench(case)
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
     places = _places(bench.operations(), case.stride, at_most, only_collectives)
     runner = bench.new_runner()
@@ -200,10 +203,10 @@ def sweep(case: Case, at_most: int = sys.maxsize, only_collectives: bool = False
         if case.first_pass:
             runner = bench.new_runner()
         step, fired_here = bench.disturbed(runner, place)
-        fired = _over_ranks(fired_here)
+        fired = over_ranks(fired_here)
         injected += fired > 0
         recovered += fired > 0 and runner.limit.rows < case.rows
-        wrong += _over_ranks(not step.same_as(expected[runner.limit.rows])) > 0
+        wrong += over_ranks(not step.same_as(expected[runner.limit.rows])) > 0
     return Outcome(injected, recovered, 0, wrong)
 
 
@@ -215,23 +218,7 @@ def _places(operations: list[str], stride: int, at_most: int, only_collectives: 
     return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
 
 
-def _fail(faults: FaultInjector, case: Case, step: int, place: int) -> None:
-    """Ranks that fail in the same step do so in different places."""
-    for number, rank in enumerate(case.failing):
-        faults.fail_at(rank=rank, step=step, operation=max(1, place - 17 * number))
-        if case.again == "retry":
-            faults.fail_at(rank=rank, step=step, operation=37 * place % 900 + 1)
-        elif case.again == "drain":
-            faults.fail_in_drain(rank=rank, step=step, operation=5 * place % 60 + 1)
-
-
-def _over_ranks(mine: float) -> float:
-    total = torch.tensor(float(mine))
-    dist.all_reduce(total)
-    return total.item()
-
-
-def run(case: Case, at_most: int, timeout_s: float) -> Outcome:
+def run(case: Case | StageCase, at_most: int, timeout_s: float) -> Outcome:
     """A sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
     try:
         outcomes = run_on_ranks(case.world_size, sweep, case, at_most, timeout_s=timeout_s)
@@ -252,7 +239,7 @@ def main() -> int:
     arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
     options = arguments.parse_args()
     total = Outcome()
-    for case in (case for case in CASES if options.case in case.name):
+    for case in (case for case in (*CASES, *STAGE_CASES) if options.case in case.name):
         started = time.monotonic()
         outcome = run(case, options.at_most, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))

@@ -1,7 +1,8 @@
 """One step: plan it, attempt it, agree on the outcome; when a rank runs out of memory, shrink the limit and repeat."""
 
-from torchtune_adaptive.step.reports import Report, Reports, StepResult, Totals, exchange
-from torchtune_adaptive.step.runner import Attempt, StepRunner
+from torchtune_adaptive.step.draws import choose, draws
+from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, Totals, exchange
+from torchtune_adaptive.step.runner import StepRunner
 
 __all__ = [
     "Attempt",
@@ -10,5 +11,7 @@ __all__ = [
     "StepResult",
     "StepRunner",
     "Totals",
+    "choose",
+    "draws",
     "exchange",
 ]

@@ -66,6 +66,15 @@ class StepResult:
     """Whether some rank was asked to end the run: all of them know it at the same step."""
 
 
+class Attempt(NamedTuple):
+    """One attempt at a step, the same on all ranks."""
+
+    result: StepResult | None
+    """None where some rank ran out of memory: there are no gradients then."""
+    failed_ranks: tuple[int, ...]
+    asked_to_stop: bool = False
+
+
 class Report(NamedTuple):
     """What a rank says about its attempt. Numbers only: they travel as one row of a table."""
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -25,21 +25,12 @@ from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.step.attempt import AroundPass, PlanRunner
 from torchtune_adaptive.step.planning import Planner
-from torchtune_adaptive.step.reports import Report, Reports, StepResult, exchange, result_of, troubling
+from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
 
 logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
-
-
-class Attempt(NamedTuple):
-    """One attempt at a step, the same on all ranks."""
-
-    result: StepResult | None
-    """None where some rank ran out of memory: there are no gradients then."""
-    failed_ranks: tuple[int, ...]
-    asked_to_stop: bool = False
 
 
 class StepRunner(Generic[Sample]):

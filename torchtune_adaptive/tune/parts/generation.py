@@ -1,0 +1,89 @@
+"""Answers to prompts, by torchtune's cached decoder: a pass without a backward that can be run again.
+
+Unlike torchtune's own loop this one keeps no logits, draws by sample, and always runs to the full length, so that every
+microbatch of every rank communicates the same under FSDP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torchtune.modules import TransformerDecoder
+
+from torchtune_adaptive.step.draws import choose
+
+
+def generate(
+    model: TransformerDecoder,
+    prompts: Sequence[Tensor],
+    drawn: Tensor,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    pad_id: int = 0,
+    stop_tokens: Collection[int] = (),
+) -> Tensor:
+    """Collective: the new tokens, rows × columns of `drawn`: one number for each token, from 0 up to 1, as of `draws`.
+
+    After a stop token there is only padding. A temperature of 0 takes the most probable tokens and draws nothing.
+    """
+    rows, new = drawn.shape
+    longest = max(len(prompt) for prompt in prompts)
+    tokens = torch.full((rows, longest + new), pad_id, device=device)
+    real = torch.ones_like(tokens, dtype=torch.bool)  # by place and not by token: a prompt may contain the padding's
+    for row, prompt in enumerate(prompts):
+        tokens[row, longest - len(prompt) : longest] = prompt
+        real[row, : longest - len(prompt)] = False
+    positions = (real.cumsum(-1) - 1).clamp(min=0)
+    places = torch.arange(longest + new, device=device)
+    stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=device)
+    ended = torch.zeros(rows, dtype=torch.bool, device=device)
+    drawn = drawn.to(device)
+    with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
+        begin = 0
+        for end in range(longest, longest + new):
+            asking = places[begin:end]
+            # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
+            mask = (real[:, None] & (places <= asking[:, None])) | (places == asking[:, None])
+            logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1]
+            found = _next(logits.float(), drawn[:, end - longest], temperature, top_k)
+            tokens[:, end] = torch.where(ended, pad_id, found)
+            ended |= torch.isin(found, stops)
+            begin = end
+    return tokens[:, longest:]
+
+
+def _next(logits: Tensor, drawn: Tensor, temperature: float, top_k: int | None) -> Tensor:
+    if temperature == 0:
+        return logits.argmax(-1)
+    if top_k is not None:
+        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return choose((logits / temperature).softmax(-1), drawn)
+
+
+@contextmanager
+def _caching(
+    model: TransformerDecoder, rows: int, length: int, device: torch.device, dtype: torch.dtype
+) -> Iterator[None]:
+    """Open, the model keeps keys and values, and does not drop out; nothing of that is left afterwards.
+
+    Neither is where memory runs out while the caches are made, which torchtune's own context manager would leave half
+    made: it looks at the first layer only, and only once all are there.
+    """
+    training = model.training
+    try:
+        model.eval()
+        with device:
+            model.setup_caches(rows, dtype, decoder_max_seq_len=length)
+        yield
+    finally:
+        for module in model.modules():
+            if hasattr(module, "kv_cache"):
+                module.kv_cache, module.cache_enabled = None, False
+        model.train(training)
