@@ -240,6 +240,8 @@ def test_a_stop_that_is_as_it_should_be_has_no_fault() -> None:
         (stop(2 * OUTPUT.format(7, 7)), 7, 7, "it says 2 times"),
         (stop(f"SIGTERM again: ended at once\n{OUTPUT.format(7, 7)}"), 7, 7, "taken for two"),
         (stop(cleanly=False), 7, 7, "the status is not 0"),
+        (stop(OUTPUT.format(7, 7).replace("SIGTERM", "SIGINT")), 7, 7, "it was SIGINT"),
+        (stop(OUTPUT.format(7, 7).replace("SIGTERM", "SIGTERM on rank 1")), 7, 7, "on rank 1"),
         (stop(OUTPUT.format(7, 7).replace("saved is /out/step_7", "nothing is saved")), 7, 7, "'nothing is saved'"),
         (stop(OUTPUT.format(7, 7).replace("=auto", "=True")), 7, 7, "to go on with"),
     ],

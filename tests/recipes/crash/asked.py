@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from tests.recipes.crash.points import TIME, Point
 from tests.recipes.crash.victims import Life
 
-TOLD = re.compile(
-    r"(?:SIG\w+|another rank)[^:\n]*: stopped (.*); (nothing is saved|saved is \S+)\. To go on: (.*)$", re.M
-)
+TOLD = re.compile(r"(SIG\w+)((?: on rank \d)?): stopped (.*); (nothing is saved|saved is \S+)\. To go on: (.*)$", re.M)
 AFTER_STEP = re.compile(r"after step (\d+)")
 AT_ONCE = "ended at once"
 
@@ -26,7 +24,9 @@ def faults_of_a_stop(point: Point, life: Life, trained: int | None, saved: int) 
     if len(told) != 1:
         yield f"it says {len(told)} times what is saved"
         return
-    [(where, what, command)] = told
+    [(name, on_rank, where, what, command)] = told
+    if not point.launcher and (name, on_rank) != (f"SIG{point.blow}", f" on rank {point.rank}" * (point.rank > 0)):
+        yield f"it says that it was {name}{on_rank}"
     named = AFTER_STEP.search(where)
     if named and int(named[1]) != trained:
         yield f"it says {where!r}, and the last step was {trained}"
