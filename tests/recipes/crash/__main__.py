@@ -51,7 +51,7 @@ def main() -> int:
 
         def run(job: Job) -> Tally:
             if time.monotonic() > session.deadline:
-                return Tally(lost=[f"{job.name}: there was no time left to begin it"])
+                return Tally(not_begun=[job.name])
             print(f"{job.name} ({time.monotonic() - began:.0f} s)", flush=True)
             return job.run()
 

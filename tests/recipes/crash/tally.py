@@ -22,6 +22,8 @@ class Tally:
     requeued: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    not_begun: list[str] = field(default_factory=list)
+    """For which there was no time left."""
     steps_lost: Counter[str] = field(default_factory=Counter)
     """The most by name of the variant."""
     too_many_lost: list[str] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Tally:
     @property
     def good(self) -> bool:
         all_resumed = self.killed + self.stopped == self.resumed
-        return all_resumed and not (self.lost or self.wrong or self.too_many_lost)
+        return all_resumed and not (self.lost or self.wrong or self.too_many_lost or self.not_begun)
 
     def summary(self) -> str:
         waited = max((lost for name, lost in self.steps_lost.items() if not name.startswith("async")), default=0)
@@ -79,6 +81,7 @@ class Tally:
             *(f"LOST {case}" for case in self.lost),
             *(f"WRONG {case}" for case in self.wrong),
             *(f"TOO MANY STEPS {case}" for case in self.too_many_lost),
+            *(f"NOT BEGUN {case}" for case in self.not_begun),
         ]
 
 
