@@ -40,11 +40,12 @@ lint: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 
-# hundreds of steps while memory comes and goes: both recipes, by rows and by tokens
+# hundreds of steps while memory comes and goes: both recipes, by rows and by tokens; and 5,000 that must not keep any
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
+	$(BIN)/python -W ignore -m tests.recipes.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 
-# hundreds of `kill -9`: every point of a save, random moments, by tune run too; under 40 minutes on two cores
+# hundreds of `kill -9` and signals, two runs in one folder, a scheduler; under 40 minutes on two cores
 crash: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.crash 2>$(VENV)/crash.log || { tail -n 50 $(VENV)/crash.log; exit 1; }
 

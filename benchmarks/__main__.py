@@ -13,7 +13,7 @@ from importlib import import_module
 
 from benchmarks.results import save
 
-BENCHMARKS = ("overhead", "searches", "strategies", "recovery", "packing", "dealing", "prediction", "scaling")
+BENCHMARKS = ("overhead", "saves", "searches", "strategies", "recovery", "packing", "dealing", "prediction", "scaling")
 
 
 def main() -> None:

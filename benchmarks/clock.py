@@ -1,4 +1,4 @@
-"""The time of every step of a recipe.
+"""The time of every step of a recipe, by the wall and by the processor.
 
 In a module of its own, which a benchmark's main module and the recipes in its ranks import alike: a class of the main
 module would be another one in each rank.
@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Moment(NamedTuple):
+    wall_s: float
+    cpu_s: float
+    """Of all threads of this process: other work on the machine takes from the wall's time, and hardly from this."""
 
 
 class Clock:
     """A metric logger that keeps the time of every step."""
 
-    times: list[float] = []  # noqa: RUF012 - the recipes build their loggers themselves and share it
+    times: list[Moment] = []  # noqa: RUF012 - the recipes build their loggers themselves and share it
 
     def __init__(self, path: str) -> None:
         pass
@@ -23,7 +29,7 @@ class Clock:
         pass
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append(Moment(time.perf_counter(), time.process_time()))
 
     def close(self) -> None:
         pass

@@ -88,6 +88,28 @@ def test_a_step_costs_one_reduction_and_one_exchange() -> None:
         assert sorted(seen.values()) == [STEPS, STEPS]
 
 
+def deal_until_rank_1_is_asked_to_stop(before_step: int) -> tuple[list[int], int]:
+    """How many samples each dealt step has, and how many steps were read."""
+    dataset, read = NamedSamples(Numbered()), 0
+
+    def reading() -> Iterator[list[Any]]:
+        nonlocal read
+        for step in steps_here(dataset):
+            read += 1
+            yield step
+
+    dealer = Dealer(dataset, float, lambda: dist.get_rank() == 1 and read >= before_step)
+    return [len(step) for step in dealer.deal(reading())], read
+
+
+@pytest.mark.parametrize("before_step", [1, 2])
+def test_a_rank_that_is_asked_to_stop_keeps_all_from_reading_on(before_step: int) -> None:
+    """What is on its way is dealt: a step that says so to the loop has to come."""
+    for dealt_steps, read in run_on_ranks(2, deal_until_rank_1_is_asked_to_stop, before_step):
+        assert dealt_steps == [EACH] * before_step
+        assert read == before_step + 1 < STEPS
+
+
 def deal_with_a_broken_sample() -> None:
     dataset = NamedSamples(Numbered(broken=2 * EACH + 5))  # which rank 1 reads, in the second step
     list(Dealer(dataset, cost=float).deal(steps_here(dataset)))

@@ -1,4 +1,4 @@
-"""A few of the kills of `make crash`; and that it would notice what it is there to notice."""
+"""A little of what `make crash` does to runs; and that it would notice what it is there to notice."""
 
 from __future__ import annotations
 
@@ -12,12 +12,24 @@ import torch
 
 from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.crash import evidence, trap
-from tests.recipes.crash.plans import Plan, Session, one_of_each, random_operations
-from tests.recipes.crash.points import START, TRAIN, Order, Point, parse_point
+from tests.recipes.crash.asked import faults_of_a_stop
+from tests.recipes.crash.neighbours import both_at_once, second_runs
+from tests.recipes.crash.plans import (
+    RANK_1,
+    Plan,
+    asked,
+    in_a_save,
+    in_a_step,
+    in_the_last_step,
+    in_the_search,
+    one_of_each,
+    random_operations,
+)
+from tests.recipes.crash.points import HOLD, INT, START, STEP, TERM, TIME, TRAIN, Order, Point, parse_point
 from tests.recipes.crash.restarts import restarted
-from tests.recipes.crash.tally import Tally
+from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, STEPS, Variant
-from tests.recipes.crash.victims import killed_at
+from tests.recipes.crash.victims import STOPPED, Life, struck_at
 from torchtune_adaptive.record.events import STEPS_FILE
 from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
 
@@ -32,16 +44,39 @@ LEAST_KILLED = {FULL: 5, LORA: 2, ASYNC: 2}
 
 @pytest.mark.parametrize("plan", SAMPLE, ids=str)
 def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(plan: Plan, tmp_path: Path) -> None:
-    tally = Tally()
-    Session(tmp_path, 0, time.monotonic() + 150, tally).follow(plan)
+    tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
     assert tally.good, "\n".join([tally.summary(), *tally.details()])
     assert tally.killed >= LEAST_KILLED[plan.variant], tally.summary()
 
 
+@pytest.mark.parametrize(
+    ("plan", "stops"),
+    [
+        (Plan("asked", FULL, asked((in_a_save, in_a_step, in_the_last_step))), 4),
+        (Plan("asked", ASYNC, asked((in_a_step,), (RANK_1,))), 2),
+        (Plan("asked", Variant("lora", 1, searched=True), asked((in_the_search,))), 2),
+    ],
+    ids=lambda value: str(value),
+)
+def test_a_run_that_is_asked_to_end_again_and_again_loses_nothing(plan: Plan, stops: int, tmp_path: Path) -> None:
+    tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.stopped >= stops, tally.summary()
+
+
+def test_a_second_run_is_refused_and_the_first_is_none_the_worse(tmp_path: Path) -> None:
+    session = Session(tmp_path, 0, time.monotonic() + 150)
+    reference = session.reference(LORA)
+    tally = second_runs(LORA, tmp_path / "second", reference, [Point(TRAIN, 6, blow=HOLD)])
+    tally.add(both_at_once(LORA, tmp_path / "at-once", reference))
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.second_runs == 3
+
+
 def test_a_rank_that_is_killed_under_a_launcher_costs_nobody_a_command(tmp_path: Path) -> None:
-    tally, variant = Tally(), Variant("full", 2)
-    reference = Session(tmp_path, 0, time.monotonic() + 150, tally).reference(variant)
-    restarted(variant, tmp_path / "restarts", reference, tally, kills=(Point(TRAIN, 3, rank=1),))
+    variant = Variant("full", 2)
+    reference = Session(tmp_path, 0, time.monotonic() + 150).reference(variant)
+    tally = restarted(variant, tmp_path / "restarts", reference, kills=(Point(TRAIN, 3, rank=1),))
     assert tally.good, "\n".join([tally.summary(), *tally.details()])
     assert tally.killed == tally.by_tune_run == 1
 
@@ -81,7 +116,7 @@ def spring(tmp_path: Path, point: Point | None) -> Path:
     else:
         with pytest.raises(RankFailed, match="died"):
             run_on_ranks(1, trapped, order, in_group=False)
-        assert killed_at(notes)
+        assert struck_at(notes)
     return watched / "room"
 
 
@@ -122,7 +157,9 @@ def test_where_the_power_fails_what_was_not_synced_is_empty(tmp_path: Path) -> N
     assert (room / "manifest.json").read_text() == "0123456789"
 
 
-@pytest.mark.parametrize("text", ["train:17", "start:3/torn", "train:4/cut", "time:1250/rank1"])
+@pytest.mark.parametrize(
+    "text", ["train:17", "start:3/torn", "train:4/cut", "time:1250/rank1", "step:2/TERM", "last-save:1/INT/launcher"]
+)
 def test_a_point_is_read_as_it_is_printed(text: str) -> None:
     assert str(parse_point(text)) == text
 
@@ -178,3 +215,49 @@ def test_a_checkpoint_that_is_gone_is_noticed_unless_newer_ones_are_enough() -> 
     assert evidence.lost_to_pruning(before, {"step_4": 4, "epoch_0": 5}) == []
     assert evidence.lost_to_pruning(before, {"step_4": 4}) == ["step_2"]
     assert evidence.lost_to_pruning(before, {"step_2": 2, "epoch_0": 5}) == ["step_4"]
+
+
+OUTPUT = "SIGTERM: stopped after step {}; saved is /out/step_{}. To go on: tune run ... resume_from_checkpoint=auto\n"
+AT_STEP, LAUNCHED = Point(STEP, 1, blow=TERM), Point(STEP, 1, blow=INT, launcher=True)
+
+
+def stop(output: str = OUTPUT.format(7, 7), *, cleanly: bool = True) -> Life:
+    return Life(STOPPED, "step:1", output, cleanly=cleanly)
+
+
+def test_a_stop_that_is_as_it_should_be_has_no_fault() -> None:
+    assert list(faults_of_a_stop(AT_STEP, stop(), 7, 7)) == []
+    assert list(faults_of_a_stop(LAUNCHED, stop(cleanly=False), 7, 7)) == []
+    assert list(faults_of_a_stop(Point(TIME, 9, blow=TERM), stop("", cleanly=False), None, 4)) == []
+
+
+@pytest.mark.parametrize(
+    ("life", "trained", "saved", "fault"),
+    [
+        (stop(), 7, 6, "saved is step 6"),
+        (stop(OUTPUT.format(6, 6)), 7, 7, "the last step was 7"),
+        (stop(""), None, 4, "it says 0 times"),
+        (stop(2 * OUTPUT.format(7, 7)), 7, 7, "it says 2 times"),
+        (stop(f"SIGTERM again: ended at once\n{OUTPUT.format(7, 7)}"), 7, 7, "taken for two"),
+        (stop(cleanly=False), 7, 7, "the status is not 0"),
+        (stop(OUTPUT.format(7, 7).replace("SIGTERM", "SIGINT")), 7, 7, "it was SIGINT"),
+        (stop(OUTPUT.format(7, 7).replace("SIGTERM", "SIGTERM on rank 1")), 7, 7, "on rank 1"),
+        (stop(OUTPUT.format(7, 7).replace("saved is /out/step_7", "nothing is saved")), 7, 7, "'nothing is saved'"),
+        (stop(OUTPUT.format(7, 7).replace("=auto", "=True")), 7, 7, "to go on with"),
+    ],
+)
+def test_a_stop_that_has_lost_or_hidden_something_is_noticed(
+    life: Life, trained: int | None, saved: int, fault: str
+) -> None:
+    assert fault in " ".join(faults_of_a_stop(AT_STEP, life, trained, saved))
+
+
+@pytest.mark.parametrize(
+    ("variant", "step", "safe"),
+    [(FULL, 7, 6), (FULL, 6, 5), (FULL, 1, 0), (ASYNC, 7, 5), (ASYNC, 8, 5), (ASYNC, 9, 6), (ASYNC, 2, 0)],
+)
+def test_what_has_to_be_on_disk_is_the_save_that_training_has_waited_for(
+    variant: Variant, step: int, safe: int
+) -> None:
+    """Saved is after steps 2, 4, 5, 6, 8, ..."""
+    assert variant.safe_after(step) == safe

@@ -15,19 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from omegaconf import OmegaConf
 
 from tests.ranks import PATIENCE
-from tests.recipes.running import COMMAND_MARK, OURS, demo_config, end_marked, environment, saved_weights
-from tests.recipes.signalled import live_on_ranks
-from tests.recipes.test_signals import EPOCHS, RUN
-from torchtune_adaptive.record.events import STEPS_FILE
+from tests.recipes.crash.requeues import requeued
+from tests.recipes.crash.session import Session
+from tests.recipes.crash.variants import Variant
+from tests.recipes.running import COMMAND_MARK, end_marked, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+ALL = 10**6
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
 
 
@@ -121,28 +120,7 @@ def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, co
 
 
 def test_slurm_ends_with_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
-    whole, queued = tmp_path / "whole", tmp_path / "queued"
-    assert [each.status for each in live_on_ranks(2, "full", whole, *RUN)] == [0, 0]
-    commands, out = tmp_path / "commands", queued / "out"
-    write_command(commands, "srun", 'exec "$@"')
-    write_command(commands, "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
-    OmegaConf.save(demo_config("full", queued, *RUN), tmp_path / "config.yaml")
-    run = ["--nproc_per_node", "2", OURS["full"][0], "--config", str(tmp_path / "config.yaml")]
-    script, lives = ["bash", str(EXAMPLES / "slurm.sbatch"), str(out), *run], 0
-    code = None
-    while code is None or requeues(tmp_path) == lives:
-        assert lives < 4
-        lives += 1
-        with started(script, commands, SLURM_JOB_ID="17", PYTHONPATH=str(EXAMPLES.parent)) as job:
-            if lives == 1:
-                wait_for(out / STEPS_FILE, 1, timeout_s=100)
-                job.send_signal(signal.SIGUSR1)
-            code = job.wait(200 * PATIENCE)
-    assert (code, lives) == (0, 2)
-    weights, theirs = saved_weights(queued, EPOCHS - 1), saved_weights(whole, EPOCHS - 1)
-    assert [name for name in theirs if not torch.equal(weights[name], theirs[name])] == []
-
-
-def requeues(folder: Path) -> int:
-    told = folder / "scontrol"
-    return len(told.read_text().splitlines()) if told.exists() else 0
+    variant, session = Variant("full", 2), Session(tmp_path, 0, time.monotonic() + 150)
+    tally = requeued(variant, tmp_path / "queued", session.reference(variant), iter([12, ALL]))
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.requeued == 1

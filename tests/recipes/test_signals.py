@@ -28,7 +28,7 @@ RUN = (
 STEPS = {1: 8, 2: 4}
 EVERY_TWO = "save_every_n_steps=2"
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
-TO_GO_ON = re.compile(r"^(?:SIG\w+|another rank was asked to end): (.*)\. To go on: (.*)$", re.MULTILINE)
+TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To go on: (.*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +82,8 @@ def test_a_signal_saves_the_step_that_is_under_way(
     steps_per_epoch = STEPS[ranks] // EPOCHS
     name = f"epoch_{step // steps_per_epoch - 1}" if step % steps_per_epoch == 0 else f"step_{step}"
     place = tmp_path / "run" / "out" / name
+    by = f"{blow.signals[0].name}{'' if 0 in blow.ranks else ' on rank 1'}: stopped after"
+    assert by in ended[0].lines
     assert told(ended[0].lines) == f"stopped after step {step}; saved is {place}"
     assert place.is_dir()
     assert all(not TO_GO_ON.search(each.lines) for each in ended[1:])

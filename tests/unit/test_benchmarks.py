@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks import dealing, results, scaling
-from benchmarks.overhead import CASES
+from benchmarks.clock import Clock, Moment
+from benchmarks.overhead import CASES, _time_of_a_step
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.searching import Shape, Trained
@@ -114,3 +115,14 @@ def test_every_search_answers_within_what_brute_force_allows(monkeypatch: pytest
     assert 4 < rows[0]["fits"] < searches.MOST_ROWS
     assert all(0 < row["rows"] <= row["fits"] for row in rows)
     assert rows[0]["ratio"] == 1.0
+
+
+def test_the_cost_of_a_step_is_counted_from_the_first_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    moments = [Moment(wall, cpu) for wall, cpu in [(10.0, 1.0), (11.0, 1.5), (19.0, 2.0), (20.0, 2.5)]]
+
+    class Recipe:
+        def train(self) -> None:
+            Clock.times.extend(moments)
+
+    monkeypatch.setattr(Clock, "times", [])
+    assert _time_of_a_step(Recipe()) == Moment(wall_s=1.0, cpu_s=0.5)

@@ -24,7 +24,7 @@ class Condition(IntEnum):
     FINISHED = 0
     BROKEN = 1
     CAN_GO_ON = 75
-    """What sysexits.h calls EX_TEMPFAIL: the same again, later."""
+    """What sysexits.h calls EX_TEMPFAIL: the same again, later. Also where it runs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def judge(left: Left) -> tuple[Condition, str]:
     if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
         return Condition.FINISHED, _where(newest)
     if left.held_by is not None:
-        return Condition.CAN_GO_ON, f"it runs: {left.held_by}"
+        return Condition.CAN_GO_ON, "it runs"
     if run is not None and run.ended == run_file.ERROR:
         return Condition.BROKEN, run.message
     if newest is None and left.found:
@@ -79,12 +79,15 @@ def judge(left: Left) -> tuple[Condition, str]:
 
 
 def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
-    yield f"{condition.name.lower().replace('_', ' ')}: {reason}"
+    running = left.held_by is not None and condition is Condition.CAN_GO_ON
+    yield f"running: {left.held_by}" if running else f"{condition.name.lower().replace('_', ' ')}: {reason}"
     if (newest := left.newest) and newest.manifest:
         yield f"newest complete checkpoint: {newest.path} ({newest.manifest.position}, {newest.manifest.saved_at})"
     for each in left.found:
         if each.manifest is None:
             yield f"passed over: {each.path} {each.fault}"
+    if running:
+        return
     if left.run is not None and left.run.ended == run_file.STOPPED:
         yield f"last time: {left.run.message}"
     if condition is not Condition.FINISHED and (left.run or left.found):

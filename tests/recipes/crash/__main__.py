@@ -1,76 +1,126 @@
-"""Hundreds of `kill -9`, each victim being the last one's resume: nothing may be lost, and nothing be wrong.
+"""Hundreds of `kill -9` and signals, each victim being the last one's resume: nothing may be lost, nothing be wrong.
 
     python -m tests.recipes.crash [--only "full/2/rows"] [--seed 3] [--at train:17/torn [--tune-run]] [--minutes 60]
 
 Small runs of both recipes are killed at every operation of a save (in the midst of writing, while syncing, renaming,
 pruning), of the start after it, and at random moments, through forked ranks and through `tune run`; also with a
-launcher that starts killed ranks again, and on disks that are full or read-only. At the end of each run its weights and
-figures have to be, bit by bit, those of the run that nobody has disturbed.
+launcher that starts killed ranks again, and on disks that are full or read-only. They are asked to end by SIGTERM and
+SIGINT, wherever they are, and queued again by a scheduler; and a second run is started where there is one. At the end
+of each run its weights and figures have to be, bit by bit, those of the run that nobody has disturbed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.recipes.crash.disks import disk_cases
-from tests.recipes.crash.plans import Plan, Session, all_plans, exactly
+from tests.recipes.crash.neighbours import HELD_UP, both_at_once, second_runs
+from tests.recipes.crash.plans import Plan, all_plans, exactly
 from tests.recipes.crash.points import parse_point
+from tests.recipes.crash.requeues import requeued
 from tests.recipes.crash.restarts import restarted
+from tests.recipes.crash.session import Session
 from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import FULL, LORA, VARIANTS, Variant
 
-LEAST_KILLS, LEAST_BY_TUNE_RUN = 200, 60
+LEAST_KILLS, LEAST_BY_TUNE_RUN, LEAST_STOPS, LEAST_STOPS_BY_TUNE_RUN = 200, 60, 40, 12
+LANES = 2
+"""Jobs at a time: as many as there are cores, since most of them have one process."""
+
+
+@dataclass(frozen=True)
+class Job:
+    name: str
+    run: Callable[[], Tally]
 
 
 def main() -> int:
     options = read_options()
-    tally, began = Tally(), time.monotonic()
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        session = Session(Path(folder), options.seed, began + 60 * options.minutes, tally)
-        for plan in chosen(options):
-            print(f"{plan} ({time.monotonic() - began:.0f} s)", flush=True)
-            session.follow(plan)
-        if not options.only or "restarts" in options.only:
-            for variant in (Variant("full", 2), Variant("lora", 2, budget=True)):
-                reference = session.reference(variant)
-                restarted(variant, Path(folder) / f"restarts-{variant.kind}", reference, tally)
-        if not options.only or "disk" in options.only:
-            references = {variant: session.reference(variant) for variant in (FULL, LORA)}
-            print("\n".join(disk_cases(Path(folder) / "disks", references, tally)), flush=True)
-    return report(tally, session, whole=not options.only, seconds=time.monotonic() - began)
+        session = Session(Path(folder), options.seed, began + 60 * options.minutes)
+
+        def run(job: Job) -> Tally:
+            if time.monotonic() > session.deadline:
+                return Tally(not_begun=[job.name])
+            print(f"{job.name} ({time.monotonic() - began:.0f} s)", flush=True)
+            return job.run()
+
+        tally = Tally()
+        with ThreadPoolExecutor(options.lanes) as pool:
+            for each in pool.map(run, chosen(options, session)):
+                tally.add(each)
+    return report(tally, whole=not options.only, how=f"seed {options.seed}, {time.monotonic() - began:.0f} s")
 
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the beginning of a plan's name; restarts; disk")
+    parser.add_argument("--only", default="", help="the beginning of a name: of a plan, or neighbours, requeues ...")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--at", type=parse_point, help="only there, in a run that has not been killed before")
+    parser.add_argument("--at", type=parse_point, help="only there, in a run that has not been struck before")
     parser.add_argument("--tune-run", action="store_true", help="with --at: through the launcher")
-    parser.add_argument("--minutes", type=float, default=60, help="after which no new kill begins")
+    parser.add_argument("--minutes", type=float, default=60, help="after which nothing new begins")
+    parser.add_argument("--lanes", type=int, default=LANES, help="how much is done at a time")
     return parser.parse_args()
 
 
-def chosen(options: argparse.Namespace) -> list[Plan]:
+def chosen(options: argparse.Namespace, session: Session) -> list[Job]:
     if options.at is not None:
         variants = [variant for variant in VARIANTS if options.only.startswith(str(variant))]
         assert variants, f"--at needs --only with one of {', '.join(map(str, VARIANTS))}"
-        return [Plan("once", variants[0], exactly(options.at), tune_run=options.tune_run)]
-    return [plan for plan in all_plans() if str(plan).startswith(options.only)]
+        plan = Plan("once", variants[0], exactly(options.at), tune_run=options.tune_run)
+        return [Job(str(plan), partial(session.follow, plan))]
+    plans = [Job(str(plan), partial(session.follow, plan)) for plan in all_plans()]
+    return [job for job in [*other_jobs(session), *plans] if job.name.startswith(options.only)]
 
 
-def report(tally: Tally, session: Session, *, whole: bool, seconds: float) -> int:
+def other_jobs(session: Session) -> list[Job]:
+    """What is no chain of lives."""
+    full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
+
+    def job(name: str, variant: Variant, run: Callable[..., Tally], **options: object) -> Job:
+        folder = session.folder / f"{name}-{variant}".replace("/", "-").replace(" ", "-")
+        return Job(f"{name} {variant}", lambda: run(variant, folder, session.reference(variant), **options))
+
+    return [
+        *(job("requeues", variant, requeued, times=short_times(session, variant)) for variant in (full, LORA)),
+        *(job("neighbours", variant, second_runs) for variant in (full, LORA)),
+        job("neighbours by tune run", full, second_runs, points=HELD_UP[2:], tune_run=True),
+        *(job("neighbours at once", variant, both_at_once) for variant in (full, LORA)),
+        *(job("restarts", variant, restarted) for variant in (full, lora)),
+        *(job("disk", variant, disk_cases) for variant in (FULL, LORA)),
+    ]
+
+
+def short_times(session: Session, variant: Variant) -> Iterator[int]:
+    """Steps that the jobs of a scheduler have time for."""
+    draw = session.draw(f"requeues {variant}")
+    return (draw.randrange(1, 9) for _ in itertools.count())
+
+
+def report(tally: Tally, *, whole: bool, how: str) -> int:
     for where, count in sorted(tally.places.items()):
         print(f"  {count:3} × {where}")
     print("\n".join(tally.details()))
-    enough = not whole or (tally.killed >= LEAST_KILLS and tally.by_tune_run >= LEAST_BY_TUNE_RUN)
-    if not enough:
-        print(f"too few kills: {LEAST_KILLS} are to be, {LEAST_BY_TUNE_RUN} of them through tune run")
-    print(f"{tally.summary()} (seed {session.seed}, {seconds:.0f} s)")
-    return 0 if tally.good and enough else 1
+    wanted = {
+        "kills": (tally.killed, LEAST_KILLS),
+        "kills through tune run": (tally.by_tune_run, LEAST_BY_TUNE_RUN),
+        "signals": (tally.stopped, LEAST_STOPS),
+        "signals through tune run": (tally.stopped_by_tune_run, LEAST_STOPS_BY_TUNE_RUN),
+    }
+    too_few = [f"too few {name}: {count}, wanted {least}" for name, (count, least) in wanted.items() if count < least]
+    print("\n".join(too_few if whole else []))
+    print(f"{tally.summary()} ({how})")
+    return 0 if tally.good and not (whole and too_few) else 1
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""A run that is killed, resumed, killed, resumed ... until it is done, and looked at after each life."""
+"""A run that is struck, resumed, struck, resumed ... until it is done, and looked at after each life."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.recipes.crash import evidence
-from tests.recipes.crash.points import Point
+from tests.recipes.crash.asked import faults_of_a_stop
+from tests.recipes.crash.points import LAST_SAVE, LAST_STEP, STEP, TRAIN, Point
 from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import KEEP, SAVE_EVERY, STEPS, Variant
-from tests.recipes.crash.victims import FINISHED, KILLED, Life, Start, live
+from tests.recipes.crash.victims import FINISHED, KILLED, STOPPED, Life, Start, live
 
 FIRST_PRUNING = KEEP * SAVE_EVERY
 """The step after which every save prunes."""
@@ -24,7 +25,7 @@ class Chain:
     """To repeat it."""
     tally: Tally
     pending: int = field(default=0, init=False)
-    """Kills after which no step has been logged yet."""
+    """Kills and signals after which no step has been logged yet."""
     lives: int = field(default=0, init=False)
     broken: bool = field(default=False, init=False)
 
@@ -37,11 +38,11 @@ class Chain:
         return self.start.folder / "out"
 
     def run(self, points: Iterator[Point]) -> None:
-        """To its end, or until it is lost. Without points left it is not killed any more."""
+        """To its end, or until it is lost. Without points left nothing happens to it any more."""
         while True:
             point = next(points, None)
             life = self.live_once(point)
-            if life.ended != KILLED:
+            if life.ended not in (KILLED, STOPPED):
                 break
         if life.ended == FINISHED:
             self.check_end()
@@ -49,7 +50,7 @@ class Chain:
     def live_once(self, point: Point | None) -> Life:
         complete, logged = evidence.complete_checkpoints(self.out), evidence.logged_steps(self.start.folder)
         newest = max(complete.values(), default=0)
-        life = live(self.start, self.lives, point, max(newest, FIRST_PRUNING))
+        life = live(self.start, self.lives, *aimed(point, newest))
         self.lives += 1
         how = f"{self.how}, life {self.lives - 1}, {point}"
         print(f"  {how}: {life.ended} {life.where} ({life.seconds:.1f} s)", flush=True)
@@ -58,6 +59,10 @@ class Chain:
         if life.ended == KILLED:
             self.pending += 1
             self.tally.kill(life.where, tune_run=self.start.tune_run)
+        elif life.ended == STOPPED:
+            self.pending += 1
+            self.tally.stop(life.where, tune_run=self.start.tune_run)
+            self._check_stop(point, life, logged, how)
         elif life.ended == FINISHED:
             self.tally.resumed += self.pending
             self.pending = 0
@@ -79,9 +84,18 @@ class Chain:
         if steps != list(range(steps[0], steps[-1] + 1)):
             self.tally.fault(f"{how}: logged steps {steps}")
         if logged:
-            self.tally.steps(str(self.variant), logged[-1] - resumed_from, self.variant.at_risk, how)
+            at_risk = logged[-1] - self.variant.safe_after(logged[-1])
+            self.tally.steps(str(self.variant), logged[-1] - resumed_from, at_risk, how)
         self.tally.resumed += self.pending
         self.pending = 0
+
+    def _check_stop(self, point: Point | None, life: Life, logged: list[int], how: str) -> None:
+        """That it said what it did, and saved what was trained."""
+        assert point is not None
+        trained = evidence.logged_steps(self.start.folder)[len(logged) :]
+        complete = max(evidence.complete_checkpoints(self.out).values(), default=0)
+        for fault in faults_of_a_stop(point, life, trained[-1] if trained else None, complete):
+            self.tally.fault(f"{how}: {fault}\n{life.output}")
 
     def _check_pruning(self, before: dict[str, int], how: str) -> None:
         gone = evidence.lost_to_pruning(before, evidence.complete_checkpoints(self.out))
@@ -92,8 +106,17 @@ class Chain:
         """Weights, figures and record of the undisturbed run; and the command once more changes nothing."""
         found = evidence.differences(self.start.folder, self.reference)
         before = evidence.picture_of(self.out)
-        again = live(self.start, self.lives, None, STEPS)
+        again = live(replace(self.start, tune_run=False), self.lives, None, STEPS)
         if again.ended != FINISHED or evidence.picture_of(self.out) != before:
             found.append(f"started again once it was done: {again.ended}, files changed\n{again.output}")
         if found:
             self.tally.fault(f"{self.how} (at its end): {'; '.join(found)}")
+
+
+def aimed(point: Point | None, newest: int) -> tuple[Point | None, int]:
+    """The point in a life that goes on after the step `newest`, and the step after which operations count."""
+    if point is not None and point.stage == LAST_STEP:
+        point = replace(point, stage=STEP, at=STEPS - newest)
+    if point is not None and point.stage == LAST_SAVE:
+        return replace(point, stage=TRAIN), STEPS - 1
+    return point, max(newest, FIRST_PRUNING)

@@ -20,18 +20,16 @@ SMALL_FILES_BYTES = 2**20
 """Less than the weights need."""
 
 
-def disk_cases(folder: Path, references: dict[Variant, Path], tally: Tally) -> list[str]:
-    """What was tried; a disk of its own takes the right to mount one."""
-    tried = []
-    for variant in (FULL, LORA):
-        run = DiskRun(variant, folder / str(variant).replace("/", "-"), references[variant], tally)
-        run.files_too_large()
-        tried.append(f"{variant}: files too large")
-        if may_mount(folder):
-            run.disk_full()
-            run.read_only()
-            tried.append(f"{variant}: disk full, read-only")
-    return tried
+def disk_cases(variant: Variant, folder: Path, reference: Path) -> Tally:
+    """A disk of its own takes the right to mount one."""
+    run = DiskRun(variant, folder, reference, tally := Tally())
+    run.files_too_large()
+    print(f"  {variant}: files too large", flush=True)
+    if may_mount(folder):
+        run.disk_full()
+        run.read_only()
+        print(f"  {variant}: disk full, read-only", flush=True)
+    return tally
 
 
 def may_mount(folder: Path) -> bool:

@@ -1,19 +1,18 @@
-"""Which runs are killed where: every operation of a save once, and others at random."""
+"""Which runs are struck where: killed at every operation of a save and at random; asked to end wherever they are."""
 
 from __future__ import annotations
 
 import math
 import random
 import re
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from pathlib import Path
 
-from tests.recipes.crash.chain import FIRST_PRUNING, Chain
-from tests.recipes.crash.points import START, TIME, TRAIN, Point
-from tests.recipes.crash.tally import Tally, place
+from tests.recipes.crash.chain import FIRST_PRUNING
+from tests.recipes.crash.points import INT, LAST_SAVE, LAST_STEP, PROBE, START, STEP, TERM, TIME, TRAIN, Point
+from tests.recipes.crash.tally import place
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, SAVES, Variant, write_config
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
 
@@ -125,7 +124,58 @@ def exactly(point: Point) -> Aim:
     return lambda *_: iter([point])
 
 
+Moment = Callable[[Scout, random.Random], Point]
+RANK_0, RANK_1, LAUNCHER = Point(TIME, 0), Point(TIME, 0, rank=1), Point(TIME, 0, launcher=True)
+"""Who is asked."""
+
+
+def in_a_step(_: Scout, draw: random.Random) -> Point:
+    return Point(STEP, draw.randrange(1, 4))
+
+
+def in_the_search(_: Scout, draw: random.Random) -> Point:
+    return Point(PROBE, draw.randrange(1, 3))
+
+
+def at_the_start(seen: Scout, draw: random.Random) -> Point:
+    return Point(START, draw.randrange(1, len(seen.operations(START)) + 1))
+
+
+def in_a_save(seen: Scout, draw: random.Random) -> Point:
+    return Point(TRAIN, draw.randrange(1, len(seen.operations(TRAIN)) + 1))
+
+
+def in_the_last_step(*_: object) -> Point:
+    return Point(LAST_STEP, 0)
+
+
+def in_the_last_save(seen: Scout, draw: random.Random) -> Point:
+    return Point(LAST_SAVE, draw.randrange(1, len(seen.operations(TRAIN)) // 2))
+
+
+def at_a_moment(seen: Scout, draw: random.Random) -> Point:
+    return Point(TIME, draw.randrange(1, seen.milliseconds))
+
+
+def asked(moments: Sequence[Moment], whom: Sequence[Point] = (RANK_0,)) -> Aim:
+    """SIGTERM and SIGINT to each of these at each of the moments, a life for each."""
+
+    def aim(seen: Scout, draw: random.Random) -> Iterator[Point]:
+        for blow in (TERM, INT):
+            for each in whom:
+                for moment in moments:
+                    yield replace(moment(seen, draw), blow=blow, rank=each.rank, launcher=each.launcher)
+
+    return aim
+
+
 def all_plans() -> list[Plan]:
+    """In the order of what would be missed most if the time were over."""
+    return [*tune_run_plans(), *signal_plans(), *kill_plans()]
+
+
+def kill_plans() -> list[Plan]:
+    """On forked ranks."""
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
     one_async = Variant("full", 1, budget=True, asynchronous=True)
     peer = every_operation(4, rank=1, torn=False)
@@ -136,7 +186,31 @@ def all_plans() -> list[Plan]:
         *(Plan("moments", variant, random_moments(6)) for variant in (FULL, LORA, one_async)),
         *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora, PAIRS)),
         Plan("operations", PAIRS_LORA, random_operations(6)),
-        *tune_run_plans(),
+    ]
+
+
+def signal_plans() -> list[Plan]:
+    """SIGTERM and SIGINT, to ranks and to the launcher."""
+    full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
+    full_searched, lora_searched = Variant("full", 2, searched=True), Variant("lora", 1, searched=True)
+    ends = (in_the_last_step, in_the_last_save)
+    everywhere = (in_a_step, in_a_save, at_the_start, *ends)
+    through_it = (
+        (full, asked((in_a_step, in_a_save, in_the_last_save), (LAUNCHER, RANK_1))),
+        (full, asked((at_a_moment,), (LAUNCHER,))),
+        (full_searched, asked((in_the_search,), (LAUNCHER,))),
+        (FULL, asked((in_a_step, in_a_save, at_a_moment))),
+        (LORA, asked((at_the_start, in_the_last_step))),
+    )
+    return [
+        *(Plan(f"asked by tune run {at}", variant, aim, tune_run=True) for at, (variant, aim) in enumerate(through_it)),
+        Plan("asked", full, asked(everywhere, (RANK_0, RANK_1))),
+        Plan("asked", FULL, asked(everywhere)),
+        Plan("asked", LORA, asked(everywhere)),
+        Plan("asked", ASYNC, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
+        Plan("asked", lora, asked((in_a_step, in_a_save), (RANK_1,))),
+        Plan("asked", full_searched, asked((in_the_search, in_a_step), (RANK_0, RANK_1))),
+        Plan("asked", lora_searched, asked((in_the_search, in_a_save))),
     ]
 
 
@@ -145,69 +219,11 @@ def tune_run_plans() -> list[Plan]:
     full, lora = Variant("full", 2), Variant("lora", 2, budget=True)
     manners = ((full, LAUNCHER_FIRST), (full, RANK_FIRST), (ASYNC, LAUNCHER_FIRST), (lora, RANK_FIRST))
     return [
+        *(Plan("tune run, moments", variant, random_moments(4), tune_run=True) for variant in (FULL, LORA)),
         *(Plan("tune run", variant, random_operations(10, 2), tune_run=True) for variant in (full, ASYNC, lora)),
         *(Plan("tune run", variant, random_operations(6), tune_run=True) for variant in (FULL, LORA)),
         *(
             Plan(f"tune run, {manner}", variant, random_moments(5, 2), tune_run=True, manner=manner)
             for variant, manner in manners
         ),
-        *(Plan("tune run, moments", variant, random_moments(4), tune_run=True) for variant in (FULL, LORA)),
     ]
-
-
-@dataclass
-class Session:
-    """All plans, one after the other, until the time is over."""
-
-    folder: Path
-    seed: int
-    deadline: float
-    tally: Tally
-
-    def __post_init__(self) -> None:
-        self._scouts: dict[tuple[Variant, bool], Scout] = {}
-
-    def scout(self, plan: Plan) -> Scout:
-        key = (plan.variant, plan.tune_run)
-        if key not in self._scouts:
-            folder = self.folder_of(plan.variant) / f"undisturbed{'-tune' * plan.tune_run}"
-            self._scouts[key] = scout(plan.variant, folder, tune_run=plan.tune_run)
-        return self._scouts[key]
-
-    def reference(self, variant: Variant) -> Path:
-        """The folder of the undisturbed run."""
-        return self.scout(Plan("", variant, random_moments(0))).folder
-
-    def folder_of(self, variant: Variant) -> Path:
-        return self.folder / str(variant).replace("/", "-")
-
-    def follow(self, plan: Plan) -> None:
-        """Runs of this plan, each killed until it is done, until all points have been met."""
-        seen = self.scout(plan)
-        points = iter(plan.aim(seen, random.Random(f"{self.seed}/{plan}")))
-        left = Remaining(points, self.deadline)
-        number = 0
-        while not left.over:
-            number += 1
-            folder = self.folder_of(plan.variant) / f"{plan.name.replace(' ', '-')}-{number}{'-tune' * plan.tune_run}"
-            start = Start(plan.variant, folder, tuple(write_config(plan.variant, folder)), plan.tune_run, plan.manner)
-            how = f'--only "{plan}" --seed {self.seed}, run {number}'
-            Chain(start, seen.folder, how, self.tally).run(left)
-
-
-class Remaining(Iterator[Point]):
-    """The points that are left, which are none once the time is over."""
-
-    def __init__(self, points: Iterator[Point], deadline: float) -> None:
-        self._points, self._deadline = points, deadline
-        self._next = next(points, None)
-
-    @property
-    def over(self) -> bool:
-        return self._next is None or time.monotonic() > self._deadline
-
-    def __next__(self) -> Point:
-        if self.over or self._next is None:
-            raise StopIteration
-        point, self._next = self._next, next(self._points, None)
-        return point

@@ -11,11 +11,19 @@ ORDERS = "TORCHTUNE_ADAPTIVE_TEST_KILLS"
 
 START, TRAIN, TIME = "start", "train", "time"
 """Counted are operations on files of output_dir: from the start on, from a step on; or milliseconds."""
+PROBE, STEP = "probe", "step"
+"""Counted are the probes of the search, and the steps, of this life."""
+LAST_STEP, LAST_SAVE = "last-step", "last-save"
+"""The last step of the run, whatever the number; and the operations of the save after it."""
+STAGES = (START, TRAIN, TIME, PROBE, STEP, LAST_STEP, LAST_SAVE)
+
+KILL, TERM, INT, HOLD = "KILL", "TERM", "INT", "HOLD"
+"""What comes there: a signal; or the rank is held up until the harness lets it go."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """For example `train:17`, before the 17th operation; `train:17/torn`, within it; `time:1250/rank1`."""
+    """For example `train:17`, before the 17th operation; `train:17/torn`, within it; `step:2/TERM/launcher`."""
 
     stage: str
     at: int
@@ -24,19 +32,36 @@ class Point:
     cut: bool = False
     """As where the power fails: what has not been synced is empty afterwards."""
     rank: int = 0
-    """Who is killed. Operations are counted on rank 0, whoever it is."""
+    """Who is struck. Operations are counted on rank 0, whoever it is."""
+    launcher: bool = False
+    """It is not a rank that is struck, but what has started them."""
+    blow: str = KILL
 
     def __str__(self) -> str:
-        marks = "/torn" * self.torn + "/cut" * self.cut + f"/rank{self.rank}" * (self.rank > 0)
-        return f"{self.stage}:{self.at}{marks}"
+        marks = "/torn" * self.torn + "/cut" * self.cut + f"/{self.blow}" * (self.blow != KILL)
+        return f"{self.stage}:{self.at}{marks}{f'/rank{self.rank}' * (self.rank > 0)}{'/launcher' * self.launcher}"
+
+    @property
+    def asks(self) -> bool:
+        """Whether it asks a run to end, which a kill does not."""
+        return self.blow in (TERM, INT)
 
 
 def parse_point(text: str) -> Point:
     place, *marks = text.split("/")
     stage, _, at = place.partition(":")
-    assert stage in (START, TRAIN, TIME), f"{text}: a point is start:N, train:N or time:MILLISECONDS"
+    assert stage in STAGES, f"{text}: a point is STAGE:N, of {', '.join(STAGES)}"
     ranks = [int(mark.removeprefix("rank")) for mark in marks if mark.startswith("rank")]
-    return Point(stage, int(at), torn="torn" in marks, cut="cut" in marks, rank=ranks[0] if ranks else 0)
+    blows = [mark for mark in marks if mark in (TERM, INT, HOLD)]
+    return Point(
+        stage,
+        int(at),
+        torn="torn" in marks,
+        cut="cut" in marks,
+        rank=ranks[0] if ranks else 0,
+        launcher="launcher" in marks,
+        blow=blows[0] if blows else KILL,
+    )
 
 
 @dataclass(frozen=True)

@@ -12,31 +12,32 @@ from tests.recipes.crash import evidence
 from tests.recipes.crash.points import START, TRAIN, Order, Point
 from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import KEEP, SAVE_EVERY, Variant, write_config
-from tests.recipes.crash.victims import Start, killed_at, tune_command, tune_environment
+from tests.recipes.crash.victims import Start, struck_at, tune_command, tune_environment
 from tests.recipes.running import COMMAND_MARK, end_marked
 
 KILLS = (Point(TRAIN, 3, rank=1), Point(START, 3), Point(TRAIN, 5))
 TIMEOUT_S = 300
 
 
-def restarted(variant: Variant, folder: Path, reference: Path, tally: Tally, kills: tuple[Point, ...] = KILLS) -> None:
+def restarted(variant: Variant, folder: Path, reference: Path, kills: tuple[Point, ...] = KILLS) -> Tally:
     """`tune run --max-restarts`, of which one rank is killed in each attempt but the last."""
+    tally = Tally()
     start, notes = Start(variant, folder, tuple(write_config(variant, folder)), tune_run=True), folder / "notes"
     orders = [
         Order(point, str(folder / "out"), str(notes / str(restart)), KEEP * SAVE_EVERY if restart == 0 else 0, restart)
         for restart, point in enumerate(kills)
     ]
     status, output = _run(tune_command(start, "--max-restarts", str(len(kills))), orders, folder)
-    steps, killed_before = evidence.logged_steps(folder), tally.killed
-    _count(variant, orders, steps, tally)
+    _count(variant, orders, evidence.logged_steps(folder), tally)
     how = f'--only "{variant} restarts"'
     if status != 0:
         tally.lose(f"{how}: status {status}\n{output}")
-        return
-    tally.resumed += tally.killed - killed_before
+        return tally
+    tally.resumed = tally.killed
     found = evidence.differences(folder, reference)
     if found:
         tally.fault(f"{how}: {'; '.join(found)}")
+    return tally
 
 
 def _run(command: list[str], orders: list[Order], folder: Path) -> tuple[int | None, str]:
@@ -57,9 +58,9 @@ def _run(command: list[str], orders: list[Order], folder: Path) -> tuple[int | N
 
 def _count(variant: Variant, orders: list[Order], steps: list[int], tally: Tally) -> None:
     for order in orders:
-        where = killed_at(order.notes_folder)
+        where = struck_at(order.notes_folder)
         if where:
             tally.kill(where, tune_run=True)
     for before, after in pairwise(steps):
         if after <= before:
-            tally.steps(str(variant), before - after + 1, variant.at_risk, f"{variant} restarts")
+            tally.steps(str(variant), before - after + 1, before - variant.safe_after(before), f"{variant} restarts")

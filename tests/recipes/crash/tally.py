@@ -1,4 +1,4 @@
-"""What has come of all kills."""
+"""What has come of all kills and signals."""
 
 from __future__ import annotations
 
@@ -11,19 +11,34 @@ from dataclasses import dataclass, field
 class Tally:
     killed: int = 0
     by_tune_run: int = 0
+    """Of those killed."""
+    stopped: int = 0
+    """Ended by a signal that may be heard, and not finished."""
+    stopped_by_tune_run: int = 0
     resumed: int = 0
+    """After a kill or a signal."""
+    second_runs: int = 0
+    """That found another one in their folder."""
+    requeued: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
+    not_begun: list[str] = field(default_factory=list)
+    """For which there was no time left."""
     steps_lost: Counter[str] = field(default_factory=Counter)
     """The most by name of the variant."""
     too_many_lost: list[str] = field(default_factory=list)
     places: Counter[str] = field(default_factory=Counter)
-    """Where runs were killed, with numbers left out."""
+    """Where runs were struck, with numbers left out."""
 
     def kill(self, where: str, *, tune_run: bool) -> None:
         self.killed += 1
         self.by_tune_run += tune_run
         self.places[place(where)] += 1
+
+    def stop(self, where: str, *, tune_run: bool) -> None:
+        self.stopped += 1
+        self.stopped_by_tune_run += tune_run
+        self.places[f"asked at {place(where)}"] += 1
 
     def lose(self, case: str) -> None:
         print(f"LOST {case}", flush=True)
@@ -38,16 +53,27 @@ class Tally:
         if lost > at_risk:
             self.too_many_lost.append(f"{how}: {lost} steps, at most {at_risk} may be")
 
+    def add(self, other: Tally) -> None:
+        """What has come of other runs."""
+        for name, value in vars(other).items():
+            if name == "steps_lost":
+                self.steps_lost |= value
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
     @property
     def good(self) -> bool:
-        return self.killed == self.resumed and not (self.lost or self.wrong or self.too_many_lost)
+        all_resumed = self.killed + self.stopped == self.resumed
+        return all_resumed and not (self.lost or self.wrong or self.too_many_lost or self.not_begun)
 
     def summary(self) -> str:
         waited = max((lost for name, lost in self.steps_lost.items() if not name.startswith("async")), default=0)
         on_its_way = max((lost for name, lost in self.steps_lost.items() if name.startswith("async")), default=0)
         return (
-            f"killed {self.killed} ({self.by_tune_run} by tune run), resumed {self.resumed}, lost {len(self.lost)}, "
-            f"wrong {len(self.wrong)}, steps lost at most {waited} (asynchronous: {on_its_way})"
+            f"killed {self.killed} ({self.by_tune_run} by tune run), stopped by signals {self.stopped} "
+            f"({self.stopped_by_tune_run} by tune run), resumed {self.resumed}, second runs {self.second_runs}, "
+            f"requeued {self.requeued}, lost {len(self.lost)}, wrong {len(self.wrong)}, steps lost at most {waited} "
+            f"(asynchronous: {on_its_way})"
         )
 
     def details(self) -> list[str]:
@@ -55,10 +81,11 @@ class Tally:
             *(f"LOST {case}" for case in self.lost),
             *(f"WRONG {case}" for case in self.wrong),
             *(f"TOO MANY STEPS {case}" for case in self.too_many_lost),
+            *(f"NOT BEGUN {case}" for case in self.not_begun),
         ]
 
 
 def place(where: str) -> str:
     """What kind of place it is: `rename epoch_N`."""
-    label = re.sub(r"^(start|train):\d+ ", r"\1 ", where)
+    label = re.sub(r"^(start|train|last-save):\d+ ", r"\1 ", where)
     return re.sub(r"[0-9a-f]{8,}|\d+(\.\d+)?", "N", label)

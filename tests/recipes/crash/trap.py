@@ -1,4 +1,4 @@
-"""Inside a victim: counts what it does to the files of its output_dir, and kills at the operation that was ordered.
+"""Inside a victim: counts what it does to the files of its output_dir, and strikes at the operation that was ordered.
 
 Python announces every file that is opened, renamed or removed to its audit hooks, whoever does it. It does not announce
 `fsync`, nor what torch.save writes in C++; those are wrapped.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import io
+import itertools
 import os
 import signal
 import sys
@@ -20,14 +21,20 @@ from typing import Any
 
 import torch
 
-from tests.recipes.crash.points import START, TIME, TRAIN, Order
+from tests.recipes.crash.points import HOLD, KILL, PROBE, START, STEP, TIME, TRAIN, Order, Point
 from tests.recipes.recording import JsonLogger
+from torchtune_adaptive.search.probe import Prober
+from torchtune_adaptive.step.runner import StepRunner
 
 DIR_FD_AT = {"os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.symlink": 2, "os.mkdir": 2}
 """Where an event has the folder to which its path is relative."""
 PATH_AT = {"os.symlink": 1}
 NAMES = {"os.remove": "unlink", "os.rmdir": "rmdir", "os.rename": "rename", "os.symlink": "link", "os.mkdir": "mkdir"}
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+HEARD_S = 0.3
+"""In which a signal is heard, and a launcher has passed it on."""
+HELD, GO = "held", "go"
+"""Files: a rank is held up; it may go on."""
 
 
 class Trap:
@@ -49,9 +56,11 @@ class Trap:
         os.fsync = self._wrapped_fsync(os.fsync)  # type: ignore[assignment]
         torch.save = self._wrapped_save(torch.save)
         io.open = builtins.open = self._wrapped_open(io.open)  # type: ignore[assignment]
+        StepRunner.run = self._counting_calls(StepRunner.run, STEP)  # type: ignore[method-assign]
+        Prober._exchange = self._counting_calls(Prober._exchange, PROBE)  # type: ignore[method-assign]
         point = self._order.point
         if point is not None and point.stage == TIME and point.rank == self._rank:
-            threading.Thread(target=self._kill_later, args=(point.at / 1000,), daemon=True).start()
+            threading.Thread(target=self._strike_later, args=(point,), daemon=True).start()
 
     def stepped(self, step: int) -> None:
         """Once a step has been logged."""
@@ -97,8 +106,19 @@ class Trap:
             return True
         if point.cut:
             self._empty_what_is_not_synced()
-        self._kill(here, point.rank)
+        self._strike(here, point)
         return False
+
+    def _counting_calls(self, function: Callable[..., Any], stage: str) -> Callable[..., Any]:
+        calls = itertools.count(1)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            point, call = self._order.point, next(calls)
+            if point is not None and self._rank == 0 and (point.stage, point.at) == (stage, call):
+                self._strike(f"{stage}:{call}", point)
+            return function(*args, **options)
+
+        return counted
 
     def _wrapped_fsync(self, fsync: Callable[[Any], None]) -> Callable[[Any], None]:
         def counted(file: Any) -> None:
@@ -122,7 +142,7 @@ class Trap:
         save(content, buffer)
         self._in_hook.busy = True
         path.write_bytes(buffer.getvalue()[: buffer.tell() // 2])
-        self._kill(f"{self._tears}, half of it", 0)
+        self._kill(f"{self._tears}, half of it")
 
     def _wrapped_open(self, open_: Callable[..., Any]) -> Callable[..., Any]:
         def torn_if_ordered(*args: Any, **options: Any) -> Any:
@@ -130,7 +150,7 @@ class Trap:
             if not self._tears:
                 return file
             here, self._tears = self._tears, ""
-            return TornFile(file, lambda: self._kill(f"{here}, half of it", 0))
+            return TornFile(file, lambda: self._kill(f"{here}, half of it"))
 
         return torn_if_ordered
 
@@ -141,17 +161,37 @@ class Trap:
             if S_ISREG(stat.st_mode) and stat.st_ctime_ns >= self._began_ns and inode(stat) not in self._synced:
                 os.truncate(path, 0)
 
-    def _kill_later(self, seconds: float) -> None:
-        time.sleep(seconds)
-        self._kill(f"after {seconds:.3f} s", self._rank)
+    def _strike_later(self, point: Point) -> None:
+        time.sleep(point.at / 1000)
+        self._strike(f"after {point.at / 1000:.3f} s", point)
 
-    def _kill(self, where: str, rank: int) -> None:
-        """Ends this process, or another rank at the moment at which this one has come here."""
-        self._note(f"KILL {where}")
-        victim = os.getpid()
-        if rank != self._rank:
-            victim = int((self._order.notes_folder / f"pid{rank}").read_text())
-        os.kill(victim, signal.SIGKILL)
+    def _kill(self, where: str) -> None:
+        """Ends this process."""
+        self._strike(where, Point(TRAIN, 0, rank=self._rank))
+
+    def _strike(self, where: str, point: Point) -> None:
+        """Strikes this process, or another one at the moment at which this one has come here."""
+        self._note(f"HIT {where}")
+        if point.blow == HOLD:
+            self._wait_to_go()
+            return
+        os.kill(self._victim(point), signal.Signals[f"SIG{point.blow}"])
+        if point.blow != KILL:
+            time.sleep(HEARD_S)
+
+    def _victim(self, point: Point) -> int:
+        if point.launcher:
+            return os.getppid()
+        if point.rank == self._rank:
+            return os.getpid()
+        return int((self._order.notes_folder / f"pid{point.rank}").read_text())
+
+    def _wait_to_go(self) -> None:
+        self._in_hook.busy = True
+        (self._order.notes_folder / HELD).touch()
+        while not (self._order.notes_folder / GO).exists():
+            time.sleep(0.05)
+        self._in_hook.busy = False
 
     def _note(self, line: str) -> None:
         os.write(self._notes, f"{line}\n".encode())

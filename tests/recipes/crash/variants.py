@@ -15,6 +15,7 @@ SAVE_EVERY, KEEP = 2, 2
 SAVES = sorted({*range(SAVE_EVERY, STEPS, SAVE_EVERY), *range(STEPS_PER_EPOCH, STEPS + 1, STEPS_PER_EPOCH)})
 """The steps after which there is a checkpoint."""
 ROWS, MICROBATCHES = 2, 2
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
 
 
 @dataclass(frozen=True)
@@ -25,19 +26,24 @@ class Variant:
     budget: bool = False
     """Microbatches by tokens, not by rows."""
     asynchronous: bool = False
+    searched: bool = False
+    """The rows are found before training."""
 
     def __str__(self) -> str:
         kind = "async" if self.asynchronous else self.kind
-        return f"{kind}/{self.ranks}/{'tokens' if self.budget else 'rows'}"
+        return f"{kind}/{self.ranks}/{'tokens' if self.budget else 'searched' if self.searched else 'rows'}"
 
     @property
     def recipe(self) -> str:
         return OURS[self.kind][0]
 
-    @property
-    def at_risk(self) -> int:
-        """Steps that a kill may cost. One more checkpoint may be on its way where training does not wait for it."""
-        return SAVE_EVERY * (2 if self.asynchronous else 1)
+    def safe_after(self, step: int) -> int:
+        """The step that has to be on disk by the time that this one is done, so that a kill costs only what follows it.
+
+        Training waits for a save; or, where it goes on beside it, for the save before.
+        """
+        begun = [0, 0, *(save for save in SAVES if save < step)]
+        return begun[-2] if self.asynchronous else begun[-1]
 
 
 FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchronous=True), Variant("lora", 1)
@@ -48,6 +54,7 @@ VARIANTS = (
     *(FULL, ASYNC, LORA),
     *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
     *(PAIRS, PAIRS_LORA),
+    *(Variant("full", 2, searched=True), Variant("lora", 1, searched=True)),
 )
 
 
@@ -65,6 +72,7 @@ def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
         *(["adaptive.token_budget=256"] if variant.budget else []),
         *(["enable_async_checkpointing=True"] if variant.asynchronous else []),
+        *(SEARCHED if variant.searched else []),
         *overrides,
     )
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,10 +19,13 @@ from tests.recipes.crash import trap
 from tests.recipes.crash.points import ORDERS, TIME, Order, Point, write_orders
 from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment, load_ours
+from torchtune_adaptive.command.status import Condition, judge, look
 
 ROOT = Path(__file__).parents[3]
 IN_PROCESS_S, TUNE_RUN_S = 90, 200
 KILLED, FINISHED, FAILED, HUNG = "killed", "finished", "failed", "hung"
+STOPPED = "stopped"
+"""Asked to end before it was finished, and ended."""
 EVERYTHING, LAUNCHER_FIRST, RANK_FIRST = "everything", "launcher first", "rank first"
 """What of a `tune run` is killed: all its processes at once; the launcher, and its ranks a moment later; or a rank,
 whose peers are left to the launcher."""
@@ -31,11 +34,13 @@ whose peers are left to the launcher."""
 @dataclass(frozen=True)
 class Life:
     ended: str
-    """KILLED, FINISHED, FAILED or HUNG."""
+    """KILLED, STOPPED, FINISHED, FAILED or HUNG."""
     where: str = ""
-    """The operation at which it was killed."""
+    """The operation at which it was struck."""
     output: str = ""
     seconds: float = 0.0
+    cleanly: bool = False
+    """By itself, with status 0."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +56,28 @@ class Start:
 
 
 def live(start: Start, number: int, point: Point | None, after_step: int, *, file_bytes: int | None = None) -> Life:
-    """The same command again, killed at this point; no file can become larger than `file_bytes`."""
+    """The same command again, struck at this point; no file can become larger than `file_bytes`."""
     notes = start.folder / "lives" / f"{number:04}"
     order = Order(point, str(start.folder / "out"), str(notes), after_step)
     began = time.monotonic()
     notes.mkdir(parents=True)
     life = _by_tune_run(start, order) if start.tune_run else _in_process(start, order, file_bytes)
+    if point is not None and point.asks and life.where:
+        life = _asked(life, start.folder / "out")
     return replace(life, seconds=time.monotonic() - began)
+
+
+def _asked(life: Life, out: Path) -> Life:
+    """What has become of a run that was asked to end: it says so itself, its status does not."""
+    if life.ended == HUNG:
+        return life
+    condition, reason = judge(left := look(out))
+    begun = left.run is not None or left.found
+    if not begun or condition is Condition.CAN_GO_ON:
+        return replace(life, ended=STOPPED)
+    if condition is Condition.FINISHED:
+        return replace(life, ended=FINISHED)
+    return replace(life, ended=FAILED, output=f"{reason}\n{life.output}")
 
 
 def _in_process(start: Start, order: Order, file_bytes: int | None) -> Life:
@@ -68,10 +88,10 @@ def _in_process(start: Start, order: Order, file_bytes: int | None) -> Life:
         ended, why = FAILED, str(error)
     except RanksHung as error:
         ended, why = HUNG, str(error)
-    where = killed_at(order.notes_folder)
+    where, output = struck_at(order.notes_folder), why + _output(order.notes_folder)
     if ended == FAILED and where:
-        return Life(KILLED, where)
-    return Life(ended, where, "" if ended == FINISHED else why + _output(order.notes_folder))
+        ended = KILLED
+    return Life(ended, where, output, cleanly=ended == FINISHED)
 
 
 def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
@@ -94,12 +114,12 @@ def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
                 raise RuntimeError(f"ended with status {status.code}") from None
 
 
-def killed_at(notes: Path) -> str:
-    """Where the trap, or the harness, has killed; nothing if the life ended before."""
+def struck_at(notes: Path) -> str:
+    """Where the trap, or the harness, has struck; nothing if the life ended before."""
     for path in sorted(notes.glob("operations*")):
         for line in path.read_text().splitlines():
-            if line.startswith("KILL "):
-                return line.removeprefix("KILL ")
+            if line.startswith("HIT "):
+                return line.removeprefix("HIT ")
     return ""
 
 
@@ -117,19 +137,19 @@ def _by_tune_run(start: Start, order: Order) -> Life:
         )
         try:
             if at_time:
-                _kill_by_hand(process, at_time, start.manner, mark, notes)
+                _strike_by_hand(process, at_time, start.manner, mark, notes)
             process.wait(timeout=TUNE_RUN_S)
         except subprocess.TimeoutExpired:
-            return Life(HUNG, killed_at(notes), _output(notes))
+            return Life(HUNG, struck_at(notes), _output(notes))
         finally:
             left = end_marked(COMMAND_MARK, mark)
             process.wait(timeout=10)
-    where = killed_at(notes)
+    where = struck_at(notes)
     if left:
         return Life(HUNG, where, f"left running: {left}{_output(notes)}")
-    if where and process.returncode != 0:
-        return Life(KILLED, where, (notes / "output").read_text(errors="replace"))
-    return Life(FINISHED if process.returncode == 0 else FAILED, where, _output(notes))
+    if process.returncode == 0:
+        return Life(FINISHED, where, _output(notes), cleanly=True)
+    return Life(KILLED if where else FAILED, where, _output(notes))
 
 
 def tune_command(start: Start, *launcher: str) -> list[str]:
@@ -143,12 +163,15 @@ def tune_environment(orders: list[Order], mark: str) -> dict[str, str]:
     return {**environment(), COMMAND_MARK: mark, ORDERS: write_orders(orders), "PYTHONPATH": path}
 
 
-def _kill_by_hand(process: subprocess.Popen[bytes], point: Point, manner: str, mark: str, notes: Path) -> None:
+def _strike_by_hand(process: subprocess.Popen[bytes], point: Point, manner: str, mark: str, notes: Path) -> None:
     """At its time, if it still runs then."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(timeout=point.at / 1000)
         return
-    (notes / "operations").write_text(f"KILL after {point.at} ms, {manner}\n")
+    (notes / "operations").write_text(f"HIT after {point.at} ms, {manner}\n")
+    if point.asks:
+        process.send_signal(signal.Signals[f"SIG{point.blow}"])
+        return
     if manner == LAUNCHER_FIRST:
         process.kill()
         time.sleep(0.2)  # in which the ranks are nobody's

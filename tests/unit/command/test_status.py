@@ -121,7 +121,7 @@ def test_a_run_that_runs_is_said_to(
     started(tmp_path)
     monkeypatch.setattr("torchtune_adaptive.command.status.holder", lambda _: "process 7 on node3, since noon")
     code, told = status(tmp_path, capsys)
-    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: it runs: process 7 on node3, since noon")
+    assert (code, told) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
     assert lock.holder(tmp_path) is None
 
 

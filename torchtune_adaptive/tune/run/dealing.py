@@ -14,7 +14,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 READ_AHEAD = 2
 """Steps that are on their way between the ranks."""
@@ -47,7 +48,7 @@ def dealer_of(
         return None
     obstacle = _obstacle(model, settings)
     if obstacle is None:
-        return Dealer(data.dataset, cost_of(model))
+        return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop)
     if adaptive.deal:
         raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
     say(f"token budget · samples stay on the ranks that read them: {obstacle}")
@@ -77,7 +78,8 @@ class _Weighed:
 
     packets: list[bytes]
     sizes: Tensor
-    """[ranks, samples, 2 or more]: bytes and index of every sample, and the tokens of each of its sequences."""
+    """[ranks, samples + 1, 2 or more]: bytes and index of every sample, and the tokens of each of its sequences; last
+    whether the rank is to end the run."""
     arrival: dist.Work
 
 
@@ -97,10 +99,12 @@ class _Sent:
 class Dealer:
     """Deals steps to the ranks of a group of its own, where its collectives cannot meet those of training."""
 
-    def __init__(self, dataset: NamedSamples, cost: Cost) -> None:
-        """Collective: creates a gloo group."""
+    def __init__(self, dataset: NamedSamples, cost: Cost, asked_to_stop: Callable[[], bool] = bool) -> None:
+        """Collective: creates a gloo group. `asked_to_stop`: whether this rank is to end the run."""
         self._dataset = dataset
         self._cost = cost
+        self._asked_to_stop = asked_to_stop
+        self._stopping = False  # some rank is to, and all know it
         self._group = dist.new_group(backend="gloo")
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
@@ -108,21 +112,30 @@ class Dealer:
         """Collective: the steps of all ranks, each with as many samples on every one, dealt anew."""
         weighed: _Weighed | None = None
         sent: _Sent | None = None
-        for samples in _and_nothing(steps):
+        # and so many times nothing that the last of them arrives
+        for samples in chain(self._until_asked(steps), [None] * READ_AHEAD):
             ready, sent = sent, None if weighed is None else self._send(weighed)
-            weighed = None if samples is None else self._weigh(samples)
+            weighed = None if samples is None or self._stopping else self._weigh(samples)
             if ready is not None:
                 yield self._receive(ready)
+
+    def _until_asked(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+        """Once the run is to end, nothing more is read: what is on its way is trained first, and then it ends."""
+        for samples in steps:
+            yield samples
+            if self._stopping:
+                return
 
     def _weigh(self, samples: Sequence[Sample]) -> _Weighed:
         """Collective: begins to tell the other ranks about this rank's share."""
         packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
         indices = reversed(self._dataset.last(len(samples)))
         kind = self._dataset.kind
-        sizes = torch.zeros(self._ranks, len(samples), 2 + kind.rows, dtype=torch.int64)
+        sizes = torch.zeros(self._ranks, len(samples) + 1, 2 + kind.rows, dtype=torch.int64)
         lengths = map(kind.lengths_of, samples)
         rows = [(len(packet), index, *each) for packet, index, each in zip(packets, indices, lengths, strict=True)]
-        sizes[self._rank] = torch.tensor(rows, dtype=torch.int64)
+        sizes[self._rank, :-1] = torch.tensor(rows, dtype=torch.int64)
+        sizes[self._rank, -1, 0] = self._asked_to_stop()
         with explaining_failures("the exchange of sample lengths"):
             return _Weighed(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
 
@@ -130,7 +143,8 @@ class Dealer:
         """Collective: deals, and begins to exchange the samples."""
         with explaining_failures("the exchange of sample lengths"):
             step.arrival.wait()
-        sizes, indices, *lengths = (column.tolist() for column in step.sizes.flatten(0, 1).unbind(1))
+        self._stopping |= bool(step.sizes[:, -1, 0].any())
+        sizes, indices, *lengths = (column.tolist() for column in step.sizes[:, :-1].flatten(0, 1).unbind(1))
         rank_of = deal([sum(map(self._cost, each)) for each in zip(*lengths, strict=True)], self._ranks)
         count, mine = len(step.packets), [at for at, rank in enumerate(rank_of) if rank == self._rank]
         own = [*enumerate(rank_of[self._rank * count : (self._rank + 1) * count])]
@@ -152,9 +166,3 @@ class Dealer:
         content = step.received.numpy().tobytes()
         bounds = pairwise([0, *accumulate(step.packet_bytes)])
         return [pickle.loads(content[start:end]) for start, end in bounds]
-
-
-def _and_nothing(steps: Iterable[list[Sample]]) -> Iterator[list[Sample] | None]:
-    """The steps, and so many times nothing that the last of them arrives."""
-    yield from steps
-    yield from [None] * READ_AHEAD

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
-from torchtune_adaptive.tune.parts.samples import Kind, Sample
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.dealing import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
+from torchtune_adaptive.tune.run.oversize import REMEDY, Admission
 from torchtune_adaptive.tune.run.worst_case import longest_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
@@ -52,8 +52,8 @@ class Microbatches:
 
     limit: Limit | None = None
     """None: by rows, as many as the sizes of the epoch say."""
-    admit: Callable[[Sample], Sample] | None = None
-    """Turns a sample that is too long for any microbatch into one that is not."""
+    admission: Admission | None = None
+    """For samples that may be too long for any microbatch."""
     dealer: Dealer | None = None
     """Deals the samples of each step to the ranks; None: they stay where they were read."""
 
@@ -63,7 +63,7 @@ class Microbatches:
     def steps(
         self, loader: StepLoader[Sample], sizes: EpochSizes, *, steps_done: int = 0, samples_done: int = 0
     ) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
-        """The steps left of an epoch: the samples of each, and of the next where it has to be planned ahead."""
+        """Collective: the steps left of an epoch, each with the next one where that has to be planned ahead."""
         steps = loader.epoch(
             sizes.epoch,
             samples_per_step=sizes.samples_per_step,
@@ -72,8 +72,10 @@ class Microbatches:
         )
         if self.limit is None or not self.limit.by_length:
             return ((samples, None) for samples in steps)
-        admitted = steps if (admit := self.admit) is None else (list(map(admit, step)) for step in steps)
-        return looking_ahead(admitted if self.dealer is None else self.dealer.deal(admitted))
+        admission = self.admission
+        admitted = steps if admission is None else (list(map(admission.admit, step)) for step in steps)
+        ahead = looking_ahead(admitted if self.dealer is None else self.dealer.deal(admitted))
+        return ahead if admission is None else admission.telling(ahead, sizes.epoch)
 
 
 def microbatches_of(request: FitRequest, limit: Limit | None, *, earlier: Limit | None = None) -> Microbatches:
@@ -87,12 +89,12 @@ def microbatches_of(request: FitRequest, limit: Limit | None, *, earlier: Limit 
     longest = min(longest_row(each, LONGEST_SAMPLE) for each in (limit, earlier) if each is not None)
     if data.max_seq_len is not None and kind.length_at(data.max_seq_len) <= longest:
         return Microbatches(limit)
+    admission = Admission(kind, longest, oversize)
     if oversize == "error":
         _check_longest(request, longest)
     else:
-        done = "cut" if oversize == "truncate" else "left out"
-        say(f"token budget · samples of more than {longest} tokens are {done} (adaptive.oversize)")
-    return Microbatches(limit, partial(_admit, kind=kind, longest=longest, oversize=oversize))
+        say(f"token budget · samples of more than {longest} tokens are {admission.done} (adaptive.oversize)")
+    return Microbatches(limit, admission)
 
 
 def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
@@ -137,21 +139,5 @@ def _check_longest(request: FitRequest, fitting: int) -> None:
     if longest.length > fitting:
         raise SampleTooLargeError(
             f"sample {longest.at} of the dataset has {longest.length} tokens, but a microbatch has room for "
-            f"{fitting}; {_REMEDY}"
+            f"{fitting}; {REMEDY}"
         )
-
-
-_REMEDY = (
-    "raise adaptive.token_budget or lower tokenizer.max_seq_len, or set adaptive.oversize: truncate (cuts such "
-    "samples) or skip (leaves them out)"
-)
-
-
-def _admit(sample: Sample, *, kind: Kind, longest: int, oversize: str) -> Sample:
-    """The sample if it fits; else its beginning, or a stand-in without labels, so that no rank is a sample short."""
-    length = kind.length_of(sample)
-    if length <= longest:
-        return sample
-    if oversize == "error" or "encoder_input" in sample:
-        raise SampleTooLargeError(f"a sample has {length} tokens, but a microbatch has room for {longest}; {_REMEDY}")
-    return kind.cut(sample, longest) if oversize == "truncate" else kind.filler(sample)

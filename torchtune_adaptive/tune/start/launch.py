@@ -84,14 +84,28 @@ def _run(recipe_type: type[Recipe]) -> None:
 
 def _live(recipe: Recipe) -> None:
     """Collective: the life of a recipe, which all ranks may agree to cut short between two steps."""
-    recipe.setup()
-    THIS_RUN.doing = Doing.TRAINING
     try:
+        recipe.setup()
+        THIS_RUN.doing = Doing.TRAINING
         recipe.train()
     except RunStopped:
-        recipe.cleanup()
+        THIS_RUN.asked_by = _who_was_asked()
+        if THIS_RUN.doing is not Doing.SETTING_UP:
+            recipe.cleanup()
         raise
     recipe.cleanup()
+
+
+def _who_was_asked() -> str:
+    """Collective: the signal that ends the run, and which ranks have heard it, unless rank 0 has."""
+    heard: list[signal.Signals | None] = [THIS_RUN.signal]
+    if dist.is_initialized():
+        heard = [None] * dist.get_world_size()
+        dist.all_gather_object(heard, THIS_RUN.signal)
+    by_rank = {rank: number.name for rank, number in enumerate(heard) if number is not None}
+    ranks = ", ".join(str(rank) for rank in sorted(by_rank))
+    where = "" if 0 in by_rank else f" on {'rank' if len(by_rank) == 1 else 'ranks'} {ranks}"
+    return f"{by_rank[min(by_rank)]}{where}"
 
 
 def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:

@@ -23,7 +23,9 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_SIGNAL_S = 1.0
 """Ctrl-C comes from the terminal and from the launcher, a scheduler's signal to launcher and ranks: that is one."""
-PID_FILE = "pid"
+RANK_0_FIRST_S = 0.2
+"""What comes to all ranks is told by rank 0."""
+PID_FILE, ASKED_FILE = "pid", "asked"
 
 
 class Meaning(Enum):
@@ -84,15 +86,36 @@ def _first(asked_by: signal.Signals) -> None:
     if asked_by == signal.SIGTERM and _a_peer_has_failed(os.environ):
         os._exit(128 + asked_by)  # the launcher ends the others then: there is nobody to agree with
     THIS_RUN.signal = asked_by
-    if os.environ.get("RANK", "0") == "0":
-        _say(f"{asked_by.name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{_time_left()}. Again: at once")
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(RANK_0_FIRST_S)
+    if _hears_first(os.environ):
+        name = asked_by.name + f" on rank {rank}" * (rank != 0)
+        _say(f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{_time_left()}. Again: at once")
+
+
+def _hears_first(environment: Mapping[str, str]) -> bool:
+    """Whether this rank is the first of its machine to be asked; without a launcher's folder that is rank 0, if any."""
+    folder = attempt_folder(environment)
+    if folder is None:
+        return environment.get("RANK", "0") == "0"
+    try:
+        (folder / ASKED_FILE).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # a line twice is better than none
+    return True
 
 
 def _end_at_once(asked_by: signal.Signals) -> None:
     if speaks_first(wait_s=0):
         since = " since then" if THIS_RUN.newest else ""
         lost = "" if THIS_RUN.doing is Doing.SETTING_UP else f", and what was trained{since} is lost"
-        _say(f"{asked_by.name} again: ended at once; {THIS_RUN.saved}{lost}")
+        first = THIS_RUN.signal
+        # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
+        which = "again" if first in (None, asked_by) else f"after {first.name}"
+        _say(f"{asked_by.name} {which}: ended at once; {THIS_RUN.saved}{lost}")
     os._exit(128 + asked_by)
 
 

@@ -29,6 +29,8 @@ class ThisRun:
     doing: Doing = Doing.SETTING_UP
     signal: signal.Signals | None = None
     """The first that asked this rank to end the run."""
+    asked_by: str = ""
+    """What has ended the run, once all ranks know it: `SIGTERM`, `SIGHUP on rank 1`."""
     newest: Path | None = None
     """The newest complete checkpoint."""
     places: tuple[Path, ...] = ()
@@ -40,10 +42,6 @@ class ThisRun:
 
     def asked_to_stop(self) -> bool:
         return self.signal is not None
-
-    @property
-    def asked_by(self) -> str:
-        return "another rank was asked to end" if self.signal is None else self.signal.name
 
     @property
     def saved(self) -> str:

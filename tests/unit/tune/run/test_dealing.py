@@ -27,7 +27,7 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     said: list[str] = []
     monkeypatch.setattr(dealing, "world_size", lambda: 2)
     monkeypatch.setattr(dealing, "say", said.append)
-    monkeypatch.setattr(dealing, "Dealer", lambda dataset, cost: dataset)
+    monkeypatch.setattr(dealing, "Dealer", lambda dataset, *_: dataset)
     return said
 
 

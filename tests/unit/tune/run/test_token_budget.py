@@ -1,6 +1,7 @@
 """What a token budget refuses, and what it makes of samples that are too long."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.run.token_budget import _admit, check_token_budget
+from torchtune_adaptive.tune.run.oversize import Admission
+from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -42,7 +44,7 @@ def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
 
 
 def admitted(longest: int, oversize: str) -> dict[str, Any]:
-    return _admit(SAMPLE, kind=TEXT, longest=longest, oversize=oversize)
+    return Admission(TEXT, longest, oversize).admit(SAMPLE)
 
 
 @pytest.mark.parametrize("oversize", ["error", "truncate", "skip"])
@@ -67,7 +69,27 @@ def test_skip_leaves_a_sample_that_counts_nothing_in_its_place() -> None:
 
 def test_a_sample_with_images_is_never_cut() -> None:
     with pytest.raises(SampleTooLargeError, match="a sample has 9 tokens"):
-        _admit({**SAMPLE, "encoder_input": {}}, kind=TEXT, longest=4, oversize="truncate")
+        Admission(TEXT, 4, "truncate").admit({**SAMPLE, "encoder_input": {}})
+
+
+def samples_of_an_epoch(admission: Admission, lengths: Sequence[int]) -> list[int]:
+    step = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
+    steps = ([admission.admit(sample) for sample in step] for _ in range(2))
+    return [len(sample["tokens"]) for step in admission.telling(steps, epoch=0) for sample in step]
+
+
+@pytest.mark.parametrize(("oversize", "done", "length"), [("skip", "left out", 2), ("truncate", "cut", 8)])
+def test_how_many_were_changed_is_told_when_the_epoch_is_over(
+    oversize: str, done: str, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("torchtune_adaptive.tune.run.oversize.say", said.append)
+    admission = Admission(TEXT, 8, oversize)
+    for _ in range(2):
+        assert samples_of_an_epoch(admission, [9, 8, 3]) == 2 * [length, 8, 3]
+    assert said == [f"token budget · epoch 1: 2 of 6 samples (33.3%) were {done}, of more than 8 tokens"] * 2
+    samples_of_an_epoch(admission, [8, 3])
+    assert len(said) == 2, "nothing to tell"
 
 
 def test_a_filler_has_no_label_and_leaves_its_sample_as_it_was() -> None:

@@ -76,6 +76,12 @@ def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> Non
     assert "SIGTERM again: ended at once; nothing is saved" in ended.stderr
 
 
+def test_another_one_that_ends_it_is_named_beside_the_first() -> None:
+    ended = python("os.kill(me, signal.SIGINT); time.sleep(1.3); os.kill(me, signal.SIGTERM); time.sleep(60)")
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM after SIGINT: ended at once; nothing is saved" in ended.stderr
+
+
 def test_what_is_ignored_stays_ignored() -> None:
     ended = python("os.kill(me, signal.SIGHUP); time.sleep(0.5); print(THIS_RUN.signal)", before="trap '' HUP; ")
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "None\n", "")
@@ -107,6 +113,21 @@ def attempt(tmp_path: Path) -> Path:
 
 def rank_0(attempt: Path) -> dict[str, str]:
     return {"TORCHELASTIC_ERROR_FILE": str(attempt / "0" / "error.json"), "LOCAL_RANK": "0"}
+
+
+def rank_1(attempt: Path) -> dict[str, str]:
+    return {"TORCHELASTIC_ERROR_FILE": str(attempt / "1" / "error.json"), "LOCAL_RANK": "1", "RANK": "1"}
+
+
+def test_a_rank_that_alone_was_asked_says_so_at_once(attempt: Path) -> None:
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(1)", **rank_1(attempt))
+    assert "SIGTERM on rank 1: the run ends as soon as the ranks can agree on it" in ended.stderr
+
+
+def test_what_all_ranks_are_asked_is_said_once(attempt: Path) -> None:
+    (attempt / signals.ASKED_FILE).touch()  # as rank 0 does
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(1); print(THIS_RUN.asked_to_stop())", **rank_1(attempt))
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
 
 
 def gone() -> int:

@@ -67,6 +67,12 @@ class Progress:
             step=self.step,
         )
 
+    def name_of_checkpoint(self, *, distributed: bool) -> str:
+        if self.steps_in_epoch:
+            return f"step_{self.step}"
+        prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
+        return f"{prefix}epoch_{self.epochs_run - 1}"
+
     def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
         return replace(
             self,

@@ -65,11 +65,12 @@ class Checkpoints:
         self._directory = checkpoint_directory(cfg, settings).absolute()
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
-        self._identity, self._told = identity_of(cfg, contents.recipe), told_values(cfg)
         self._serial = start.serial
         self._worth_saving = True  # as the last save has found the weights
         self._resumed_from = start.files.folder.name if start.files else None
         self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
+        # the demo's checkpointer makes the weights that belong to the identity
+        self._identity, self._told = identity_of(cfg, contents.recipe), told_values(cfg)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
         self._asked_to_stop = False
@@ -122,7 +123,7 @@ class Checkpoints:
         self._settle_background()
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
-        name = _name(progress, distributed=in_background)
+        name = progress.name_of_checkpoint(distributed=in_background)
         if not weights_are_finite(model):
             self._pass_over(name, last=progress.finished)
             return
@@ -291,10 +292,3 @@ def _from_rank_0(value: Value) -> Value:
     told = [value]
     dist.broadcast_object_list(told)
     return told[0]
-
-
-def _name(progress: Progress, *, distributed: bool) -> str:
-    if progress.steps_in_epoch:
-        return f"step_{progress.step}"
-    prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
-    return f"{prefix}epoch_{progress.epochs_run - 1}"

@@ -1,0 +1,158 @@
+"""A long run of tiny steps with many saves: what it keeps in memory must not grow with them.
+
+    python -m tests.recipes.endurance [--steps 5000]
+
+Read now and then: the memory of the process, the objects that Python's collector knows, and the bytes that are alive on
+the device, by the meter that stands for one on a CPU. Compared is the last third with the one before; the first is left
+out, in which caches fill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from tests.ranks import run_on_ranks
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
+
+ROWS, EPOCHS, READINGS = 2, 2, 30
+SAVE_EVERY, KEEP = 25, 2
+MODEL = ("num_layers=1", "embed_dim=32", "intermediate_dim=32")
+KIB = 2**10
+
+
+class Reading(NamedTuple):
+    process_bytes: int
+    objects: int
+    device_bytes: int
+
+
+MOST_GROWTH = Reading(process_bytes=4 * KIB * KIB, objects=150, device_bytes=0)
+"""From the middle third to the last."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    asynchronous: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {'asynchronous' if self.asynchronous else 'waiting'} saves"
+
+
+CASES = (Case("full", asynchronous=True), Case("lora"))
+
+
+class Watch:
+    """A metric logger that takes readings."""
+
+    readings: ClassVar[list[Reading]] = []
+    every: ClassVar[int] = 1
+    device_bytes: ClassVar[Callable[[], int]]
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    def log_config(self, config: Any) -> None:
+        pass
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        if step % self.every == 0:
+            gc.collect()
+            self.readings.append(Reading(process_bytes(), len(gc.get_objects()), type(self).device_bytes()))
+
+    def close(self) -> None:
+        pass
+
+
+def process_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def growth(readings: Sequence[Reading]) -> Reading:
+    """By how much the least of the last third is above the least of the third before: what a save needs for a while
+    does not count."""
+    third = len(readings) // 3
+
+    def least(some: Sequence[Reading], name: str) -> int:
+        return min(getattr(reading, name) for reading in some)
+
+    before, last = readings[third : 2 * third], readings[-third:]
+    return Reading(*(least(last, name) - least(before, name) for name in Reading._fields))
+
+
+def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
+    """Collective: the run, and what was read in it."""
+    recipe = load_ours(case.kind)(config_of(case, folder, steps))
+    recipe.setup()
+    watch, run = recipe.watch, recipe.runner.run
+
+    def watch_too(memory: Any) -> None:
+        Watch.device_bytes = lambda: int(memory.live_bytes)
+        watch(memory)
+
+    def run_and_more(*args: Any, **options: Any) -> Any:
+        each_step()
+        return run(*args, **options)
+
+    Watch.every, recipe.watch, recipe.runner.run = max(1, steps // READINGS), watch_too, run_and_more
+    recipe.train()
+    recipe.cleanup()
+    return Watch.readings
+
+
+def config_of(case: Case, folder: Path, steps: int) -> Any:
+    return demo_config(
+        case.kind,
+        folder,
+        *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in MODEL),
+        "metric_logger._component_=tests.recipes.endurance.Watch",
+        "dataset._component_=tests.recipes.soak.numbered",
+        *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS}", "tokenizer.max_seq_len=256"),
+        *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
+        *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
+        f"enable_async_checkpointing={case.asynchronous}",
+        "adaptive.memory_limit=64MiB",
+    )
+
+
+def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object] = bool) -> str:
+    """The whole of it; raises where something grows. `each_step` is done before every step."""
+    began = time.monotonic()
+    [readings] = run_on_ranks(
+        1, train, case, folder / "run", steps, each_step, timeout_s=60 + steps // 10, in_group=False
+    )
+    grown = growth(readings)
+    told = (
+        f"{case}: {steps} steps, {steps // SAVE_EVERY} saves; in the last third the process has grown by "
+        f"{grown.process_bytes // KIB} KiB, by {grown.objects} objects, and by {grown.device_bytes} bytes on the device"
+    )
+    assert len([each for each in find_checkpoints(folder / "run" / "out") if each.manifest]) == KEEP
+    assert all(measured <= most for measured, most in zip(grown, MOST_GROWTH, strict=True)), told
+    return f"{told} ({time.monotonic() - began:.0f} s)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5000)
+    options = parser.parse_args()
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            print(endure(case, Path(folder), options.steps), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    from tests.recipes import endurance as this  # by its name, under which the config finds `Watch`
+
+    sys.exit(this.main())
