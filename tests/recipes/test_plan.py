@@ -98,13 +98,13 @@ def profiled(step: Callable[[], None]) -> int:
     return peak
 
 
-def metered_peaks(kind: str, cfg: DictConfig) -> list[int]:
-    """Collective: what the recipes' own meter counts on this rank, without what gloo takes for itself."""
+def metered_peaks(kind: str, cfg: DictConfig, of: type[MemoryMeter] = MemoryMeter) -> list[int]:
+    """Collective: what the recipes' own meter, or another, counts on this rank, without what gloo takes for itself."""
     peaks = []
     with recipe_step(kind, cfg) as (recipe, step):
         for size in SIZES:
             gc.collect()
-            with MemoryMeter() as meter:
+            with of() as meter:
                 meter.count(resident_tensors(recipe.model, recipe.optimization.optimizers))
                 step(*size)
             peaks.append(meter.peak_bytes)
