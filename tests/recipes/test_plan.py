@@ -207,14 +207,6 @@ def test_the_command_answers_with_a_table_and_what_to_run_next(tmp_path: Path) -
     assert not list(tmp_path.iterdir()), "a prediction leaves nothing behind"
 
 
-def test_the_command_says_in_one_message_what_it_cannot_answer(tmp_path: Path) -> None:
-    arguments = ("--config", "adaptive/demo/full", "memory_limit=h101")
-    ended = tune_run("adaptive_plan", *arguments, ranks=None, cwd=tmp_path, timeout_s=200)
-    assert ended.status == 1
-    assert "error: memory_limit: cannot read 'h101'" in ended.output
-    assert "Traceback" not in ended.output
-
-
 def test_a_config_of_torchtunes_needs_no_weights_tokenizer_or_data(capsys: pytest.CaptureFixture[str]) -> None:
     stock = STOCK / "configs" / "llama3_2" / "1B_full.yaml"
     small = "model._component_=torchtune_adaptive.demo.model.demo_model"
