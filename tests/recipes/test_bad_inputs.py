@@ -71,7 +71,10 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
         ("profiler=5", ["profiler._component_ is 5", "setup_torch_profiler"]),
         ("dataset=exits.unsized", ["dataset does not tell how many samples it has", "OSError"]),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
-        ("batch_increase_function=exits.increase", ["batch_increase_function: exits.increase", "SystemExit: 0"]),
+        (
+            "batch_increase_function=exits.increase",
+            ["batch_increase_function: exits.increase at epoch 0", "raised SystemExit: 0"],
+        ),
         ("optimizer=exits.Optimizer", ["optimizer could not be built", "SystemExit"]),
         ("a=" + "[" * 3000 + "]" * 3000, ["the command line cannot be read", "recursion depth"]),
     ],
@@ -96,6 +99,7 @@ def test_a_known_bad_value_is_told_in_one_line(tmp_path: Path, override: str, pa
             ["adaptive.memory_limit=[1GiB,2GiB]", "world_size=3"],
             ["adaptive.memory_limit has 2 amounts", "world_size is 3"],
         ),
+        (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
         (["search=static"], ["search is read by nothing", "write adaptive.search"]),
     ],
 )

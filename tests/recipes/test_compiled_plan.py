@@ -7,7 +7,6 @@ tests/unit/prediction/test_compilation.py has a layer with kernels.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -25,17 +24,15 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config
 from tests.recipes.test_plan import (
     NO_ACCUMULATION,
-    SIZES,
     WIDE_ENOUGH_FOR_NF4,
     about,
     ask,
+    metered_peaks,
     predicted_peaks,
     profiled_peaks,
-    recipe_step,
 )
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.rows import most_rows
 from torchtune_adaptive.tune.plan.settings import PlanSettings
@@ -91,20 +88,13 @@ class SeeingMeter(MemoryMeter):
 
 def seen_peaks(kind: str, cfg: DictConfig) -> list[int]:
     """Collective: peaks of a compiled step on this rank."""
-    peaks = []
     visible = mock.patch.object(
         torch._C._dynamo.guards,
         "_empty_strided_cpu",
         lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
     )
-    with compiled_without_kernels(), visible, recipe_step(kind, cfg) as (recipe, step):
-        for size in SIZES:
-            gc.collect()
-            with SeeingMeter() as meter:
-                meter.count(resident_tensors(recipe.model, recipe.optimization.optimizers))
-                step(*size)
-            peaks.append(meter.peak_bytes)
-    return peaks
+    with compiled_without_kernels(), visible:
+        return metered_peaks(kind, cfg, SeeingMeter)
 
 
 def test_two_ranks_with_fsdp_allocate_what_was_predicted(tmp_path: Path) -> None:

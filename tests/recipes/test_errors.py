@@ -331,32 +331,18 @@ def test_resuming_lora_without_its_adapter_is_refused(message: Start, tmp_path: 
     assert_says(text, "adapter_model.pt", "resume_from_checkpoint is True")
 
 
-HERE_ONLY = """
-import torch.distributed
-from torchtune_adaptive.demo.tokenizer import demo_tokenizer
-
-def tokenizer(max_seq_len):
-    if torch.distributed.get_rank() == 1:
-        raise FileNotFoundError("this machine has no such file")
-    return demo_tokenizer(max_seq_len)
-"""
+A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        pytest.param(["batch_size=0"], "error: batch_size is 0", id="before-the-ranks-meet"),
+        pytest.param(["batch_szie=8"], f"error: {A_SLIP}", id="before-the-ranks-meet"),
         pytest.param(["model.embed_dim=64"], "error: checkpointer: these are not the weights", id="while-they-talk"),
         pytest.param(["metric_logger=nowhere.log"], "error: metric_logger could not be built", id="on-rank-0-only"),
-        pytest.param(
-            ["tokenizer=here_only.tokenizer"],
-            "error (rank 1): tokenizer could not be built",
-            id="on-rank-1-only",
-        ),
     ],
 )
 def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: list[str], message: str) -> None:
-    (tmp_path / "here_only.py").write_text(HERE_ONLY)
     ended = tune_run(
         "adaptive_full_finetune_distributed",
         "--config",
@@ -373,3 +359,4 @@ def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: lis
     assert re.findall("^error", ended.output, re.MULTILINE) == ["error"], ended.output
     assert "Traceback" not in before_the_launcher, ended.output
     assert ended.output.count("Traceback") == 1, ended.output
+    assert (tmp_path / "runs").exists() == (A_SLIP not in message), "before it begins"

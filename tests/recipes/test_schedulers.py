@@ -30,6 +30,10 @@ ALL = 10**6
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
 
 
+EARLY = "trap 'case $BASH_COMMAND in run=*!) until [ -s {0}/log ]; do sleep 0.1; done; kill -s {1} $$;; esac' DEBUG"
+"""For bash to read at its start: the signal comes when training has started and the script does not know it yet."""
+
+
 def write_command(folder: Path, name: str, script: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"#!/bin/bash\n{script}\n")
@@ -116,6 +120,22 @@ def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, co
         wait_for(tmp_path / "log", 1, timeout_s=20)
         pod.send_signal(signal.SIGTERM)
         assert pod.wait(20 * PATIENCE) == code
+    assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_a_signal_is_passed_on_that_comes_while_training_is_started(scheduler: str, tmp_path: Path) -> None:
+    commands, out = tmp_path / "commands", str(tmp_path / "out")
+    write_command(commands, "srun", 'exec "$@"')
+    write_command(commands, "tune", TRAINS.format(tmp_path))
+    write_command(commands, "tune-adaptive", f"exit {CAN_GO_ON}")
+    write_command(commands, "scontrol", "true")
+    slurm = ["bash", str(EXAMPLES / "slurm.sbatch"), out, "recipe"], "USR1", 0
+    command, number, code = slurm if scheduler == "slurm" else (["bash", "-c", kubernetes_script()], "TERM", 138)
+    (tmp_path / "early").write_text(EARLY.format(tmp_path, number))
+    given = {"BASH_ENV": str(tmp_path / "early"), "OUTPUT_DIR": out, "SLURM_JOB_ID": "17"}
+    with started(command, commands, **given) as script:
+        assert script.wait(20 * PATIENCE) == code
     assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.pictures import is_drawn
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import tune_run
+from tests.recipes.signalled import live_on_ranks
 from tests.recipes.test_adaptive_runs import run_and_listen
 from torchtune_adaptive.record.events import EVENTS_FILE, STEPS_FILE
 
@@ -75,10 +75,8 @@ def test_a_run_whose_record_cannot_be_read_searches_again_goes_on_and_is_drawn(t
 
 
 def test_a_command_whose_picture_cannot_be_written_ends_with_status_0(tmp_path: Path) -> None:
-    only_steps_can_be_written(out := tmp_path / "out")
-    overrides = (f"output_dir={out}", "dataset.samples=16", "epochs=1", "use_maximum_batch_size=False")
-    config = ("--config", "adaptive/demo/full", *overrides, "checkpointer.checkpoint_dir=weights")
-    ended = tune_run("adaptive_full_finetune_distributed", *config, ranks=None, cwd=tmp_path, timeout_s=120)
-    assert ended.status == 0, ended.output
-    assert ended.output.count("the record of this run is incomplete") == 1
-    assert ended.output.count("adaptive_report.png is not drawn: Is a directory") == 1
+    only_steps_can_be_written(tmp_path / "run" / "out")
+    [ended] = live_on_ranks(1, "full", tmp_path / "run", "dataset.samples=16")
+    assert ended.status == 0, ended.lines
+    assert ended.lines.count("the record of this run is incomplete") == 1
+    assert ended.lines.count("adaptive_report.png is not drawn: Is a directory") == 1

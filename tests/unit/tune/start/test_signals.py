@@ -45,19 +45,27 @@ def test_what_follows_within_a_second_is_the_same_signal(first_at_s: float | Non
     assert meaning_of(first_at_s, now_s=100.0) is meaning
 
 
+def told(number: signal.Signals, before: str = "", **environment: str) -> tuple[int, str, str]:
+    """The status, and what is known and said by a process that this signal was sent to."""
+    known = 'THIS_RUN.asked_to_stop(), getattr(THIS_RUN.signal, "name", None)'
+    ended = python(f"os.kill(me, {int(number)}); time.sleep(0.5); print({known})", before, **environment)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
 @pytest.mark.parametrize("number", signals.HANDLED)
 def test_the_first_is_noted_and_nothing_is_interrupted(number: signal.Signals) -> None:
-    ended = python(
-        f"os.kill(me, {int(number)}); time.sleep(0.5); print(THIS_RUN.asked_to_stop(), THIS_RUN.signal.name)"
-    )
-    assert (ended.returncode, ended.stdout) == (0, f"True {number.name}\n")
-    assert ended.stderr.count(number.name) == 1
-    assert "nothing is saved" in ended.stderr
+    status, known, said = told(number)
+    assert (status, known) == (0, f"True {number.name}\n")
+    assert said.count(number.name) == 1
+    assert "nothing is saved" in said
 
 
 def test_only_rank_0_says_so() -> None:
-    ended = python("os.kill(me, signal.SIGTERM); time.sleep(0.5); print(THIS_RUN.asked_to_stop())", RANK="1")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "True\n", "")
+    assert told(signal.SIGTERM, RANK="1") == (0, "True SIGTERM\n", "")
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    assert told(signal.SIGHUP, before="trap '' HUP; ") == (0, "False None\n", "")
 
 
 def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> None:
@@ -80,11 +88,6 @@ def test_another_one_that_ends_it_is_named_beside_the_first() -> None:
     ended = python("os.kill(me, signal.SIGINT); time.sleep(1.3); os.kill(me, signal.SIGTERM); time.sleep(60)")
     assert ended.returncode == 128 + signal.SIGTERM
     assert "SIGTERM after SIGINT: ended at once; nothing is saved" in ended.stderr
-
-
-def test_what_is_ignored_stays_ignored() -> None:
-    ended = python("os.kill(me, signal.SIGHUP); time.sleep(0.5); print(THIS_RUN.signal)", before="trap '' HUP; ")
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "None\n", "")
 
 
 def test_a_forked_worker_that_is_told_to_end_ends_and_not_the_run() -> None:
