@@ -43,7 +43,7 @@ def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
     """Changes after which a step fits, a line each; what stands in front of a line is given as it is."""
     if not outcomes:
         return "  nothing that was tried fits: lower sequence_length, or take a larger card"
-    names = [_name(each, ranks) for each in outcomes]
+    names = [name_of(each, ranks) for each in outcomes]
     width = max(map(len, names))
     return "\n".join(f"  {name:<{width}}   {_costs(each)}" for name, each in zip(names, outcomes, strict=True))
 
@@ -56,7 +56,18 @@ def speeds(outcomes: Sequence[Outcome], ranks: int) -> str:
         speed = f"{each.tokens_per_s:<11.0f}{f'{slow:.0f} and {fast:.0f}':<18}{each.rows:<7}"
         need = format_bytes(each.peak_bytes)
         cells = speed if each.fits else f"{'does not fit':<36}"
-        lines.append(f"  {cells}{need:<12}{_name(each, ranks)}")
+        lines.append(f"  {cells}{need:<12}{name_of(each, ranks)}")
+    return "\n".join(lines)
+
+
+def by_ranks(outcomes: Sequence[Outcome]) -> str:
+    """One config on several numbers of ranks."""
+    lines = ["  ranks   tokens   rows   reserved    tokens/s   between"]
+    for each in outcomes:
+        slow, fast = each.range_of_tokens_per_s
+        size = f"{each.ranks:<8}{each.tokens:<9}{each.rows or '-':<7}{format_bytes(each.peak_bytes):<12}"
+        speed = f"{each.tokens_per_s:<11.0f}{slow:.0f} and {fast:.0f}" if each.fits else "does not fit"
+        lines.append(f"  {size}{speed}")
     return "\n".join(lines)
 
 
@@ -78,7 +89,8 @@ def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     ]
 
 
-def _name(outcome: Outcome, ranks: int) -> str:
+def name_of(outcome: Outcome, ranks: int) -> str:
+    """What to append, and on how many ranks where it is on more."""
     name = outcome.name or "as it is"
     return name if outcome.ranks == ranks else f"{name}, on {count_of(outcome.ranks, 'rank')}"
 

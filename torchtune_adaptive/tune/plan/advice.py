@@ -58,6 +58,17 @@ def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) 
     return Advice(by_speed, outcomes, _notes(plan, found))
 
 
+def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> tuple[list[Outcome], list[str]]:
+    """One config on each number of ranks that was asked for, and what this assumes."""
+    outcomes, notes = [], dict[str, None]()
+    for ranks in plan.several_ranks:
+        one = replace(plan, world_size=ranks)
+        found = predict(cfg, one, traced)
+        outcomes += [outcome_of("", ranks, each, found.time, found.time) for each in found.answers]
+        notes.update(dict.fromkeys([*found.notes, *_notes(one, found)]))
+    return outcomes, list(notes)
+
+
 def _notes(plan: PlanSettings, found: Answers) -> list[str]:
     if found.time is None:
         return ["times are not told: other numbers of rows run other kernels"]
