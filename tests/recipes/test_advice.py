@@ -138,3 +138,12 @@ def test_eight_bit_states_are_predicted_with_the_kernels_that_they_compile(tmp_p
     states = first["optimizer state"] - first["weights"]
     in_8_bits = checked.answers[0].peak(4).phase_bytes["optimizer state"] - first["weights"]
     assert 0.5 * states <= in_8_bits < 0.62 * states, "one byte in place of the two of bf16, but for small tensors"
+
+
+def test_several_numbers_of_ranks_are_answered_in_one_table(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/full", "world_size=[1,2]", "memory_limit=64MiB")
+    heading, *lines = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["ranks", "tokens", "rows", "reserved", "tokens/s", "between"]
+    one, two = (line.split() for line in lines if not line.startswith("note"))
+    assert (one[0], two[0]) == ("1", "2")
+    assert float(two[5]) > 1.5 * float(one[5])

@@ -1,4 +1,4 @@
-"""Peaks and speeds that torchtune's README gives for Llama 3.2 3B, each line of its table adding a technique to the one before.
+"""Peaks and speeds that torchtune's README gives for Llama 3.2 3B: each line of its table adds a technique to the last.
 
 "Peak memory active", one A100, bf16, 2 rows packed to 4096 tokens, torchtune 0.6.1. docs/published.md has the whole
 table, and why some lines are not here. One line stays in the suite; `make published` asks for all.
