@@ -13,7 +13,18 @@ from importlib import import_module
 
 from benchmarks.results import save
 
-BENCHMARKS = ("overhead", "saves", "searches", "strategies", "recovery", "packing", "dealing", "prediction", "scaling")
+BENCHMARKS = (
+    "overhead",
+    "saves",
+    "searches",
+    "strategies",
+    "recovery",
+    "packing",
+    "dealing",
+    "prediction",
+    "advice",
+    "scaling",
+)
 
 
 def main() -> None:

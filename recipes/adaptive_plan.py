@@ -15,7 +15,9 @@ from omegaconf import DictConfig
 from tqdm import tqdm
 
 from torchtune_adaptive.prediction import report
+from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
+from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
 from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.settings import PlanSettings, read_plan_settings
 from torchtune_adaptive.tune.start import launch
@@ -24,34 +26,67 @@ from torchtune_adaptive.tune.start.configs import name_of
 
 def answer(cfg: DictConfig) -> None:
     settings = read_plan_settings(cfg)
+    (compare if len(settings.several_ranks) > 1 else answer_one)(cfg, settings)
+
+
+def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
+    """What fits, and advice."""
     with tqdm(desc="tracing", total=traces(), unit=" steps", leave=False) as bar:
         found = predict(cfg, settings, traced=bar.update)
-    print(FORMATS[settings.format](cfg, settings, found))
+        advice = advise(cfg, settings, found, traced=bar.update)
+    print(FORMATS[settings.format](cfg, settings, found, advice))
     if settings.format == "csv":  # of which a note can be no row
         for note in found.notes:
             print(f"note: {note}", file=sys.stderr)
     if settings.picture is not None:
-        first = found.answers[0]
-        draw(Path(settings.picture), first, frontier(found), heading(cfg, settings, first))
+        picture(Path(settings.picture), cfg, settings, found, advice)
 
 
-def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers) -> str:
+def compare(cfg: DictConfig, settings: PlanSettings) -> None:
+    """The same question for several numbers of ranks, in one table."""
+    with tqdm(desc="tracing", total=traces() * len(settings.several_ranks), unit=" steps", leave=False) as bar:
+        outcomes, notes = on_ranks(cfg, settings, traced=bar.update)
+    rows = report.alternatives(outcomes)
+    if settings.format == "json":
+        print(report.as_json(rows, notes))
+        return
+    print(report.by_ranks(outcomes) if settings.format == "table" else report.as_csv(rows))
+    for note in notes:
+        print(f"note: {note}", file=sys.stdout if settings.format == "table" else sys.stderr)
+
+
+def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> None:
+    """Settings by their speed where that was asked for, else what fits."""
+    first = found.answers[0]
+    title = heading(cfg, settings, first)
+    if advice is None or not advice.by_speed:
+        draw(path, first, frontier(found), title)
+        return
+    names = [report.name_of(each, settings.ranks) for each in advice.outcomes]
+    draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
+
+
+def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
     parts = []
     for each in found.answers:
-        parts += [heading(cfg, settings, each), report.table(each), report.choice(each)]
+        parts += [heading(cfg, settings, each), report.table(each)]
+        parts += [report.choice(each) if each.chosen_rows or advice is None else report.shortfall(each)]
         if each.chosen_rows:
             parts += [f"measure it with: {command(cfg, settings, config_name(), each.chosen_rows)}"]
+    parts += [] if advice is None else advice.lines(settings.ranks)
     parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
-    parts += [f"note: {note}" for note in found.notes]
+    parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
     return "\n".join(parts)
 
 
-def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers) -> str:
+def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
     return report.as_csv([row for each in found.answers for row in report.figures(each)])
 
 
-def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers) -> str:
-    return report.as_json([row for each in found.answers for row in report.figures(each)], found.notes)
+def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
+    rows = [row for each in found.answers for row in report.figures(each)]
+    outcomes = report.alternatives(advice.outcomes) if advice else []
+    return report.as_json(rows, [*found.notes, *(advice.notes if advice else ())], outcomes)
 
 
 FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}

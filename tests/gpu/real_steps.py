@@ -37,7 +37,8 @@ from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
-from torchtune_adaptive.tune.plan.predict import _made_up_checkpoint, is_lora
+from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint
+from torchtune_adaptive.tune.plan.predict import is_lora
 from torchtune_adaptive.tune.run.fitting import training_step
 from torchtune_adaptive.tune.start.settings import Settings, read_full_settings, read_lora_settings
 
@@ -127,7 +128,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     mesh = process_group.data_and_tensor_mesh(device, tensor_parallel_dim=1)
     torch.manual_seed(0)
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
-    checkpoint = _made_up_checkpoint(cfg, settings)
+    checkpoint = made_up_checkpoint(cfg, settings)
     if lora is None:
         model = build_full_model(cfg, settings, device, mesh, checkpoint)
     else:

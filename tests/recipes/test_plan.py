@@ -231,7 +231,7 @@ def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str], mon
 
 
 def test_a_budget_that_is_too_small_is_answered_with_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
-    ask("adaptive/demo/full", "memory_limit=8MiB")
+    ask("adaptive/demo/full", "memory_limit=8MiB", "advise=False")
     output = capsys.readouterr().out
     assert "does not fit" in output
     assert "one row does not fit: lower sequence_length" in output

@@ -93,6 +93,10 @@ class Answer:
         """The most that is alive at once in each phase."""
         return self._law.peak(rows, self.tokens)
 
+    def reserved_bytes(self, rows: int) -> int:
+        """What the allocator takes from a device that has enough."""
+        return self._unlimited(rows).peak_bytes
+
     def predict(self, rows: int) -> Prediction:
         within = self._replayed(rows, self.budget.usable_bytes)
         return Prediction(

@@ -37,7 +37,7 @@ class MemoryLaw:
     def sizes(self, rows: int, tokens: int) -> Tensor:
         """Bytes that each event allocates, or minus what it frees, before the allocator rounds them."""
         degree = len(self.coefficients) // 2 - 1
-        units = _units(rows, -(-tokens // self.tokens_multiple) * self.tokens_multiple, degree)
+        units = units_of(rows, -(-tokens // self.tokens_multiple) * self.tokens_multiple, degree)
         return (units @ self.coefficients).round().to(torch.int64)
 
     def peak(self, rows: int, tokens: int) -> Peak:
@@ -51,7 +51,7 @@ def fit_law(recordings: Mapping[tuple[int, int], Recording], *, tokens_multiple:
     for (rows, tokens), other in zip(list(recordings)[1:], others, strict=True):
         _check_alike(first, other, f"{rows} rows of {tokens} tokens")
     degree = len(recordings) // 2 - 1
-    units = torch.stack([_units(rows, tokens, degree) for rows, tokens in recordings])
+    units = torch.stack([units_of(rows, tokens, degree) for rows, tokens in recordings])
     sizes = torch.stack([sizes_of(recording).double() for recording in recordings.values()])
     return MemoryLaw(first, torch.linalg.solve(units, sizes), tokens_multiple, caches)
 
@@ -80,7 +80,8 @@ def grows_faster_than_tokens(recordings: Mapping[tuple[int, int], Recording]) ->
     return bool((of_long > 2.02 * of_short + GRAIN_BYTES).any())
 
 
-def _units(rows: int, tokens: int, degree: int) -> Tensor:
+def units_of(rows: int, tokens: int, degree: int) -> Tensor:
+    """1 and rows, each alone and times tokens, tokens² up to the degree."""
     return torch.tensor([x * tokens**power for power in range(degree + 1) for x in (1, rows)], dtype=torch.float64)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import UntypedStorage
 
 from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.prediction.work import Work, WorkCounter
 
 Workspace = Callable[..., int]
 
@@ -37,6 +38,8 @@ class Recording:
     """Of each event: what it allocates, or minus what it frees."""
     phases: Mapping[str, int]
     """Phase -> number of events before its end, in the order in which phases end."""
+    work: Work | None = None
+    """Of its kernels, where that was counted."""
 
     @property
     def update_start(self) -> int:
@@ -47,9 +50,13 @@ class Recording:
 class Recorder(MemoryMeter):
     """A meter that keeps what it counts."""
 
-    def __init__(self, workspaces: Mapping[Any, Workspace]) -> None:
-        """`workspaces` says what an operation's kernel takes for itself: bytes, from the operation's arguments."""
+    def __init__(self, workspaces: Mapping[Any, Workspace], counter: WorkCounter | None = None) -> None:
+        """`workspaces` says what an operation's kernel takes for itself: bytes, from the operation's arguments.
+
+        `counter` is told of all operations.
+        """
         super().__init__()
+        self.counter = counter
         self._workspaces = workspaces
         self._op = NO_OP
         self._streams: dict[int, int] = {}
@@ -68,7 +75,8 @@ class Recorder(MemoryMeter):
         return len(self._of_block)
 
     def recording(self, phases: Mapping[str, int]) -> Recording:
-        return Recording(tuple(self._blocks), self._of_block[:], self._bytes_change[:], dict(phases))
+        work = None if self.counter is None else self.counter.work
+        return Recording(tuple(self._blocks), self._of_block[:], self._bytes_change[:], dict(phases), work)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -81,6 +89,8 @@ class Recorder(MemoryMeter):
             block = self._allocated(size)
             self._note(block, -size)
         self._op = NO_OP
+        if self.counter is not None:
+            self.counter.operation(func, args, kwargs or {}, result)
         return result
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:

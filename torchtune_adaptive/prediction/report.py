@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
+from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.wording import count_of
 
 
 def table(answer: Answer) -> str:
@@ -29,6 +31,73 @@ def choice(answer: Answer) -> str:
     if answer.chosen_rows == answer.most_rows:
         return f"batch_size: {answer.chosen_rows}"
     return f"batch_size: {answer.chosen_rows} ({answer.most_rows} fit, rounded down as adaptive.round_to says)"
+
+
+def shortfall(answer: Answer) -> str:
+    """By how much not even one row fits."""
+    need, have = format_bytes(answer.reserved_bytes(1)), format_bytes(answer.budget.usable_bytes)
+    return f"does not fit in {have}: one row of {answer.tokens} tokens needs {need}"
+
+
+def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
+    """Changes after which a step fits, a line each; what stands in front of a line is given as it is."""
+    if not outcomes:
+        return "  nothing that was tried fits: lower sequence_length, or take a larger card"
+    names = [name_of(each, ranks) for each in outcomes]
+    width = max(map(len, names))
+    return "\n".join(f"  {name:<{width}}   {_costs(each)}" for name, each in zip(names, outcomes, strict=True))
+
+
+def speeds(outcomes: Sequence[Outcome], ranks: int) -> str:
+    """Settings by their speed, with the range in which it is expected."""
+    lines = ["  tokens/s   between           rows   reserved    with"]
+    for each in outcomes:
+        slow, fast = each.range_of_tokens_per_s
+        speed = f"{each.tokens_per_s:<11.0f}{f'{slow:.0f} and {fast:.0f}':<18}{each.rows:<7}"
+        need = format_bytes(each.peak_bytes)
+        cells = speed if each.fits else f"{'does not fit':<36}"
+        lines.append(f"  {cells}{need:<12}{name_of(each, ranks)}")
+    return "\n".join(lines)
+
+
+def by_ranks(outcomes: Sequence[Outcome]) -> str:
+    """One config on several numbers of ranks."""
+    lines = ["  ranks   tokens   rows   reserved    tokens/s   between"]
+    for each in outcomes:
+        slow, fast = each.range_of_tokens_per_s
+        size = f"{each.ranks:<8}{each.tokens:<9}{each.rows or '-':<7}{format_bytes(each.peak_bytes):<12}"
+        speed = f"{each.tokens_per_s:<11.0f}{slow:.0f} and {fast:.0f}" if each.fits else "does not fit"
+        lines.append(f"  {size}{speed}")
+    return "\n".join(lines)
+
+
+def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """The same for programs."""
+    return [
+        {
+            "overrides": each.name,
+            "ranks": each.ranks,
+            "tokens": each.tokens,
+            "rows": each.rows,
+            "fits": each.fits,
+            "reserved_bytes": each.peak_bytes,
+            "tokens_per_s": each.tokens_per_s,
+            "tokens_per_s_between": each.range_of_tokens_per_s,
+            "slowdown": each.slowdown,
+        }
+        for each in outcomes
+    ]
+
+
+def name_of(outcome: Outcome, ranks: int) -> str:
+    """What to append, and on how many ranks where it is on more."""
+    name = outcome.name or "as it is"
+    return name if outcome.ranks == ranks else f"{name}, on {count_of(outcome.ranks, 'rank')}"
+
+
+def _costs(outcome: Outcome) -> str:
+    fits = f"fits {count_of(outcome.rows, 'row')}"
+    return fits if outcome.slowdown is None else f"{fits:<13} about {outcome.slowdown:.2f} × the time of a step"
 
 
 def figures(answer: Answer) -> list[dict[str, Any]]:
@@ -57,8 +126,9 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> str:
-    return json.dumps({"predictions": list(rows), "notes": list(notes)}, indent=2)
+def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str], advice: Sequence[dict[str, Any]] = ()) -> str:
+    beside = {"advice": list(advice)} if advice else {}
+    return json.dumps({"predictions": list(rows), **beside, "notes": list(notes)}, indent=2)
 
 
 def _line(prediction: Prediction, answer: Answer) -> str:

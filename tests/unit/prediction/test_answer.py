@@ -12,7 +12,7 @@ import pytest
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
-from torchtune_adaptive.prediction.cards import GIB_OF_CARD, limit_bytes
+from torchtune_adaptive.prediction.cards import CARDS, limit_bytes
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law
 from torchtune_adaptive.prediction.recorder import Allocation, Recording
 
@@ -104,9 +104,9 @@ def test_another_limit_is_refused_with_what_is_allowed(value: object, message: s
 
 
 def test_cards_have_the_memory_that_their_names_say_or_less() -> None:
-    named = {name: float(name.rpartition("-")[2]) for name in GIB_OF_CARD if name.startswith(("a100-", "v100-"))}
+    named = {name: float(name.rpartition("-")[2]) for name in CARDS if name.startswith(("a100-", "v100-"))}
     assert named
-    assert all(0.95 * gib < GIB_OF_CARD[name] < gib for name, gib in named.items())
+    assert all(0.95 * gib < CARDS[name].gib < gib for name, gib in named.items())
 
 
 def test_the_table_goes_on_until_memory_is_full_or_says_where_it_stops() -> None:

@@ -14,15 +14,19 @@ from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
+from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw, fit_work
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, is_packed, on_gpu, read_settings
+from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, on_gpu, read_settings
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
     Lengths,
     PlanSettings,
     allocator_settings,
     budget,
+    card_of,
     lengths,
+    link_bytes_per_s,
 )
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.wording import count_of
@@ -51,37 +55,57 @@ class Answers:
     """Of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
     """What the answer assumes, and what is not modelled."""
+    time: StepTime | None
+    """How long a step takes, where its kernels follow a law."""
 
 
-def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Answers:
-    """What fits at each length; `traced` is called after each of `traces(...)` traces."""
+def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True) -> Answers:
+    """What fits at each length; `traced` is called after each of `traces(...)` traces.
+
+    Without `check`, the first answer is not traced itself.
+    """
     adaptive = read_adaptive(cfg.get("adaptive"))
     given = lengths(cfg, adaptive, plan)
     have = budget(plan, adaptive, on_gpu=on_gpu(read_settings(cfg)[0]))
-    with fake_step(cfg, plan.world_size) as step:
+    with fake_step(cfg, plan.ranks) as step:
         longest = _longest(step, given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
         rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, step.settings.samples_per_step)
-        first, error = _checked(step, lambda law: Answer(law, wanted[0], have, rungs), wanted[0], traced)
+
+        def answer_by(law: MemoryLaw) -> Answer:
+            return Answer(law, wanted[0], have, rungs)
+
+        law, work = laws_of(step, wanted[0], traced)
+        first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
         answers = [first, *map(first.at, wanted[1:])]
-        return Answers(answers, longest, error, [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)])
+        notes = [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)]
+        return Answers(answers, longest, error, notes, _time(step, plan, work))
+
+
+def _time(step: FakeStep, plan: PlanSettings, work: WorkLaw | None) -> StepTime | None:
+    if work is None:
+        return None
+    card = card_of(plan, on_gpu=step.on_gpu)
+    on_host = step.host_bytes if step.settings.fsdp_cpu_offload else 0
+    half = step.settings.dtype == "bf16"
+    return StepTime(work, Timing(card, half, link_bytes_per_s(plan, card), plan.ranks, on_host))
 
 
 def _checked(
-    step: FakeStep, answer_by: Callable[[MemoryLaw], Answer], tokens: int, traced: Traced
+    step: FakeStep, answer_by: Callable[[MemoryLaw], Answer], law: MemoryLaw, traced: Traced
 ) -> tuple[Answer, float]:
     """An answer, and how far it is from the step itself."""
-    answer = answer_by(law_of(step, tokens, traced))
+    answer = answer_by(law)
     error = _error(step, answer)
     traced()
     if abs(error) > TOLERANCE and step.settings.compile:  # the program is another for as few rows, or as many
-        answer = answer_by(law_of(step, tokens, traced, rows=_checked_rows(answer)))
+        answer = answer_by(law_of(step, answer.tokens, traced, rows=_checked_rows(answer)))
         error = _error(step, answer)
     if abs(error) > TOLERANCE:
         raise PredictionError(
-            f"the prediction for {_checked_rows(answer)} rows of {tokens} tokens is {100 * error:+.1f} % off what that "
-            f"step allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the device "
-            "instead, with use_maximum_batch_size: True"
+            f"the prediction for {_checked_rows(answer)} rows of {answer.tokens} tokens is {100 * error:+.1f} % off "
+            f"what that step allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the "
+            "device instead, with use_maximum_batch_size: True"
         )
     return answer, error
 
@@ -102,7 +126,7 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
     parts = [
         str(cfg.model.get("_component_")).rpartition(".")[2],
         "lora" if is_lora(cfg) else "full",
-        count_of(plan.world_size, "rank"),
+        count_of(plan.ranks, "rank"),
         *(["compiled"] if cfg.get("compile") else []),
         *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
         *(["activation offloading"] if cfg.get("enable_activation_offloading") else []),
@@ -115,7 +139,7 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
 def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) -> str:
     """What trains with the answer."""
     recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_finetune_distributed"
-    ranks = plan.world_size
+    ranks = plan.ranks
     on_one_machine = ranks <= 8 or ranks % 8
     nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
     launcher = f"--nproc_per_node {ranks}" if on_one_machine else nodes
@@ -127,6 +151,13 @@ def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROW
 
     What is compiled is compiled for so many rows and tokens.
     """
+    return laws_of(step, tokens, traced, rows, counting=False)[0]
+
+
+def laws_of(
+    step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS, *, counting: bool = True
+) -> tuple[MemoryLaw, WorkLaw | None]:
+    """The same, and what the kernels of the step do."""
     if step.settings.compile:
         step.compile_for(rows, tokens)
     multiple = getattr(step.loss_fn, "num_output_chunks", 1)
@@ -135,14 +166,16 @@ def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROW
 
     def record(tokens: int) -> None:
         for rows in TRACED_ROWS:
-            recordings[rows, tokens] = step.record(rows, tokens)
+            recordings[rows, tokens] = step.record(rows, tokens, counting=counting)
             traced()
 
     record(longest // 2)
     record(longest)
     if grows_faster_than_tokens(recordings):
         record(3 * longest // 4)
-    return fit_law(recordings, tokens_multiple=multiple, caches=step.on_gpu)
+    works = {size: recording.work for size, recording in recordings.items() if recording.work is not None}
+    law = fit_law(recordings, tokens_multiple=multiple, caches=step.on_gpu)
+    return law, fit_work(works, tokens_multiple=multiple) if works else None
 
 
 def _traced_length(step: FakeStep, multiple: int) -> int:
@@ -173,7 +206,8 @@ def _checked_rows(answer: Answer) -> int:
 def _error(step: FakeStep, answer: Answer) -> float:
     """How far an answer is from the step itself, which is compiled anew for just this size."""
     rows = _checked_rows(answer)
-    torch.compiler.reset()
+    if step.settings.compile:
+        torch.compiler.reset()
     recording = step.record(rows, answer.tokens)
     direct = peak_of(recording.phases, sizes_of(recording), caches=step.on_gpu).peak_bytes or 0
     return (answer.peak(rows).peak_bytes or 0) / direct - 1
@@ -181,7 +215,7 @@ def _error(step: FakeStep, answer: Answer) -> float:
 
 def _notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
     notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
-    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and plan.world_size == 1:
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and plan.ranks == 1:
         notes.append(f"this is for 1 rank, though the launcher starts {started}: give world_size={started} for those")
     if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
         notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")

@@ -9,8 +9,6 @@ import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -18,10 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import tree_map_only
-from torchtune import training
-from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import plain_tensors
@@ -29,17 +23,15 @@ from torchtune_adaptive.memory.phases import measuring_phases
 from torchtune_adaptive.prediction.compilation import without_kernels
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
 from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.prediction.work import WorkCounter
 from torchtune_adaptive.step.runner import Totals
-from torchtune_adaptive.tune.parts.data import Collate, build_collate
-from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
-from torchtune_adaptive.tune.parts.unpadded.documents import joined
-from torchtune_adaptive.tune.parts.unpadded.support import is_padded
+from torchtune_adaptive.tune.plan.inputs import collate_of, is_packed, made_up_checkpoint, on_host
 from torchtune_adaptive.tune.plan.shims import (
     apart_from_host,
     fake_tables,
@@ -50,7 +42,6 @@ from torchtune_adaptive.tune.plan.shims import (
     working_on_fakes,
 )
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
 
 
@@ -72,9 +63,9 @@ class FakeStep:
     """Where fakes count: what is offloaded is on another."""
     on_gpu: bool
 
-    def record(self, rows: int, tokens: int) -> Recording:
-        """What one step allocates, beginning with what is resident."""
-        recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {})
+    def record(self, rows: int, tokens: int, *, counting: bool = False) -> Recording:
+        """What one step allocates, beginning with what is resident; `counting`: what its kernels do, too."""
+        recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {}, WorkCounter() if counting else None)
         gc.collect()
         with self.fakes, recorder, self.device_stand_in:
             recorder.count(self._resident(()))
@@ -116,6 +107,13 @@ class FakeStep:
             self.device_stand_in.calibrate()
             self._step(rows=1, tokens=16)
 
+    def compile_update(self) -> None:
+        """For an optimizer that compiles what it does to each parameter."""
+        with self.fakes, self.device_stand_in:
+            states = [each.state.values() for each in self.optimization.optimizers]
+            fake_tables((value for state in states for values in state for value in values.values()), self.fakes)
+            self._step(rows=1, tokens=16)
+
     def compile_for(self, rows: int, tokens: int) -> None:
         """Compiles anew, for any size, but as is best for this one: the order in which gradients are computed, say.
 
@@ -154,7 +152,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         if on_gpu(settings):
             stack.enter_context(cuda_kernels())
             stack.enter_context(joined_as_on_a_gpu())
-        if settings.compile:
+        if settings.compile or compiles_itself(cfg):
             stack.enter_context(without_kernels(_device_of(settings), as_on_gpu=on_gpu(settings)))
         if settings.enable_activation_offloading:
             stack.enter_context(offloading_activations())
@@ -164,6 +162,8 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
         mesh = init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
         step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu(settings))
         step.run_first_step()
+        if compiles_itself(cfg):
+            step.compile_update()
         yield step
 
 
@@ -196,9 +196,9 @@ def is_lora(cfg: DictConfig) -> bool:
     return "lora_attn_modules" in components.require(cfg, "model")
 
 
-def is_packed(cfg: DictConfig) -> bool:
-    dataset = cfg.get("dataset")
-    return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
+def compiles_itself(cfg: DictConfig) -> bool:
+    """Whether the optimizer is one that compiles its update, whatever `compile` says."""
+    return str(components.require(cfg, "optimizer").get("_component_")).startswith("torchao.optim.")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -223,13 +223,13 @@ def _build(
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
     device = _device_of(settings)
     with fakes, device_stand_in:
-        checkpoint = _made_up_checkpoint(cfg, settings)
+        checkpoint = made_up_checkpoint(cfg, settings)
         model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
         optimization = build_optimization(cfg, settings, model, {}, HOST)
         loss_fn = build_loss(cfg, settings, model)
     if settings.compile:
-        fake_tables(model, fakes)
-    collate, padded = _collate(cfg, settings, model, loss_fn)
+        fake_tables(model.parameters(), fakes)
+    collate, padded = collate_of(cfg, settings, model, loss_fn)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index), padded=padded)
     return FakeStep(
         settings=settings,
@@ -237,7 +237,7 @@ def _build(
         loss_fn=loss_fn,
         optimization=optimization,
         forward_backward=build_forward_backward(
-            model, loss_fn, _on_host(collate), kind, settings, UPLOAD if on_gpu else HOST
+            model, loss_fn, on_host(collate), kind, settings, UPLOAD if on_gpu else HOST
         ),
         fakes=fakes,
         device_stand_in=device_stand_in,
@@ -246,16 +246,6 @@ def _build(
         kind=kind,
         padded=padded,
     )
-
-
-def _collate(cfg: DictConfig, settings: Settings, model: nn.Module, loss_fn: nn.Module) -> tuple[Collate, bool]:
-    """What makes batches, and whether it pads them: as in training."""
-    packed, adaptive = is_packed(cfg), read_adaptive(cfg.get("adaptive"))
-    if not is_padded(model, settings, adaptive, torch.device(settings.device), packed=packed):
-        return partial(joined, ignored=cast(int, loss_fn.ignore_index)), False
-    if packed:
-        return stacked, True
-    return build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False), True
 
 
 def _build_model(
@@ -269,29 +259,3 @@ def _build_model(
     if lora is None:
         return build_full_model(cfg, settings, device, mesh, checkpoint)
     return build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
-
-
-def _made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
-    """Weights of the right shapes: the model's own, made without sharding."""
-    with training.set_default_dtype(dtype_of(settings, HOST)), META:
-        whole = components.build("model", cfg)
-    weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
-    adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
-    return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}
-
-
-def _on_host(collate: Collate) -> Collate:
-    """Batches are made on the host, of tensors that have data; what making them takes besides depends on the rows."""
-
-    def collate_on_host(samples: Sequence[Sample]) -> dict[str, Any]:
-        with no_dispatch():
-            batch = collate(samples)
-        copies: dict[str, Any] = tree_map_only(Tensor, torch.clone, batch)
-        return copies
-
-    return collate_on_host
-
-
-def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
-    return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Budget
-from torchtune_adaptive.prediction.cards import amount_bytes, limit_bytes
+from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, amount_bytes, card_named, limit_bytes
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes
 from torchtune_adaptive.tune.start import sections
@@ -35,18 +35,26 @@ COUNTS = Rule(
     lambda v: isinstance(v, list) and bool(v) and all(TOKENS.accepts(each) for each in v),
     f"a list of whole numbers from 1 to {MOST_TOKENS}",
 )
-ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
 MOST_RANKS = 65_536
+RANKS = count_up_to(MOST_RANKS)
+SEVERAL_RANKS = Rule(
+    lambda v: isinstance(v, list) and bool(v) and all(RANKS.accepts(each) for each in v),
+    f"a list of whole numbers from 1 to {MOST_RANKS}",
+)
+ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
 ASSUMED_TOKENS = 4096
 """Of a row, where nothing says how long rows are."""
+RANKS_OF_A_MACHINE = 8
+NETWORK = 50e9
+"""Bytes a second between machines, for each rank: 400 Gbit."""
 ONE_PROCESS_OVERHEAD = "1GiB"
 MANY_RANKS_OVERHEAD = "3GiB"
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    world_size: int = option(count_up_to(MOST_RANKS), 1)
-    """Ranks, on any number of machines."""
+    world_size: int | tuple[int, ...] = option(RANKS | SEVERAL_RANKS, 1)
+    """Ranks, on any number of machines; or several numbers of them, to compare."""
     memory_limit: str | float | None = option(TEXT | NUMBER | NULL, None)
     """What each rank has: an amount (24GiB, 80GB) or a card (h100); null: adaptive.memory_limit."""
     memory_overhead: str | int | None = option(TEXT | ZERO | NULL, None)
@@ -57,8 +65,21 @@ class PlanSettings:
     expandable_segments: bool | None = option(BOOL | NULL, None)
     """How CUDA's caching allocator will be set; null: as PYTORCH_CUDA_ALLOC_CONF sets it here, else False."""
     format: str = option(one_of("table", "csv", "json"), "table")
+    advise: bool | None = option(BOOL | NULL, None)
+    """True: which settings are fastest. null: what fits, where nothing does as it is. False: neither."""
+    link_bandwidth: str | None = option(TEXT | NULL, None)
+    """A second, between ranks, in one direction (50GB); null: the card's, or 50GB where there are several machines."""
     picture: str | None = option(TEXT | NULL, None)
     """Where to draw the answer: a file of matplotlib's, say plan.png."""
+
+    @property
+    def ranks(self) -> int:
+        """Of an answer, which is for one number of them."""
+        return self.several_ranks[0]
+
+    @property
+    def several_ranks(self) -> tuple[int, ...]:
+        return (self.world_size,) if isinstance(self.world_size, int) else self.world_size
 
 
 def read_plan_settings(cfg: DictConfig) -> PlanSettings:
@@ -102,7 +123,7 @@ def budget(plan: PlanSettings, adaptive: AdaptiveConfig, *, on_gpu: bool) -> Bud
     if plan.memory_limit is not None:
         key, have = "memory_limit", limit_bytes(plan.memory_limit, "memory_limit")
     else:
-        key, have = "adaptive.memory_limit", _least_of_ranks(adaptive.memory_limit, plan.world_size)
+        key, have = "adaptive.memory_limit", _least_of_ranks(adaptive.memory_limit, plan.ranks)
     taken = _overhead_bytes(plan, on_gpu=on_gpu)
     if taken >= have:
         raise ConfigError(
@@ -110,6 +131,19 @@ def budget(plan: PlanSettings, adaptive: AdaptiveConfig, *, on_gpu: bool) -> Bud
             "nothing is left; give more"
         )
     return Budget(have, taken, on_gpu and expandable_segments(plan, os.environ))
+
+
+def card_of(plan: PlanSettings, *, on_gpu: bool) -> Card:
+    """Whose speed counts: that of an A100 where only an amount of memory is given."""
+    if not on_gpu:
+        return ONE_CORE
+    return card_named(plan.memory_limit) or CARDS["a100"]
+
+
+def link_bytes_per_s(plan: PlanSettings, card: Card) -> float:
+    if plan.link_bandwidth is not None:
+        return limit_bytes(plan.link_bandwidth, "link_bandwidth")
+    return card.link_bytes_per_s if plan.ranks <= RANKS_OF_A_MACHINE else min(NETWORK, card.link_bytes_per_s)
 
 
 def _least_of_ranks(limits: Sequence[MemorySize] | None, world_size: int) -> int:
@@ -146,5 +180,5 @@ def _overhead_bytes(plan: PlanSettings, *, on_gpu: bool) -> int:
     if overhead is None:
         if not on_gpu:
             return 0
-        overhead = MANY_RANKS_OVERHEAD if plan.world_size > 1 else ONE_PROCESS_OVERHEAD
+        overhead = MANY_RANKS_OVERHEAD if plan.ranks > 1 else ONE_PROCESS_OVERHEAD
     return limit_bytes(overhead, "memory_overhead") if overhead else 0

@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import _disable_current_modes
 from torchao.dtypes.nf4tensor import NF4Tensor
+from torchao.optim.subclass_8bit import OptimState8bit
 from torchtune import training
 from torchtune.models.llama3_1 import Llama3ScaledRoPE
-from torchtune.training import _activation_offloading
+from torchtune.training import _activation_offloading, activations
 
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.replacing import replaced
@@ -51,6 +52,8 @@ def working_on_fakes() -> Iterator[None]:
             (Llama3ScaledRoPE, "apply_scaling", _same_frequencies),
             (training._distributed, "distribute_tensor", own_shard),
             (torch.utils, "swap_tensors", _swap_fakes),
+            # torchtune counts the layers of a process, of which it checkpoints every n-th: a new one begins here
+            (activations.checkpoint_wrapper, "_count", 0),
         ),
         quantizing_at_once(),
         cutting_for_rank_0(),
@@ -133,16 +136,17 @@ def quantizing_at_once() -> Iterator[None]:
         yield
 
 
-def fake_tables(model: nn.Module, fakes: FakeTensorMode) -> None:
-    """Makes fakes of what has data inside of weights in NF4, their table of values: Dynamo mixes it with none."""
-    for parameter in model.parameters():
-        weight = parameter._local_tensor if isinstance(parameter, DTensor) else parameter  # `to_local` gives a copy
-        if not isinstance(weight, NF4Tensor):
-            continue
-        for name in weight.__tensor_flatten__()[0]:
-            inner = getattr(weight, name)
-            if not isinstance(inner, FakeTensor):
-                setattr(weight, name, fakes.from_tensor(inner))
+def fake_tables(tensors: Iterable[Tensor], fakes: FakeTensorMode) -> None:
+    """Makes fakes of what has data inside of quantized tensors, their table of values: Dynamo mixes it with none."""
+    for tensor in tensors:
+        local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor  # `to_local` gives a copy
+        for quantized in (local, local._base):  # a shard is a view of what it was made from
+            if not isinstance(quantized, NF4Tensor | OptimState8bit):
+                continue
+            for name in quantized.__tensor_flatten__()[0]:
+                inner = getattr(quantized, name)
+                if not isinstance(inner, FakeTensor):
+                    setattr(quantized, name, fakes.from_tensor(inner))
 
 
 def _pairs_of_weights(weight: Tensor, *_: Any) -> Tensor:

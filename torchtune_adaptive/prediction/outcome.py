@@ -1,0 +1,86 @@
+"""What a change of settings comes to, beside others: rows, memory, speed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.roofline import Seconds, StepTime
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of one setting, at the most rows that may be chosen; at one row, where none fit."""
+
+    name: str
+    """The changes as one writes them; nothing for none."""
+    ranks: int
+    tokens: int
+    """Of a row."""
+    rows: int
+    """0 where not even one fits."""
+    one_row_bytes: int
+    """What one row needs."""
+    peak_bytes: int
+    """What the allocator takes for those rows."""
+    seconds: Seconds | None = None
+    """Of a step of one microbatch, where it can be told."""
+    slowdown: float | None = None
+    """Of it over a step of as many rows without the changes."""
+
+    @property
+    def fits(self) -> bool:
+        return self.rows > 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all ranks."""
+        return 0.0 if self.seconds is None else self._tokens / self.seconds.likely
+
+    @property
+    def range_of_tokens_per_s(self) -> tuple[float, float]:
+        return (
+            (0.0, 0.0) if self.seconds is None else (self._tokens / self.seconds.slow, self._tokens / self.seconds.fast)
+        )
+
+    @property
+    def _tokens(self) -> int:
+        return self.ranks * max(1, self.rows) * self.tokens
+
+
+def outcome_of(name: str, ranks: int, answer: Answer, time: StepTime | None, as_it_is: StepTime | None) -> Outcome:
+    rows = answer.chosen_rows
+    counted = max(1, rows)
+    seconds = time.seconds(counted, answer.tokens) if time else None
+    before = as_it_is.seconds(counted, answer.tokens) if as_it_is else None
+    return Outcome(
+        name=name,
+        ranks=ranks,
+        tokens=answer.tokens,
+        rows=rows,
+        one_row_bytes=answer.reserved_bytes(1),
+        peak_bytes=answer.reserved_bytes(counted),
+        seconds=seconds,
+        slowdown=seconds.likely / before.likely if seconds and before else None,
+    )
+
+
+def cheapest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that fit, by what a step takes; of two that take as long, the one on fewer ranks, then with more rows."""
+    fitting = [each for each in outcomes if each.fits]
+    return sorted(fitting, key=lambda each: (each.ranks, round(each.slowdown or 1.0, 2), -each.rows))
+
+
+def fastest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that fit by tokens per second, then the others."""
+    return sorted(outcomes, key=lambda each: (not each.fits, -each.tokens_per_s))
+
+
+def frontier_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    """Those that fit of which no other is at least as fast with less memory, from the least memory on."""
+    chosen: list[Outcome] = []
+    for each in sorted(outcomes, key=lambda each: (each.peak_bytes, -each.tokens_per_s)):
+        if each.fits and (not chosen or each.tokens_per_s > chosen[-1].tokens_per_s):
+            chosen.append(each)
+    return chosen

@@ -1,0 +1,65 @@
+"""Draws settings beside each other: tokens per second over the memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.prediction.outcome import Outcome, frontier_of
+from torchtune_adaptive.record.charts.figures import ALARM, BLUE, GREY, INK, label, new_figure, save, unit_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDEST_NAME = 44
+LINE_HEIGHT = 0.047
+"""Of the height of the picture."""
+
+
+def draw_speeds(
+    path: Path, outcomes: Sequence[Outcome], names: Sequence[str], usable_bytes: int, title: str
+) -> Path | None:
+    """Each setting a numbered point with its range; without matplotlib, logs one line and returns None."""
+    if (figure := new_figure(path, 11, 4.6)) is None:
+        return None
+    figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")
+    axes, beside = figure.subplots(1, 2, width_ratios=(3, 2))
+    unit, unit_bytes = unit_of(usable_bytes)
+    _draw_points(axes, outcomes, unit_bytes)
+    usable = usable_bytes / unit_bytes
+    axes.axvline(usable, color=ALARM, linewidth=1.2, linestyle="--")
+    axes.set_ylim(bottom=0)
+    what = f"settings by memory and speed; dashed: {usable:.1f} {unit} usable"
+    label(axes, what, f"memory of a rank ({unit})", "tokens per second, and the range expected")
+    _list_names(beside, names)
+    return save(figure, path)
+
+
+def _draw_points(axes: Axes, outcomes: Sequence[Outcome], unit_bytes: int) -> None:
+    best = frontier_of(outcomes)
+    axes.plot([each.peak_bytes / unit_bytes for each in best], [each.tokens_per_s for each in best], color=BLUE)
+    for number, each in enumerate(outcomes, start=1):
+        memory, (slow, fast) = each.peak_bytes / unit_bytes, each.range_of_tokens_per_s
+        colour = BLUE if each in best else GREY if each.fits else ALARM
+        axes.plot([memory, memory], [slow, fast], color=colour, linewidth=0.8, alpha=0.5)
+        axes.plot([memory], [each.tokens_per_s], "o" if each.fits else "x", color=colour, markersize=5)
+        axes.annotate(
+            str(number),
+            (memory, each.tokens_per_s),
+            xytext=(6, 6 if number % 2 else -6),  # neighbours by speed do not share a side
+            textcoords="offset points",
+            verticalalignment="bottom" if number % 2 else "top",
+            color=INK,
+            fontsize=9,
+        )
+
+
+def _list_names(axes: Axes, names: Sequence[str]) -> None:
+    """Long ones on several lines, a change on each."""
+    axes.set_axis_off()
+    line = 0
+    for number, name in enumerate(names, start=1):
+        words = name.replace(" ", "\n    ") if len(name) > WIDEST_NAME else name
+        axes.text(0, 1 - line * LINE_HEIGHT, f"{number}  {words}", fontsize=8, color=INK, verticalalignment="top")
+        line += words.count("\n") + 1

@@ -1,0 +1,173 @@
+"""Settings beside those of the config: what fits then, and how fast it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.prediction import report
+from torchtune_adaptive.prediction.cards import card_named
+from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, outcome_of
+from torchtune_adaptive.tune.plan.answers import Answers, Traced, predict
+from torchtune_adaptive.tune.plan.overrides import (
+    Overrides,
+    changed,
+    checkpointing,
+    combinations,
+    compiled,
+    in_8_bits,
+    joined,
+    save_resident,
+    savers,
+    starts,
+)
+from torchtune_adaptive.tune.plan.predict import on_gpu, read_settings
+from torchtune_adaptive.tune.plan.settings import MOST_RANKS, PlanSettings
+
+ENOUGH = 2
+"""Combinations that fit, after which no more are tried."""
+MOST_MORE_RANKS = 8
+"""Times as many as were asked for."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Other settings, in the order in which to try them."""
+
+    by_speed: bool
+    """Whether all that were tried are there by their speed, and not only those that fit by their cost."""
+    outcomes: Sequence[Outcome]
+    notes: Sequence[str]
+
+    def lines(self, ranks: int) -> list[str]:
+        return [(report.speeds if self.by_speed else report.what_fits)(self.outcomes, ranks)]
+
+
+def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) -> Advice | None:
+    """What is asked for, or, unless it is declined, what fits where nothing does as it is."""
+    if plan.advise is False or (plan.advise is None and found.answers[0].chosen_rows):
+        return None
+    others = Alternatives(cfg, plan, found, traced)
+    by_speed = bool(plan.advise and found.time)
+    outcomes = what_is_fastest(others) if by_speed else what_fits(others)
+    if by_speed and not any(each.fits for each in outcomes):
+        outcomes, by_speed = what_fits(others), False
+    return Advice(by_speed, outcomes, _notes(plan, found))
+
+
+def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> tuple[list[Outcome], list[str]]:
+    """One config on each number of ranks that was asked for, and what this assumes."""
+    outcomes, notes = [], dict[str, None]()
+    for ranks in plan.several_ranks:
+        one = replace(plan, world_size=ranks)
+        found = predict(cfg, one, traced)
+        outcomes += [outcome_of("", ranks, each, found.time, found.time) for each in found.answers]
+        notes.update(dict.fromkeys([*found.notes, *_notes(one, found)]))
+    return outcomes, list(notes)
+
+
+def _notes(plan: PlanSettings, found: Answers) -> list[str]:
+    if found.time is None:
+        return ["times are not told: other numbers of rows run other kernels"]
+    timing = found.time.timing
+    whose = f"of {plan.memory_limit}" if card_named(plan.memory_limit) else "of an a100 (memory_limit names no card)"
+    link = f", a link of {timing.link_bytes_per_s / 1e9:.0f} GB/s (link_bandwidth)" if plan.ranks > 1 else ""
+    if not timing.card.queues:
+        whose = "of one core, more or less"
+    return [f"times are by operations and bytes, at the speeds {whose}{link}; not measured, other settings not checked"]
+
+
+@dataclass
+class Alternatives:
+    """Outcomes of other settings, each traced once."""
+
+    cfg: DictConfig
+    plan: PlanSettings
+    found: Answers
+    traced: Traced
+    outcomes: dict[tuple[Overrides, int], Outcome | None] = field(default_factory=dict)
+
+    def outcome(self, overrides: Overrides, ranks: int | None = None) -> Outcome | None:
+        """None where the recipe does not take this, or it cannot be predicted."""
+        key = overrides, ranks or self.plan.ranks
+        if key == ((), self.plan.ranks):
+            return self._named(outcome_of("", self.plan.ranks, self.found.answers[0], self.found.time, self.found.time))
+        if key not in self.outcomes:
+            self.outcomes[key] = self._predicted(*key)
+        return self.outcomes[key]
+
+    def _predicted(self, overrides: Overrides, ranks: int) -> Outcome | None:
+        cfg = changed(self.cfg, overrides)
+        if not starts(cfg):
+            return None
+        first = self.found.answers[0]
+        plan = replace(self.plan, world_size=ranks, sequence_length=first.tokens)
+        try:
+            other = predict(cfg, plan, self.traced, check=False)
+        except AdaptiveError:
+            return None
+        return self._named(outcome_of(" ".join(overrides), ranks, other.answers[0], other.time, self.found.time))
+
+    def _named(self, outcome: Outcome) -> Outcome:
+        """With a batch size, where that of the config is more than fits."""
+        if not 0 < outcome.rows < self.cfg.batch_size:
+            return outcome
+        return replace(outcome, name=f"{outcome.name} batch_size={outcome.rows}".strip())
+
+
+def what_fits(others: Alternatives) -> list[Outcome]:
+    """Where nothing fits as it is: what does, that first which takes the least time."""
+    single = savers(others.cfg, others.plan.ranks)
+    first = others.found.answers[0]
+    resident_bytes = first.peak(1).phase_bytes.get("optimizer state", 0)
+    may_help = [each for each in single if resident_bytes < first.budget.usable_bytes or save_resident(each)]
+    tried = [others.outcome(each) for each in may_help]
+    if not any(each and each.fits for each in tried):
+        tried += _until_enough(others, combinations(single))
+    return cheapest_first([each for each in [*tried, *_on_more_ranks(others)] if each])
+
+
+def _until_enough(others: Alternatives, several: list[Overrides]) -> Iterator[Outcome | None]:
+    fitting = 0
+    for overrides in several:
+        tried = others.outcome(overrides)
+        yield tried
+        fitting += bool(tried and tried.fits)
+        if fitting == ENOUGH:
+            return
+
+
+def _on_more_ranks(others: Alternatives) -> Iterator[Outcome | None]:
+    """The config as it is, on twice as many until it fits."""
+    ranks = 2 * others.plan.ranks
+    while ranks <= min(MOST_RANKS, MOST_MORE_RANKS * others.plan.ranks):
+        tried = others.outcome((), ranks)
+        yield tried
+        if tried is None or tried.fits:
+            return
+        ranks *= 2
+
+
+def what_is_fastest(others: Alternatives) -> list[Outcome]:
+    """Checkpointing more and less, each compiled and not; around the fastest of these, what costs or gains little."""
+    settings, _ = read_settings(others.cfg)
+    switches: list[Overrides] = [(), compiled(others.cfg, settings)]
+    ways = [joined(switch, each) for switch in dict.fromkeys(switches) for each in checkpointing(others.cfg)]
+    tried = {overrides: others.outcome(overrides) for overrides in dict.fromkeys([(), *ways])}
+    fitting = {overrides: each for overrides, each in tried.items() if each and each.fits}
+    if fitting:
+        fastest = max(fitting, key=lambda overrides: fitting[overrides].tokens_per_s)
+        for more in _around(others.cfg, others.plan.ranks):
+            tried[joined(fastest, more)] = others.outcome(joined(fastest, more))
+    return fastest_first([each for each in tried.values() if each])
+
+
+def _around(cfg: DictConfig, ranks: int) -> list[Overrides]:
+    settings, _ = read_settings(cfg)
+    found = [in_8_bits(cfg)] if on_gpu(settings) else []
+    if ranks > 1:
+        found.append((f"fsdp_reshard_after_forward={not settings.fsdp_reshard_after_forward}",))
+    return [each for each in found if each]

@@ -1,0 +1,67 @@
+"""What a step takes in that no model has: a checkpoint of nothing but shapes, and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._pytree import tree_map_only
+from torchtune import training
+from torchtune.modules.peft import get_adapter_params
+
+from torchtune_adaptive.prediction.shims import HOST, META
+from torchtune_adaptive.tune.parts.data import Collate, build_collate
+from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.samples import Sample
+from torchtune_adaptive.tune.parts.unpadded.documents import joined
+from torchtune_adaptive.tune.parts.unpadded.support import is_padded
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import Settings
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    dataset = cfg.get("dataset")
+    return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
+
+
+def collate_of(cfg: DictConfig, settings: Settings, model: nn.Module, loss_fn: nn.Module) -> tuple[Collate, bool]:
+    """What makes batches, and whether it pads them: as in training."""
+    packed, adaptive = is_packed(cfg), read_adaptive(cfg.get("adaptive"))
+    if not is_padded(model, settings, adaptive, torch.device(settings.device), packed=packed):
+        return partial(joined, ignored=cast(int, loss_fn.ignore_index)), False
+    if packed:
+        return stacked, True
+    return build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False), True
+
+
+def made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
+    """Weights of the right shapes: the model's own, made without sharding."""
+    with training.set_default_dtype(dtype_of(settings, HOST)), META:
+        whole = components.build("model", cfg)
+    weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
+    adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
+    return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}
+
+
+def on_host(collate: Collate) -> Collate:
+    """Batches are made on the host, of tensors that have data; what making them takes besides depends on the rows."""
+
+    def collate_on_host(samples: Sequence[Sample]) -> dict[str, Any]:
+        with no_dispatch():
+            batch = collate(samples)
+        copies: dict[str, Any] = tree_map_only(Tensor, torch.clone, batch)
+        return copies
+
+    return collate_on_host
+
+
+def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
+    return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}
