@@ -65,7 +65,15 @@ ROOMS: dict[str, set[str]] = {
         "search",
         "prediction",
     },
-    "command": {"tune/start", "tune/parts/checkpoints"},
+    "tune/check": {
+        "tune/start",
+        "tune/parts",
+        "tune/parts/checkpoints",
+        "tune/parts/unpadded",
+        "tune/run",
+        "tune/plan",
+    },
+    "command": {"tune/start", "tune/check", "tune/parts/checkpoints"},
     "demo": set(),
     # nothing imports it but tests, ours and those of users
     "testing": {"limits", "memory", "comm", "step"},

@@ -8,11 +8,18 @@ import sys
 from collections.abc import Sequence
 from types import ModuleType
 
-from torchtune_adaptive.command import cp, keys, ls, show, status
+from torchtune_adaptive.command import cp, keys, ls, show, status, validate
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.start.remedies import in_keys
 
-COMMANDS: dict[str, ModuleType] = {"ls": ls, "cp": cp, "print": show, "keys": keys, "status": status}
+COMMANDS: dict[str, ModuleType] = {
+    "ls": ls,
+    "cp": cp,
+    "print": show,
+    "validate": validate,
+    "keys": keys,
+    "status": status,
+}
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status.
 One that takes any number of words has them in `options.words`."""
 

@@ -131,7 +131,7 @@ def build_step_runner(
     on_event: Callable[[Event], None],
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    _check_sequence_length(model, adaptive)
+    check_sequence_length(model, adaptive)
     split_alike = adaptive.token_budget is not None
     padded = is_padded(model, settings, adaptive, device, packed=data.packed)
     kind = replace(data.kind, padded=padded)
@@ -152,7 +152,7 @@ def build_step_runner(
     )
 
 
-def _check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
+def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
     """Refuses a length that the model cannot take, before a sample of it is made whose error would blame the data."""
     wanted, allowed = adaptive.sequence_length, getattr(model, "max_seq_len", None)
     if wanted is not None and allowed is not None and wanted > allowed:
@@ -169,18 +169,23 @@ def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
 
 
 def _recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
-    """Whether a step can be run again: wherever no weight changes and no activation travels before it ends."""
+    reason = obstacle_to_recovery(settings, adaptive)
+    if reason is None:
+        return adaptive.recover_from_oom is not False
+    if dist.get_rank() == 0:
+        logger.info("recovery from running out of memory is off: %s", reason)
+    return False
+
+
+def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+    """Why a step cannot be run again, as it can where no weight changes and no activation travels before it ends."""
     reason = None
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"
     elif settings.tensor_parallel_dim > 1:
         reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
-    if reason is None:
-        return adaptive.recover_from_oom is not False
-    if adaptive.recover_from_oom:
+    if reason is not None and adaptive.recover_from_oom:
         raise ConfigError(
             f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
         )
-    if dist.get_rank() == 0:
-        logger.info("recovery from running out of memory is off: %s", reason)
-    return False
+    return reason

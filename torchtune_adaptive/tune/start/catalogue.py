@@ -18,14 +18,15 @@ from typing import Protocol
 from torchtune_adaptive.wording import did_you_mean
 
 PREFIX = "adaptive/"
+FULL, LORA, PLAN = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "adaptive_plan"
 RECIPES: Mapping[str, str | None] = {
-    "adaptive_full_finetune_distributed": "full_finetune_distributed",
-    "adaptive_lora_finetune_distributed": "lora_finetune_distributed",
-    "adaptive_plan": None,
+    FULL: "full_finetune_distributed",
+    LORA: "lora_finetune_distributed",
+    PLAN: None,
 }
 """Our recipes, each with the one of torchtune's whose configs it takes unchanged. None: it trains nothing itself, and
 takes the configs of all others."""
-_STARTED_WITH = re.compile(r"^# .*tune run .*?(\w+) --config adaptive/", re.MULTILINE)
+_STARTED_WITH = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
 
 
 class _StockConfig(Protocol):
@@ -52,7 +53,7 @@ class Listed:
 
 def our_configs() -> tuple[Listed, ...]:
     """Every config that comes with this package; the comment that it begins with says how it is started."""
-    return tuple(Listed(_recipe_of(path), name, path) for name, path in installed_configs().items())
+    return tuple(Listed(recipe_of(path) or "", name, path) for name, path in installed_configs().items())
 
 
 def installed_configs() -> dict[str, Path]:
@@ -89,15 +90,17 @@ def config_files() -> dict[str, Path]:
     return installed_configs() | {each.name: each.path for each in stock_configs()}
 
 
+def recipe_of(config: Path) -> str | None:
+    """The recipe that a file's own comments start it with, ours in place of torchtune's; None where they do not say."""
+    found = _STARTED_WITH.search(config.read_text(encoding="utf-8"))
+    ours = {stock: recipe for recipe, stock in RECIPES.items() if stock is not None}
+    return ours.get(found[1], found[1]) if found else None
+
+
 def near_names(name: str, known: Iterable[str]) -> str:
     """The names that somebody may have meant, for the end of a message."""
     near = did_you_mean(name.removesuffix(".yaml"), known, most=4, likeness=0.5)
     return near or "; tune-adaptive ls lists what is installed"
-
-
-def _recipe_of(config: Path) -> str:
-    found = _STARTED_WITH.search(config.read_text(encoding="utf-8"))
-    return found[1] if found else ""
 
 
 def _torchtune() -> Path:

@@ -1,0 +1,123 @@
+"""Sections with a `_component_`: built where that touches nothing, else held against what the component takes."""
+
+from __future__ import annotations
+
+import pkgutil
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.check.findings import Findings
+from torchtune_adaptive.tune.parts import profiling
+from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST
+from torchtune_adaptive.tune.parts.data import build_collate
+from torchtune_adaptive.tune.parts.loss import checked_loss
+from torchtune_adaptive.tune.parts.model import META, built_on
+from torchtune_adaptive.tune.plan.shims import quantizing_at_once
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.arguments import COMPONENT
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import shown
+
+SOME_STEPS = 100
+"""Of a run whose dataset is not read here."""
+
+
+def check_components(cfg: DictConfig, settings: Settings | None, findings: Findings) -> nn.Module | None:
+    """All of them; returns the model, on the meta device."""
+    model = findings.of(lambda: build_model(cfg))
+    findings.of(lambda: check_tokenizer(cfg, findings))
+    findings.of(lambda: check_dataset(cfg))
+    loss = findings.of(lambda: checked_loss(cfg))
+    if settings is not None and loss is not None and not _is_packed(cfg):
+        findings.of(lambda: build_collate(settings, SimpleNamespace(pad_id=0), loss, packed=False))
+    findings.of(lambda: check_optimization(cfg, findings))
+    findings.of(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
+    findings.of(lambda: check_profiler(cfg))
+    findings.of(lambda: check_checkpointer(cfg))
+    return model
+
+
+def build_model(cfg: DictConfig) -> nn.Module:
+    with quantizing_at_once(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with a size is told by its key
+        return built_on(META, cfg, torch.float32)
+
+
+def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
+    try:
+        components.build("tokenizer", cfg)
+    except ConfigError as error:
+        if not isinstance(_first_cause(error), OSError):
+            raise
+        findings.of_this_machine(str(error))
+
+
+def check_dataset(cfg: DictConfig) -> None:
+    """Without its samples, which may have to come over the network."""
+    section = components.require(cfg, "dataset")
+    if not isinstance(section, ListConfig):
+        check_fits("dataset", section, None)
+        return
+    for at, part in enumerate(section):
+        check_fits(f"dataset[{at}]", part, None)
+
+
+def check_optimization(cfg: DictConfig, findings: Findings) -> None:
+    """The optimizer of one parameter, and its schedule."""
+    try:
+        optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
+    except ConfigError as error:
+        if torch.cuda.is_available() or "cuda" not in str(error.__cause__).lower():
+            raise
+        findings.of_this_machine(str(error))
+        return
+    if cfg.get("lr_scheduler") is not None:
+        components.build("lr_scheduler", cfg, optimizer, num_training_steps=SOME_STEPS, last_epoch=-1)
+
+
+def check_profiler(cfg: DictConfig) -> None:
+    section = cfg.get("profiler")
+    if section is not None and profiling.is_enabled(section):
+        check_fits("profiler", section)
+
+
+def check_checkpointer(cfg: DictConfig) -> None:
+    section = components.require(cfg, "checkpointer")
+    kept = [key for key in section if key != KEEP_LAST]
+    check_fits("checkpointer", OmegaConf.masked_copy(section, kept), should_load_recipe_state=False)
+    kind = section.get("model_type")
+    if isinstance(kind, str) and kind not in (known := training.ModelType.__members__):
+        raise ConfigError(f"checkpointer.model_type is {kind!r}: allowed is {', '.join(known)}")
+
+
+def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses a component that cannot be imported, or that does not take what its section gives it."""
+    path = section.get(COMPONENT) if isinstance(section, DictConfig) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
+    try:
+        pkgutil.resolve_name(path)
+    except Exception as error:
+        raise ConfigError(f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {components.reason(error)}") from (
+            error
+        )
+    if wrong := components.misfit_in_words(key, section, args, kwargs):
+        raise ConfigError(wrong)
+
+
+def _is_packed(cfg: DictConfig) -> bool:
+    section = cfg.get("dataset")
+    return isinstance(section, DictConfig) and bool(section.get("packed"))
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
