@@ -40,7 +40,8 @@ def run(options: argparse.Namespace) -> int:
     config = config_of(options.config)
     recipe = options.recipe or chosen_recipe(options.config, config)
     show_decisions()
-    logging.getLogger("torchtune").setLevel(logging.WARNING)
+    # torchtune sets the level anew whenever it logs
+    logging.getLogger("torchtune.utils._logging").addFilter(lambda record: record.levelno >= logging.WARNING)
     if os.getcwd() not in sys.path:  # as for a run, whose components may stand beside its config
         sys.path.insert(0, os.getcwd())
     findings = check_config(read_config(config, options.words), recipe, options.ranks, here=options.here)

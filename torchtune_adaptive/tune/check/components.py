@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import pkgutil
+import os
 import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
 from torchtune import training
+from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.check.findings import Findings
@@ -25,14 +29,17 @@ from torchtune_adaptive.tune.start.arguments import COMPONENT
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import shown
 
+T = TypeVar("T")
+
 SOME_STEPS = 100
 """Of a run whose dataset is not read here."""
 
 
 def check_components(cfg: DictConfig, settings: Settings | None, findings: Findings) -> nn.Module | None:
     """All of them; returns the model, on the meta device."""
-    model = findings.of(lambda: build_model(cfg))
-    findings.of(lambda: check_tokenizer(cfg, findings))
+    model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
+    tokenizer = partial(check_tokenizer, cfg, findings)
+    findings.of(lambda: _with_what_is_installed(tokenizer, "tokenizer", cfg, findings))
     findings.of(lambda: check_dataset(cfg))
     loss = findings.of(lambda: checked_loss(cfg))
     if settings is not None and loss is not None and not _is_packed(cfg):
@@ -51,12 +58,20 @@ def build_model(cfg: DictConfig) -> nn.Module:
 
 
 def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
-    try:
+    section = components.require(cfg, "tokenizer")
+    missing = [(key, value) for key, value in section.items() if _is_path(key, value) and not Path(value).exists()]
+    for key, value in missing:
+        findings.of_this_machine(
+            f"tokenizer.{key} is {value!r}, which is not there: download it first (tune download) or correct the path"
+        )
+    if missing:
+        check_fits("tokenizer", section)
+    else:
         components.build("tokenizer", cfg)
-    except ConfigError as error:
-        if not isinstance(_first_cause(error), OSError):
-            raise
-        findings.of_this_machine(str(error))
+
+
+def _is_path(key: Any, value: Any) -> bool:
+    return key != COMPONENT and isinstance(value, str) and os.sep in value
 
 
 def check_dataset(cfg: DictConfig) -> None:
@@ -103,7 +118,7 @@ def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
     if not isinstance(path, str):
         raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
     try:
-        pkgutil.resolve_name(path)
+        _get_component_from_path(path)
     except Exception as error:
         raise ConfigError(f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {components.reason(error)}") from (
             error
@@ -115,6 +130,20 @@ def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
 def _is_packed(cfg: DictConfig) -> bool:
     section = cfg.get("dataset")
     return isinstance(section, DictConfig) and bool(section.get("packed"))
+
+
+def _with_what_is_installed(work: Callable[[], T], key: str, cfg: DictConfig, findings: Findings) -> T | None:
+    """What the work returns; a package that a component needs, and that is not its own, may be there elsewhere."""
+    try:
+        return work()
+    except ConfigError as error:
+        cause, section = _first_cause(error), cfg.get(key)
+        path = str(section.get(COMPONENT)) if isinstance(section, DictConfig) else ""
+        package = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if package is None or package.split(".")[0] == path.split(".")[0]:
+            raise
+        findings.of_this_machine(f"{key} needs {package}, which is not installed: pip install {package}")
+        return None
 
 
 def _first_cause(error: BaseException) -> BaseException:

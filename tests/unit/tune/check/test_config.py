@@ -12,7 +12,7 @@ from tests.recipes import test_errors
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
 from torchtune_adaptive.tune.check.config import READERS, SAVED_BY
-from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, taken_by_ours
+from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {
@@ -150,6 +150,25 @@ def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_o
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99", "--here")
     assert status == 1
     assert errors.count("error: ") == 3
+
+
+@pytest.mark.parametrize("config", [*taken_by_ours()][::6], ids=lambda config: config.name)
+def test_what_ours_take_is_taken_though_its_weights_are_elsewhere(
+    validate: Validate, config: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    status, out, errors = validate(config.name, "--recipe", config.recipe, "output_dir=out")
+    assert (status, errors) == (0, "")
+    assert "note: not here: tokenizer" in out or "demo" in config.name
+
+
+def test_a_package_that_a_component_needs_may_be_installed_elsewhere(validate: Validate, tmp_path: Path) -> None:
+    (tmp_path / "needs_another.py").write_text("import no_such_package_of_anybody\n")
+    config = (DEMO["full"], "model=needs_another.model", "tokenizer=needs_another.tokenizer")
+    status, out, errors = validate(*config)
+    assert (status, errors) == (0, "")
+    assert out.count("needs no_such_package_of_anybody, which is not installed") == 2
+    assert_refused(validate(*config, "--here"), ["model needs no_such_package_of_anybody"])
 
 
 def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
