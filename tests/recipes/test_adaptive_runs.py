@@ -126,6 +126,9 @@ def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
     lines = [line for line in runs.lines[0]["searched"] if "out of memory" in line]
     assert [event["reason"] for event in recoveries] == lines
     assert all(event["ranks"] == [1] and event["after"] < event["before"] for event in recoveries)
+    assert all(0 < event["lost_seconds"] < 60 for event in recoveries)
+    (epoch, *_) = (event for event in events if event["kind"] == "epoch")
+    assert (epoch["step"], epoch["after"], epoch["unit"]) == (0, 8, "rows")
     assert is_drawn(output / "adaptive_report.png")
 
 

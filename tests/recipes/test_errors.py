@@ -89,8 +89,8 @@ def test_an_unknown_config_lists_the_near_ones(message: Start, name: str, near: 
     assert_says(message(FULL, config=name), f"--config {name}", f" {near}")
 
 
-def test_a_config_that_is_like_none_lists_all_installed_ones(message: Start) -> None:
-    assert_says(message(FULL, config="/nowhere/x.yaml"), "--config /nowhere/x.yaml", "adaptive/demo/full")
+def test_of_a_config_that_is_like_none_it_is_said_where_all_are_listed(message: Start) -> None:
+    assert_says(message(FULL, config="/nowhere/x.yaml"), "--config /nowhere/x.yaml", "tune-adaptive ls")
 
 
 @pytest.mark.parametrize("arguments", [[], ["--config"], ["epochs=1"]])

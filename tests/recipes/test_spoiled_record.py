@@ -68,7 +68,7 @@ def test_a_run_whose_record_cannot_be_read_searches_again_goes_on_and_is_drawn(t
     assert sum("searching again" in line for line in said) == 1
     assert [line for line in said if "left out" in line] == [
         f"{out / STEPS_FILE}: 6 of 6 lines cannot be read and are left out",
-        f"{out / EVENTS_FILE}: 6 of 8 lines cannot be read and are left out",
+        f"{out / EVENTS_FILE}: 6 of 9 lines cannot be read and are left out",
     ]
     assert is_drawn(out / "adaptive_report.png")
     assert elsewhere == []

@@ -32,6 +32,8 @@ class Change:
     """Rows of the largest microbatch that caused it."""
     length: int | None = None
     """Tokens of its longest sample."""
+    lost_seconds: float | None = None
+    """What the attempt at the step took that did not count, on this rank."""
     peak_bytes: int | None = None
     """The peak of the rank that came closest to its own budget."""
     budget_bytes: int | None = None

@@ -1,7 +1,11 @@
 """How much memory there is, how much a step needed, and how everything is put back. Never torch.distributed."""
 
-from torchtune_adaptive.memory.device import CudaMemory, MemorySource, forget_frames, is_oom, release
-from torchtune_adaptive.memory.meter import MemoryMeter
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.memory.device import CudaMemory, MemorySource, forget_frames, is_oom, release
+    from torchtune_adaptive.memory.meter import MemoryMeter
 
 __all__ = [
     "CudaMemory",
@@ -11,3 +15,11 @@ __all__ = [
     "is_oom",
     "release",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when it is first used: a `Peak` needs no torch, and is what searches and records are about."""
+    if name in __all__:
+        home = "meter" if name == "MemoryMeter" else "device"
+        return getattr(import_module(f"{__name__}.{home}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

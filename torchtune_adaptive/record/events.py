@@ -12,6 +12,7 @@ STEPS_FILE = "adaptive_steps.jsonl"
 START = "start"
 SEARCH = "search"
 SCHEDULE = "schedule"
+EPOCH = "epoch"
 """Kinds of event, beside those of a change of the limit (limits/change.py)."""
 
 
@@ -34,6 +35,7 @@ class Event:
     ranks: tuple[int, ...] | None = None
     rows: int | None = None
     length: int | None = None
+    lost_seconds: float | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
 

@@ -8,9 +8,9 @@ import stat
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
-from torchtune_adaptive.record.events import EVENTS_FILE, SCHEDULE, START, STEPS_FILE
+from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, STEPS_FILE
 from torchtune_adaptive.record.files import reason
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ class Timeline:
 
     def series(self, *figures: str) -> tuple[list[Any], ...]:
         """Step numbers, then the values of each figure, where all of them were measured."""
-        known = [record for record in self.steps if all(_is_number(record.get(figure)) for figure in figures)]
+        known = [record for record in self.steps if all(is_number(record.get(figure)) for figure in figures)]
         return tuple([record[name] for record in known] for name in ("step", *figures))
 
 
@@ -70,7 +70,7 @@ def _events_that_count(lines: Iterable[Record]) -> list[Record]:
 
 def _lasts(event: Record, steps_done: int) -> bool:
     """Whether it is part of the run that goes on after so many steps; after none, that is another run."""
-    if event["kind"] == SCHEDULE:  # told when an epoch begins: if that is next, it will be told again
+    if event["kind"] in (EPOCH, SCHEDULE):  # told when an epoch begins: if that is next, it will be told again
         return bool(event["step"] < steps_done)
     return steps_done > 0 and event["step"] <= steps_done
 
@@ -99,12 +99,12 @@ def _record_of(line: bytes) -> Record | None:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):  # a line can nest deeper than Python's stack
         return None
-    if not isinstance(record, dict) or not _is_number(record.get("time")):
+    if not isinstance(record, dict) or not is_number(record.get("time")):
         return None
     step = record.get("step")
-    return record if type(step) is int and _is_number(step) and step >= 0 else None
+    return record if type(step) is int and is_number(step) and step >= 0 else None
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether this is a finite number, small enough for a picture."""
-    return type(value) in (int, float) and -1e300 < value < 1e300  # type: ignore[operator]
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300

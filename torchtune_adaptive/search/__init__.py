@@ -1,10 +1,15 @@
 """The largest limit that fits, found before training. Only `find` and `probe` need torch."""
 
-from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from torchtune_adaptive.search.lengths import Profile
-from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.search.strategies import STRATEGIES, History
+
+if TYPE_CHECKING:
+    from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
+    from torchtune_adaptive.search.probe import TrainingStep
 
 __all__ = [
     "STRATEGIES",
@@ -15,3 +20,12 @@ __all__ = [
     "find_max_batch_size",
     "profile_memory",
 ]
+
+_NEED_TORCH = {"TrainingStep": "probe", "find_max_batch_size": "find", "profile_memory": "find"}
+
+
+def __getattr__(name: str) -> Any:
+    """What needs torch is imported when it is first used: the keys of a config are listed without it."""
+    if name in _NEED_TORCH:
+        return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Generic, Literal, TypeAlias, TypeVar
@@ -60,6 +61,7 @@ class PlanRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
         totals: Totals | None = None
+        self._began = time.perf_counter()
         self.ledger.begin_step(len(plan), self._stage)
         for number, rows in enumerate(plan):
             before = totals
@@ -71,11 +73,12 @@ class PlanRunner(Generic[Sample]):
                 raise ValueError("`filler` returned a sample that counts in the loss; it must not have any label")
         return totals, None
 
-    def discard(self) -> None:
-        """Drops all gradients of the step, finished or not: they were None when it began."""
+    def discard(self) -> float:
+        """Drops all gradients of the step, finished or not: they were None when it began. Returns the lost seconds."""
         self.ledger.reset()
         for parameter in (each for model in self._models for each in model.parameters()):
             parameter.grad = None
+        return time.perf_counter() - self._began
 
     def refuse_recovery(self, messages: int, step: int | None) -> None:
         """What all ranks have agreed on: running out of memory in this stage ends the run from now on."""

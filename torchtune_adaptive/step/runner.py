@@ -185,9 +185,9 @@ class StepRunner(Generic[Sample]):
                 return result_of(totals, reports, len(plan), recoveries)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
-            self._plans.discard()
+            lost_seconds = self._plans.discard()
             rng.restore()
-            self._tell(self._shrink(reports, step), reports)
+            self._tell(replace(self._shrink(reports, step), lost_seconds=lost_seconds), reports)
             recoveries += 1
 
     def _shrink(self, reports: Reports, step: int) -> Change:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.pictures import cut_off, is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.record.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
-from torchtune_adaptive.record.charts.run import draw_run
+from torchtune_adaptive.record.charts.run import draw_run, title
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
-from torchtune_adaptive.record.events import START, Event
+from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.search.rows import SearchResult
@@ -94,57 +95,115 @@ def test_an_empty_picture_is_no_picture(tmp_path: Path) -> None:
     assert is_drawn(tmp_path / "batch_search.png")
 
 
+STEPS = 30
+SECONDS = {10: 3.0, 15: 2.0}
+"""Those of steps that were run again; all others take one."""
+
+
 def a_run(directory: Path) -> None:
-    """Thirty steps: out of memory at the tenth, grown back at the 25th."""
+    """Thirty steps of 16 samples: out of memory at the tenth, grown after the 14th, and out of memory at once."""
     journal = Journal(directory)
     journal.start(Event(kind=START, step=0, reason=""))
-    for step in range(1, 31):
-        rows = 4 if 10 <= step < 25 else 8
-        journal.step(
-            step,
-            {
-                "samples": 16,
-                "microbatch_rows": rows,
-                "target_tokens_per_second": 1000.0 + step,
-                "peak_bytes": step * 2**25,
-                "budget_bytes": GIB,
-            },
-        )
-    journal.event(Event(kind=RECOVERY, step=10, reason="", before=8, after=4, unit="rows"))
-    journal.event(Event(kind=GROWTH, step=25, reason="", before=4, after=8, unit="rows"))
+    journal.event(Event(kind=EPOCH, step=0, reason="", after=8, unit="rows"))
+    for step in range(1, STEPS + 1):
+        memory = {"peak_bytes": step * 2**25, "budget_bytes": GIB}
+        speed = {"target_tokens": 600, "target_tokens_per_second": 600 / SECONDS.get(step, 1.0)}
+        journal.step(step, {"samples": 16, "microbatch_rows": 4, **speed, **memory})
+    journal.event(Event(kind=RECOVERY, step=10, reason="", before=8, after=4, unit="rows", lost_seconds=2.0))
+    journal.event(Event(kind=GROWTH, step=14, reason="", before=4, after=8, unit="rows"))
+    journal.event(Event(kind=RECOVERY, step=15, reason="", before=8, after=4, unit="rows", lost_seconds=1.0))
 
 
-def test_the_panels_of_a_run_show_its_rows_its_memory_and_its_speed_by_step(
+def drawn_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    drawn = pictures(monkeypatch)
+    assert draw_run(directory, read_timeline(directory)) is not None
+    return drawn[0]
+
+
+def test_the_limit_of_a_run_is_a_line_of_steps_with_marks_where_it_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = pictures(monkeypatch)
     a_run(tmp_path)
-    draw_run(tmp_path, read_timeline(tmp_path))
-    sizes, memory, speed = drawn[0].axes
-    steps = list(range(1, 31))
-    assert line_of(sizes, "rows of the largest microbatch") == (
-        steps,
-        [4 if 10 <= step < 25 else 8 for step in steps],
-    )
-    assert line_of(sizes, "samples of a step") == (steps, [16] * 30)
-    assert line_of(memory, "peak of the fullest rank") == (steps, [pytest.approx(step / 32) for step in steps])
-    assert line_of(memory, "its budget") == (steps, [1.0] * 30)
-    assert line_of(speed, "all ranks, median of 11 steps")[1][9:12] == [1010.0, 1011.0, 1012.0]
-    assert [axes.get_ylabel() for axes in drawn[0].axes] == ["batch size", "memory (GiB)", "target tokens / s"]
-    assert speed.get_xlabel() == "step"
-    assert cut_off(drawn[0]) == []
-
-
-def test_what_happened_in_a_run_is_marked_at_its_step_and_counted_in_the_legend(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = pictures(monkeypatch)
-    a_run(tmp_path)
-    draw_run(tmp_path, read_timeline(tmp_path))
-    (first, *_), (legend,) = drawn[0].axes, drawn[0].legends
-    assert [step for step, _ in marked(first, "v")] == [10]
-    assert [step for step, _ in marked(first, "^")] == [25]
-    assert [text.get_text() for text in legend.get_texts()] == [
-        "out of memory, step repeated (1)",
-        "grown back, on probation (1)",
+    limit, *_ = drawn_run(tmp_path, monkeypatch).axes
+    assert line_of(limit, "limit") == ([0.5, 10, 14.5, 15, 30.5], [8, 4, 8, 4, 4])
+    assert marked(limit, "v") == [(10, 8), (15, 8)]
+    assert marked(limit, "^") == [(14.5, 8)]
+    assert [text.get_text() for text in limit.texts] == [
+        "out of memory: the step is run again, in smaller microbatches (2)",
+        "has been quiet for long: larger ones are tried again (1)",
     ]
+    (shade,) = limit.collections
+    assert {tuple(corner) for corner in shade.get_paths()[0].vertices} >= {(10, 4), (10, 8), (30.5, 4), (30.5, 8)}
+    assert all(len(set(line.get_xdata())) > 1 or line.get_marker() != "None" for line in limit.lines), "no full height"
+
+
+def test_memory_and_speed_are_those_of_the_record_beside_what_they_could_have_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path)
+    figure = drawn_run(tmp_path, monkeypatch)
+    _, memory, speed = figure.axes
+    steps = list(range(1, STEPS + 1))
+    assert line_of(memory, "peak") == (steps, [pytest.approx(step / 32) for step in steps])
+    assert line_of(memory, "budget") == (steps, [1.0] * STEPS)
+    assert [text.get_text() for text in memory.texts] == ["its budget, 1 GiB"]
+    # eleven steps of 600 tokens each: those around the tenth took two seconds more, and one more for the fifteenth
+    assert line_of(speed, "tokens")[1][9] == pytest.approx(11 * 600 / 14)
+    assert line_of(speed, "without losses")[1] == pytest.approx([600.0] * STEPS)
+    assert speed.get_xlabel() == "step"
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "most rows in a microbatch",
+        "peak memory of the fullest rank (GiB)",
+        "target tokens a second, all ranks, mean of 11 steps",
+    ]
+    assert all(axes.get_legend() is None for axes in figure.axes)
+    assert cut_off(figure) == []
+
+
+def test_the_title_of_a_run_says_what_happened(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    assert title(read_timeline(tmp_path)) == "30 steps, 2 out-of-memory errors survived, 9 % of the time lost"
+    journal = Journal(tmp_path)
+    journal.event(Event(kind=RECOVERY, step=20, reason="", before=8, after=4, unit="rows"))
+    journal.step(40, {})
+    assert title(read_timeline(tmp_path)).startswith("31 logged steps, 3 out-of-memory errors survived")
+    journal.start(Event(kind=START, step=0, reason="another run"))
+    journal.step(1, {})
+    assert title(read_timeline(tmp_path)) == "1 step, none out of memory"
+
+
+def test_a_share_is_not_told_where_the_record_does_not_have_the_seconds(tmp_path: Path) -> None:
+    """A record from before they were in it, or one in which the step was not logged."""
+    a_run(tmp_path)
+    lines = (tmp_path / EVENTS_FILE).read_text().splitlines()
+    (tmp_path / EVENTS_FILE).write_text("\n".join(line.replace("lost_seconds", "_") for line in lines) + "\n")
+    assert title(read_timeline(tmp_path)) == "30 steps, 2 out-of-memory errors survived"
+    Journal(tmp_path).event(Event(kind=RECOVERY, step=99, reason="", unit="rows", after=2, lost_seconds=1.0))
+    assert title(read_timeline(tmp_path)).endswith("survived")
+
+
+def test_each_stage_has_a_panel_and_a_limit_of_bytes_a_unit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    for stage, before in (("policy", 4 * GIB), ("value", 2 * GIB)):
+        change = {"stage": stage, "before": before, "after": before // 2, "unit": "bytes"}
+        journal.event(Event(kind=RECOVERY, step=2, reason="", **change))
+    journal.step(1, {})
+    journal.step(3, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "most GiB in a microbatch, stage policy",
+        "most GiB in a microbatch, stage value",
+    ]
+    assert line_of(figure.axes[0], "limit") == ([0.5, 2, 3.5], [4, 2, 2])
+
+
+def test_a_batch_that_grows_has_a_panel_with_its_mark_where_it_rises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    for step in range(1, 9):
+        journal.step(step, {"samples": 16 if step <= 4 else 32})
+    journal.event(Event(kind=SCHEDULE, step=4, reason="", unit="samples", before=16, after=32))
+    (samples,) = drawn_run(tmp_path, monkeypatch).axes
+    assert line_of(samples, "samples") == (list(range(1, 9)), [16] * 4 + [32] * 4)
+    assert marked(samples, "o") == [(4.5, 32)]

@@ -17,9 +17,19 @@ from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Eve
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 
+ROWS = "rows of the largest microbatch"
+MEMORY = "peak memory of the fullest rank (GiB)"
+SPEED = "target tokens a second, all ranks, mean of 11 steps"
+
 
 def figures(rows: int, **others: float) -> dict[str, float]:
-    return {"samples": 16, "microbatch_rows": rows, "target_tokens_per_second": 1000.0 + rows, **others}
+    return {
+        "samples": 16,
+        "microbatch_rows": rows,
+        "target_tokens": 500,
+        "target_tokens_per_second": 1000.0 + rows,
+        **others,
+    }
 
 
 def start(journal: Journal, step: int) -> None:
@@ -78,12 +88,12 @@ def test_a_line_that_a_crash_left_unfinished_is_passed_over(tmp_path: Path) -> N
 
 
 def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the axes of the picture are called."""
+    """What the panels of the picture show."""
     drawn = pictures(monkeypatch)
     path = draw_run(directory, read_timeline(directory))
     assert path is not None
     assert is_drawn(path)
-    return [axes.get_ylabel() for axes in drawn[0].axes]
+    return [axes.get_title(loc="left") for axes in drawn[0].axes]
 
 
 def test_the_picture_shows_sizes_memory_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,14 +103,14 @@ def test_the_picture_shows_sizes_memory_and_speed(tmp_path: Path, monkeypatch: p
         journal.step(step, figures(8 if step < 10 else 4, peak_bytes=step * 2**25, budget_bytes=2**30))
     journal.event(Event(kind=RECOVERY, step=10, reason="", before=8, after=4, unit="rows"))
     journal.event(Event(kind=GROWTH, step=25, reason="", before=4, after=8, unit="rows"))
-    assert panels_of(tmp_path, monkeypatch) == ["batch size", "memory (GiB)", "target tokens / s"]
+    assert panels_of(tmp_path, monkeypatch) == ["most rows in a microbatch", MEMORY, SPEED]
 
 
 def test_where_nothing_measures_memory_there_is_no_panel_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path)
-    assert panels_of(tmp_path, monkeypatch) == ["batch size", "target tokens / s"]
+    assert panels_of(tmp_path, monkeypatch) == [ROWS, SPEED]
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(
@@ -197,9 +207,10 @@ def test_a_folder_in_the_place_of_a_file_is_said_to_be_none(tmp_path: Path, capl
 @pytest.mark.parametrize("value", [None, "8", [8], {}, True, float("nan"), float("-inf"), 10**400], ids=str)
 def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
     journal = trained(tmp_path, last=5)
-    journal.step(6, dict.fromkeys(["samples", "microbatch_rows", "target_tokens_per_second"], value))
+    journal.step(6, dict.fromkeys(["samples", "microbatch_rows", "target_tokens", "target_tokens_per_second"], value))
     journal.step(7, {"peak_bytes": value, "budget_bytes": 2**30})
-    assert panels_of(tmp_path, monkeypatch) == ["batch size", "target tokens / s"]
+    journal.event(Event(kind=RECOVERY, step=5, reason="", unit="rows", before=8, after=value, lost_seconds=value))
+    assert panels_of(tmp_path, monkeypatch) == [ROWS, SPEED.replace("11", "5")]
 
 
 def break_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -25,6 +25,7 @@ from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
+PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ def build_pairs(cfg: DictConfig, settings: Settings, tokenizer: Any, mesh: Devic
     """Pairs of answers, for preference training."""
     dataset, packed = build_dataset(cfg, tokenizer)
     if packed:
-        raise ConfigError("dataset.packed is True, but pairs cannot be packed: set it to False")
+        raise ConfigError(PAIRS_ARE_NOT_PACKED)
     samples = NamedSamples(dataset, PAIR)
     _check_are_pairs(cfg, samples)
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)

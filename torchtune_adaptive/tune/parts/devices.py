@@ -8,6 +8,7 @@ import torch
 from torchtune import training, utils
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
 
@@ -21,6 +22,14 @@ def device_of(settings: Settings) -> torch.device:
     if device.type != torch.device(settings.device).type:
         raise _not_offered(settings, f"torch found {device.type} only")
     return device
+
+
+def device_named(settings: Settings) -> torch.device:
+    """What the config says, whether it is here or not."""
+    try:
+        return torch.device(settings.device)
+    except RuntimeError as error:
+        raise _not_offered(settings, components.reason(error)) from error
 
 
 def _not_offered(settings: Settings, reason: str) -> ConfigError:

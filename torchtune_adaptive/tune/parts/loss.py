@@ -15,14 +15,19 @@ from torchtune_adaptive.tune.start.settings import Settings
 
 def build_loss(cfg: DictConfig, settings: Settings, model: nn.Module) -> nn.Module:
     """The loss; one that takes its logits in chunks makes the model cut them."""
+    loss_fn = checked_loss(cfg)
+    if settings.compile:
+        training.compile_loss(loss_fn, verbose=False)
+    if hasattr(loss_fn, "num_output_chunks"):
+        cast(Any, model).set_num_output_chunks(loss_fn.num_output_chunks)
+    return loss_fn
+
+
+def checked_loss(cfg: DictConfig) -> nn.Module:
     loss_fn: nn.Module = components.build("loss", cfg)
     if not hasattr(loss_fn, "ignore_index"):
         raise ConfigError(
             f"loss is {cfg.loss.get('_component_')}, which has no ignore_index: allowed is a cross-entropy loss, "
             "for example torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
-    if settings.compile:
-        training.compile_loss(loss_fn, verbose=False)
-    if hasattr(loss_fn, "num_output_chunks"):
-        cast(Any, model).set_num_output_chunks(loss_fn.num_output_chunks)
     return loss_fn

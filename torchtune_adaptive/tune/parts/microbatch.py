@@ -144,7 +144,7 @@ def planned(
     data: Data, model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, device: torch.device
 ) -> tuple[Kind, Collate]:
     """Collective: the data's kind of sample as this run plans it, padded or not, and what makes batches of them."""
-    _check_sequence_length(model, adaptive)
+    check_sequence_length(model, adaptive)
     kind = replace(data.kind, padded=is_padded(model, settings, adaptive, device, packed=data.packed))
     return kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label)
 
@@ -180,7 +180,7 @@ def stage_runner(
     )
 
 
-def _check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
+def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
     """Refuses a length that the model cannot take, before a sample of it is made whose error would blame the data."""
     wanted, allowed = adaptive.sequence_length, getattr(model, "max_seq_len", None)
     if wanted is not None and allowed is not None and wanted > allowed:
@@ -197,18 +197,23 @@ def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
 
 
 def recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
-    """Whether a step can be run again: wherever no weight changes and no activation travels before it ends."""
+    reason = obstacle_to_recovery(settings, adaptive)
+    if reason is None:
+        return adaptive.recover_from_oom is not False
+    if dist.get_rank() == 0:
+        logger.info("recovery from running out of memory is off: %s", reason)
+    return False
+
+
+def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+    """Why a step cannot be run again, as it can where no weight changes and no activation travels before it ends."""
     reason = None
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"
     elif settings.tensor_parallel_dim > 1:
         reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
-    if reason is None:
-        return adaptive.recover_from_oom is not False
-    if adaptive.recover_from_oom:
+    if reason is not None and adaptive.recover_from_oom:
         raise ConfigError(
             f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
         )
-    if dist.get_rank() == 0:
-        logger.info("recovery from running out of memory is off: %s", reason)
-    return False
+    return reason

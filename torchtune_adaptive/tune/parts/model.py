@@ -40,7 +40,7 @@ def build_full_model(
 ) -> nn.Module:
     """Collective: the model of the config with every parameter trainable, filled from the checkpoint."""
     dtype = dtype_of(settings, device)
-    model = _built_on(META, cfg, dtype)
+    model = built_on(META, cfg, dtype)
     _compile(model, settings)
     if settings.tensor_parallel_dim > 1:
         model = _parallelize_tensors(model, cfg, mesh["tp"])
@@ -82,10 +82,10 @@ def build_lora_model(
 ) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
     dtype = dtype_of(settings, device)
-    model = _built_on(META, cfg, dtype)
+    model = built_on(META, cfg, dtype)
     if _is_quantized(model) and not _is_sharded(settings, mesh):
         # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
-        model = _built_on(device, cfg, dtype)
+        model = built_on(device, cfg, dtype)
     peft.set_trainable_params(model, peft.get_adapter_params(model))
     _compile(model, settings)
     _checkpoint_activations(model, settings)
@@ -103,7 +103,8 @@ def build_lora_model(
     return model
 
 
-def _built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype) -> nn.Module:
+def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype) -> nn.Module:
+    """The model of the config as its builder leaves it, ready for samples one after another."""
     with training.set_default_dtype(dtype), where:
         model: nn.Module = components.build("model", cfg)
     take_documents(model)

@@ -44,13 +44,17 @@ def leave() -> None:
 def data_and_tensor_mesh(device: torch.device, tensor_parallel_dim: int) -> DeviceMesh:
     """Collective: the mesh of data parallel × tensor parallel ranks."""
     world_size = dist.get_world_size()
+    check_divides(tensor_parallel_dim, world_size)
+    shape = (world_size // tensor_parallel_dim, tensor_parallel_dim)
+    return init_device_mesh(device.type, mesh_shape=shape, mesh_dim_names=("dp", "tp"))
+
+
+def check_divides(tensor_parallel_dim: int, world_size: int) -> None:
     if world_size % tensor_parallel_dim != 0:
         raise ConfigError(
             f"tensor_parallel_dim is {tensor_parallel_dim}, but the world size is {world_size}: "
             "the world size must be a multiple of it; change tensor_parallel_dim or --nproc_per_node"
         )
-    shape = (world_size // tensor_parallel_dim, tensor_parallel_dim)
-    return init_device_mesh(device.type, mesh_shape=shape, mesh_dim_names=("dp", "tp"))
 
 
 def _accelerator_backend(device: torch.device) -> str:

@@ -23,7 +23,7 @@ class StepProfiler:
     def __init__(self, section: Any, *, record_memory: bool) -> None:
         self._steps = 0
         self._record_from = self._record_to = -1
-        if section is None or not _is_enabled(section):
+        if section is None or not is_enabled(section):
             self._profiler = training.DummyProfiler()
             return
         # resolved here: apart from the whole config, ${output_dir} would be the section's own key
@@ -53,7 +53,7 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _is_enabled(section: Any) -> bool:
+def is_enabled(section: Any) -> bool:
     """Checks what decides, also of a profiler that is off: it would be found out only when it is needed."""
     if not isinstance(section, DictConfig):
         raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")

@@ -46,13 +46,19 @@ def dealer_of(
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
     if adaptive.deal is False or limit is None or not limit.by_length or world_size() == 1:
         return None
-    obstacle = _obstacle(model, settings)
+    obstacle = obstacle_to_dealing(model, settings, adaptive)
     if obstacle is None:
         return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop)
-    if adaptive.deal:
-        raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
     say(f"token budget · samples stay on the ranks that read them: {obstacle}")
     return None
+
+
+def obstacle_to_dealing(model: nn.Module, settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+    """Why samples have to stay on the ranks that read them; an error where they are to be dealt all the same."""
+    obstacle = _obstacle(model, settings)
+    if obstacle is not None and adaptive.deal:
+        raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
+    return obstacle
 
 
 def _obstacle(model: nn.Module, settings: Settings) -> str | None:

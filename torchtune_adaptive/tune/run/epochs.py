@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import pkgutil
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,6 +55,21 @@ def size_epochs(
             max_batch_size=rows_that_fit or adaptive.max_batch_size,
             beyond_memory=adaptive.beyond_memory,
             **common,
+        )
+
+
+def check_growth(function: Increase, settings: Settings, adaptive: AdaptiveConfig) -> None:
+    """Refuses a function that no run could ask, whatever its dataset: every epoch is asked for, and has one step."""
+    with _naming_the_key():
+        simulate(
+            function,
+            epochs=settings.epochs,
+            batch_size=settings.batch_size,
+            gradient_accumulation_steps=settings.gradient_accumulation_steps,
+            max_batch_size=adaptive.max_batch_size,
+            beyond_memory=adaptive.beyond_memory,
+            samples_per_rank=sys.maxsize,
+            max_steps_per_epoch=1,
         )
 
 

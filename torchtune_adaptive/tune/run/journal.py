@@ -9,8 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.charts.run import draw_run
-from torchtune_adaptive.record.events import SCHEDULE, START, Event
+from torchtune_adaptive.record.events import EPOCH, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes
@@ -49,7 +50,13 @@ class RunJournal:
         """Records a search. It does not know the steps that the run has taken; the journal does."""
         self.event(replace(event, step=self._steps_before))
 
-    def epoch(self, sizes: EpochSizes, progress: Progress, ranks: int) -> None:
+    def epoch(self, sizes: EpochSizes, limit: Limit, progress: Progress, ranks: int) -> None:
+        """Records the limit with which an epoch begins, or goes on."""
+        reason = f"epoch {sizes.epoch}: microbatches of at most {limit}"
+        self.event(Event(kind=EPOCH, step=progress.step, reason=reason, unit=limit.unit, after=limit.size))
+        self._schedule(sizes, progress, ranks)
+
+    def _schedule(self, sizes: EpochSizes, progress: Progress, ranks: int) -> None:
         """Records the start of an epoch whose steps have more or fewer samples than those of the epoch before."""
         past, step = progress.past, progress.step
         if progress.steps_in_epoch or not past or past[-1].samples_per_step == sizes.samples_per_step:

@@ -98,7 +98,8 @@ class Metrics:
         self._to_logger({**figures, **self._peak_memory()}, step)
         memory = {} if result.memory is None else result.memory._asdict()
         samples = self._sizes.samples_per_step * dist.get_world_size()
-        run = {"samples": samples, "target_tokens_per_second": tokens_per_second, **memory}
+        tokens = result.target_tokens
+        run = {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": tokens_per_second, **memory}
         self._journal.step(step, {**figures, **run})
 
     def _to_logger(self, figures: Mapping[str, float], step: int) -> None:

@@ -171,8 +171,8 @@ def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSi
 
     A step is the samples of this rank and, where they are planned ahead, those of the next step.
     """
-    parts.journal.epoch(sizes, progress, parts.ranks)
     parts.use_limits(course, sizes)
+    parts.journal.epoch(sizes, parts.runner.limit, progress, parts.ranks)
     parts.optimization.use_lr_factor(sizes.lr_factor)
     # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
     within = progress.steps_in_epoch > 0

@@ -51,12 +51,19 @@ def _check_path(key: str, section: Any) -> None:
 
 def _what_is_wrong(key: str, section: Any, error: BaseException, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     if isinstance(error, TypeError) and isinstance(section, DictConfig):
-        if wrong := misfit(section, args, kwargs):
-            component = section[COMPONENT].rpartition(".")[2]
-            return f"{wrong.in_words(key, component)}{_misplaced(wrong.unknown)}"
+        if told := misfit_in_words(key, section, args, kwargs):
+            return told
         also = _misplaced([name for name in map(str, section) if f"'{name}'" in str(error)])
         return f"{key} could not be built from {_described(section)}: {reason(error)}{also}"
     return f"{key} could not be built from {_described(section)}: {reason(error)}"
+
+
+def misfit_in_words(key: str, section: DictConfig, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """What a component is given that it does not take, or lacks; None where it can be called, or nothing can tell."""
+    wrong = misfit(section, args, kwargs)
+    if wrong is None:
+        return None
+    return f"{wrong.in_words(key, section[COMPONENT].rpartition('.')[2])}{_misplaced(wrong.unknown)}"
 
 
 def _misplaced(names: Sequence[Any]) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from importlib import resources
 from pathlib import Path
 
 import yaml
@@ -18,9 +17,8 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import did_you_mean
+from torchtune_adaptive.tune.start.catalogue import PREFIX, config_files, installed_configs, near_names
 
-PREFIX = "adaptive/"
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError)
 """What reading YAML may raise: RecursionError where it is nested thousands deep."""
 
@@ -35,6 +33,16 @@ def read_command_line(argv: list[str]) -> DictConfig:
     return cfg
 
 
+def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
+    """The config at a path, as a run with these overrides would read it."""
+    typed = sys.argv
+    sys.argv = [typed[0], "--config", str(path), *overrides]  # torchtune's parser looks nowhere else
+    try:
+        return read_command_line(sys.argv)
+    finally:
+        sys.argv = typed
+
+
 def locate(name: str) -> Path:
     """The file of a config given as a path or as `adaptive/...`."""
     installed = installed_configs()
@@ -42,24 +50,12 @@ def locate(name: str) -> Path:
         return installed[name]
     if not name.startswith(PREFIX) and Path(name).is_file():
         return Path(name)
-    raise ConfigError(f"--config {name} is neither a file nor a known config{_near(name, list(installed))}")
-
-
-def installed_configs() -> dict[str, Path]:
-    """Name -> file of every config that comes with this package."""
-    root = Path(str(resources.files("torchtune_adaptive.configs")))
-    return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    raise ConfigError(f"--config {name} is neither a file nor a known config{near_names(name, config_files())}")
 
 
 def name_of(path: Path) -> str:
     """What `--config` may be given for a file: a name of ours or of torchtune's where it has one."""
-    from torchtune._cli.cp import ROOT
-
-    stock = Path(ROOT) / "recipes" / "configs"
-    names = {file: name for name, file in installed_configs().items()}
-    if path.is_relative_to(stock):
-        return path.relative_to(stock).with_suffix("").as_posix()
-    return names.get(path, str(path))
+    return {file: name for name, file in config_files().items()}.get(path, str(path))
 
 
 def _position_of_config(argv: list[str]) -> int:
@@ -69,16 +65,6 @@ def _position_of_config(argv: list[str]) -> int:
     if "--config" not in argv[:-1]:
         raise ConfigError("--config is missing: give a path, a name of torchtune's configs or adaptive/...")
     return argv.index("--config") + 1
-
-
-def _near(name: str, installed: Sequence[str]) -> str:
-    """The names that the user may have meant, ours and torchtune's."""
-    from torchtune._recipe_registry import get_all_recipes
-
-    stock = [cfg.name for recipe in get_all_recipes() for cfg in recipe.configs]
-    names = [*installed, *dict.fromkeys(stock)]
-    wanted = name.removesuffix(".yaml")
-    return did_you_mean(wanted, names, most=4, likeness=0.5) or f"; installed are: {', '.join(installed)}"
 
 
 def _check_yaml(path: Path) -> None:

@@ -49,7 +49,6 @@ def _is_path(text: str) -> bool:
     return b"\0" not in raw and len(raw) < 4096 and all(len(name) <= 255 for name in raw.split(b"/"))
 
 
-ANY = Rule(lambda v: True, "anything")
 BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
 COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
 INTEGER = Rule(_is_int, "a whole number")
@@ -59,6 +58,8 @@ NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 PATH = Rule(lambda v: TEXT.accepts(v) and _is_path(v), "a path of names of at most 255 bytes")
+SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
+"""What is wrong with one is told where it is converted."""
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
 
@@ -78,9 +79,19 @@ def some_of(*choices: str) -> Rule:
     return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
 
 
-def option(rule: Rule, default: Any = dataclasses.MISSING, *, convert: Callable[[Any, str], Any] | None = None) -> Any:
-    """A field of a section; required when it has no default. `convert` takes the value and what errors call it."""
-    return dataclasses.field(default=default, metadata={"rule": rule, "convert": convert or _frozen})
+def option(
+    rule: Rule,
+    default: Any = dataclasses.MISSING,
+    *,
+    means: str = "",
+    convert: Callable[[Any, str], Any] | None = None,
+) -> Any:
+    """A field of a section; required when it has no default.
+
+    `means` is what README's table and `tune-adaptive keys` say of it; torchtune's own keys have none.
+    `convert` takes the value and what errors call it.
+    """
+    return dataclasses.field(default=default, metadata={"rule": rule, "means": means, "convert": convert or _frozen})
 
 
 def _frozen(value: Any, key: str) -> Any:
@@ -95,47 +106,112 @@ def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
 class AdaptiveConfig:
     """The `adaptive:` section."""
 
-    recover_from_oom: bool | None = option(BOOL | NULL, None)
-    """Repeat a step that ran out of memory with smaller microbatches; null: wherever that is possible."""
-    on_nan_loss: str = option(one_of("warn", "stop"), "warn")
-    """What happens at the first step whose loss, or gradient norm, is NaN or infinite."""
-    regrow_after: int = option(COUNT_OR_0, 200)
-    """Steps without trouble after which a limit that has shrunk tries the next larger size; 0: never."""
-    memory_limit: tuple[MemorySize, ...] | None = option(ANY, None, convert=_sizes)
-    """What a rank may use, less than its device has: 24GiB, a fraction, or a list with one for each rank."""
+    recover_from_oom: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="`True`: run a step again that ran out of memory. `False`: let it end the run. null: on wherever it is "
+        "possible, that is without `optimizer_in_bwd` and with `tensor_parallel_dim: 1`",
+    )
+    regrow_after: int = option(
+        COUNT_OR_0,
+        200,
+        means="steps without trouble after which a size that has shrunk tries the next larger one; 0: never",
+    )
+    on_nan_loss: str = option(
+        one_of("warn", "stop"),
+        "warn",
+        means="the first step whose loss, or norm of the gradient, is NaN or infinite: `warn` says so and goes on, "
+        "`stop` ends the run on all ranks",
+    )
+    memory_limit: tuple[MemorySize, ...] | None = option(
+        SIZES,
+        None,
+        convert=_sizes,
+        means="what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction `0.9`, or a list with one for each rank. "
+        "On CUDA the allocator enforces it, on a CPU a meter does; without it a CPU has nothing to search",
+    )
 
-    token_budget: int | str | None = option(COUNT | one_of("auto") | NULL, None)
-    """Tokens of a microbatch, or as many as were measured to fit; null: microbatches by rows."""
-    padding: bool | None = option(BOOL | NULL, None)
-    """False: samples one after another in place of rows padded to the longest; null: wherever that is possible."""
-    deal: bool | None = option(BOOL | NULL, None)
-    """True: the samples of a step are dealt to the ranks by length; null: under a token budget, where possible."""
-    oversize: str = option(one_of("error", "truncate", "skip"), "error")
-    """What happens to a sample that alone is more than a microbatch may be."""
+    token_budget: int | str | None = option(
+        COUNT | one_of("auto") | NULL,
+        None,
+        means="microbatches by tokens, whichever samples of a step share one. A number: no microbatch has more. "
+        "`auto`: as many as a few probes before training have shown to fit. null: by rows",
+    )
+    padding: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="under a token budget, `False`: samples stand one after another, without padding, and attention sees "
+        "each alone; where that is not possible, an error. `True`: rows padded to the longest, samples of like length "
+        "together. null: without wherever possible, else one line says why not",
+    )
+    deal: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="under a token budget, `True`: the samples of a step are dealt to the ranks by what they cost, so that "
+        "none waits for the fullest; a step has the same samples as before. null: wherever that is possible, that is "
+        "for models of text without tensor parallelism. `False`: each rank runs what it has read",
+    )
+    oversize: str = option(
+        one_of("error", "truncate", "skip"),
+        "error",
+        means="a sample that is too long for any microbatch: an error that names it; or `truncate`, `skip` (left out "
+        "of the loss); how many that were is told at the end of each epoch",
+    )
 
-    precompute_reference: bool = option(BOOL, False)
-    """Ask the reference of preference training once for the whole dataset, and keep what it says in output_dir."""
+    precompute_reference: bool = option(
+        BOOL,
+        False,
+        means="preference training: ask the reference once for the whole dataset, before training, and free it. What "
+        "it says is kept in `output_dir/reference` with a fingerprint of model, weights, tokenizer and dataset, and a "
+        "checksum of each pair",
+    )
 
-    search: str = option(one_of(*STRATEGIES), "linear")
-    """How `use_maximum_batch_size` looks for what fits."""
-    round_to: str = option(one_of(*ROUNDINGS), "power_of_two")
-    """What its answer is rounded down to; `divisor` of the configured samples per step."""
-    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
-    """No more rows than that, however many fit."""
-    sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
-    """Tokens of the worst case; null: tokenizer.max_seq_len, else those of the longest sample."""
-    accumulation: str = option(one_of(*ACCUMULATION_MODES), "rebalance")
-    """What the rows that fit do to gradient_accumulation_steps and to the samples per step."""
-    lr_scaling: str = option(one_of(*LR_SCALINGS), "none")
-    """What growth of the samples per step does to the learning rate."""
-    reuse_search: bool = option(BOOL, True)
-    """Take the answer from output_dir when it was found under the same circumstances."""
+    search: str = option(
+        one_of(*STRATEGIES),
+        "linear",
+        means="`linear`: measure few rows, extrapolate each phase, verify. `static`: predict as `adaptive_plan` does, "
+        "verify; if that fails, or nothing can be predicted, go on as `linear`. `binary`: double until it fails, then "
+        "bisect. `decrease`: halve from above until it fits",
+    )
+    round_to: str = option(
+        one_of(*ROUNDINGS),
+        "power_of_two",
+        means="what the answer is rounded down to: or `divisor` (of the configured samples per step), `none`",
+    )
+    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None, means="no more rows than that")
+    sequence_length: int | None = option(
+        count_up_to(MOST_TOKENS) | NULL,
+        None,
+        means="tokens of the worst case; null: `tokenizer.max_seq_len`, else the longest sample of the dataset "
+        "(scanned once, with a progress bar)",
+    )
+    accumulation: str = option(
+        one_of(*ACCUMULATION_MODES),
+        "rebalance",
+        means="`rebalance`: keep the configured samples per step, grow the step only when one microbatch already "
+        "holds more. `fixed`: leave `gradient_accumulation_steps` alone. `keep`: never change the samples per step",
+    )
+    lr_scaling: str = option(
+        one_of(*LR_SCALINGS),
+        "none",
+        means="what growth of the samples per step does to the learning rate: or `sqrt`, `linear`",
+    )
+    reuse_search: bool = option(
+        BOOL,
+        True,
+        means="take the answer from `batch_search.json` if it was found under the same circumstances",
+    )
 
-    on_save_error: str = option(one_of("stop", "continue"), "stop")
-    """What happens when a checkpoint cannot be written."""
-
-    beyond_memory: str = option(one_of(*BEYOND_MEMORY), "skip")
-    """What happens to an increase of the batch size beyond what fits."""
+    on_save_error: str = option(
+        one_of("stop", "continue"),
+        "stop",
+        means="a checkpoint that cannot be written ends the run; or `continue`",
+    )
+    beyond_memory: str = option(
+        one_of(*BEYOND_MEMORY),
+        "skip",
+        means="an increase beyond what fits is skipped; or `accumulate` (taken, in more microbatches), `error`",
+    )
 
 
 def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:

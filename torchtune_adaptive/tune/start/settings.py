@@ -37,7 +37,7 @@ class Settings:
     cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
     batch_size: int = option(COUNT)
-    use_maximum_batch_size: bool = option(BOOL, False)
+    use_maximum_batch_size: bool = option(BOOL, False, means="search for the most rows that fit, and train with them")
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
@@ -46,10 +46,22 @@ class Settings:
     clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = option(BOOL, False)
 
-    resume_from_checkpoint: bool | str = option(BOOL | one_of("auto"), False)
-    save_every_n_steps: int | None = option(COUNT | NULL, None)
-    keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
-    overwrite_output_dir: bool = option(BOOL, False)
+    resume_from_checkpoint: bool | str = option(
+        BOOL | one_of("auto"),
+        False,
+        means="`auto`: go on with the newest complete checkpoint of this run, or start. `True`: from the files that "
+        "the config names, as in torchtune",
+    )
+    save_every_n_steps: int | None = option(
+        COUNT | NULL, None, means="a checkpoint after every so many steps, besides those of every epoch"
+    )
+    keep_last_n_checkpoints: int | None = option(
+        COUNT | NULL,
+        None,
+        means="older ones are removed, except a finished run's last and the one resumed from; may stand in "
+        "`checkpointer` too",
+    )
+    overwrite_output_dir: bool = option(BOOL, False, means="a fresh start removes the checkpoints that are there")
     enable_async_checkpointing: bool = option(BOOL, False)
     save_adapter_weights_only: bool = option(BOOL, False)
 

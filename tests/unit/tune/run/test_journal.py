@@ -9,7 +9,8 @@ from unittest import mock
 
 import pytest
 
-from torchtune_adaptive.record.events import SCHEDULE
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.record.events import EPOCH, SCHEDULE
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes, double_every, simulate
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
@@ -34,9 +35,10 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        journal.epoch(plans[1], progress(plans, max(4, steps_done)), ranks=2)
+        journal.epoch(plans[1], RowLimit(2), progress(plans, max(4, steps_done)), ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)
     assert [event["step"] for event in timeline.events if event["kind"] == SCHEDULE] == [4]
+    assert [event["step"] for event in timeline.events if event["kind"] == EPOCH] == [4, 5]
     assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]

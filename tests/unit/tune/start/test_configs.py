@@ -11,7 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.configs import installed_configs, locate
+from torchtune_adaptive.tune.start.catalogue import installed_configs
+from torchtune_adaptive.tune.start.configs import locate
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import read_full_settings, read_lora_settings
 

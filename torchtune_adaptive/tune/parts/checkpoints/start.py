@@ -105,7 +105,7 @@ def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:
 def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
     """On rank 0: looks at the output directory, and prepares it for what the run will write."""
     directory = checkpoint_directory(cfg, settings)
-    _check_names_are_free(directory)
+    check_names_are_free(directory)
     found = folders.find_checkpoints(directory)
     serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
     mode = settings.resume_from_checkpoint
@@ -137,18 +137,23 @@ def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe:
         if not found:
             logger.info("fresh start: %s holds no checkpoint yet", directory)
         return None
-    changed = difference(identity_of(cfg, recipe), chosen.manifest.identity)
+    check_same_run(chosen.manifest, cfg, recipe, directory)
+    _check_unfinished(chosen, chosen.manifest, settings)
+    told = chosen.manifest.told
+    if told is not None and (changes := differences(told_values(cfg), told)):
+        logger.warning("changed since the checkpoint was saved: %s", "; ".join(changes))
+    return chosen
+
+
+def check_same_run(saved: Manifest, cfg: DictConfig, recipe: str, directory: Path) -> None:
+    """Refuses to go on with the checkpoint of another run."""
+    changed = difference(identity_of(cfg, recipe), saved.identity)
     if changed is not None:
         raise ConfigError(
             f"resume_from_checkpoint is auto, but {changed} in the run whose checkpoints are in {directory}; set it "
             "back, or start a new run: with another output_dir, or with resume_from_checkpoint: False and "
             "overwrite_output_dir: True"
         )
-    _check_unfinished(chosen, chosen.manifest, settings)
-    told = chosen.manifest.told
-    if told is not None and (changes := differences(told_values(cfg), told)):
-        logger.warning("changed since the checkpoint was saved: %s", "; ".join(changes))
-    return chosen
 
 
 def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None) -> None:
@@ -181,7 +186,7 @@ def _finish_cleaning(directory: Path, settings: Settings) -> None:
         folders.tidy(directory, settings.keep_last_n_checkpoints, resumed_from=None)
 
 
-def _check_names_are_free(directory: Path) -> None:
+def check_names_are_free(directory: Path) -> None:
     if file := next((path for path in folders.named(directory) if not path.is_dir() and path.exists()), None):
         raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
 

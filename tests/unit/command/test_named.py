@@ -1,0 +1,203 @@
+"""What `tune-adaptive` says of recipes, configs and keys: ls, cp, print, keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ranks import PATIENCE
+from torchtune_adaptive.command import keys
+from torchtune_adaptive.command.main import COMMANDS, NOBODY_READS, main
+from torchtune_adaptive.tune.start.catalogue import RECIPES, our_configs, recipe_files
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "configs" / "demo" / "full.yaml"
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    return left.value.code, *capsys.readouterr()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    code, out, error = told(capsys, *words)
+    assert (code, out) == (1, "")
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_every_recipe_that_is_installed_is_known_and_has_a_config() -> None:
+    assert RECIPES.keys() == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert {each.recipe for each in our_configs()} == {name for name, stock in RECIPES.items() if stock}
+    assert all(path.is_file() for path in recipe_files().values())
+
+
+def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes_recipes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = told(capsys, "ls")
+    lines = [tuple(line.split(maxsplit=1)) for line in out.splitlines()]
+    assert code == 0
+    assert lines[0] == ("RECIPE", "CONFIG")
+    assert {("adaptive_full_finetune_distributed", name) for name in ("adaptive/demo/full", "llama3_2/1B_full")} < {
+        *lines
+    }
+    assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
+    assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
+    assert "knowledge_distillation_distributed" in told(capsys, "ls", "--all")[1]
+
+
+def test_ls_finds_lines_with_all_words_also_behind_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = told(capsys, "ls", "qwen2_5", "--all", "3B_lora_single")
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["lora_finetune_single_device", "qwen2_5/3B_lora_single_device"]
+    ]
+    assert "did you mean qwen2 or qwen2_5?" in refused(capsys, "ls", "qven")
+
+
+def test_cp_makes_a_file_that_runs_as_the_last_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "mine.v2"))
+    copy = tmp_path / "mine.v2.yaml"
+    assert code == 0
+    assert copy.read_bytes() == DEMO.read_bytes()
+    assert out.splitlines()[-1] == f"run it with: tune run adaptive_full_finetune_distributed --config {copy}"
+    told(capsys, "cp", "llama3_2/1B_lora", str(tmp_path))
+    assert yaml.safe_load((tmp_path / "1B_lora.yaml").read_text())["model"]["lora_rank"] > 0
+    told(capsys, "cp", "adaptive_plan", str(tmp_path))
+    assert "adaptive_plan" in (tmp_path / "adaptive_plan.py").read_text()
+
+
+def test_cp_replaces_nothing_unless_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "there.yaml"
+    there.write_text("mine: 1")
+    assert "--force" in refused(capsys, "cp", "adaptive/demo/full", str(there))
+    assert there.read_text() == "mine: 1"
+    assert told(capsys, "cp", "adaptive/demo/full", str(there), "--force")[0] == 0
+    assert there.read_bytes() == DEMO.read_bytes()
+
+
+def test_cp_says_what_keeps_it_from_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    below = tmp_path / "new" / "mine.yaml"
+    assert "--make-parents" in refused(capsys, "cp", "adaptive/demo/full", str(below))
+    assert told(capsys, "cp", "adaptive/demo/full", str(below), "--make-parents")[0] == 0
+    (tmp_path / "file").touch()
+    refused(capsys, "cp", "adaptive/demo/full", str(tmp_path / "file" / "mine.yaml"), "--make-parents")
+    assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", "/proc/mine.yaml")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_cp_into_a_folder_without_permission_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in refused(capsys, "cp", "adaptive/demo/full", str(tmp_path))
+
+
+@pytest.mark.parametrize("command", [("cp", "TARGET"), ("print",)], ids=lambda words: words[0])
+def test_a_wrong_name_is_answered_with_those_that_are_like_it(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [str(tmp_path / "x") for _ in command[1:]]
+    assert "did you mean adaptive/demo/full" in refused(capsys, command[0], "adaptive/demo/ful.yaml", *target)
+    assert "llama3_2/1B_full" in refused(capsys, command[0], "llama3.2/1B_full", *target)
+    assert "tune-adaptive ls" in refused(capsys, command[0], "%%%", *target)
+
+
+def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, "print", "adaptive/demo/full")[1] == DEMO.read_text()
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("a: 1\nb: ${a}\n")
+    assert told(capsys, "print", str(mine))[1] == mine.read_text()
+    before = list(sys.argv)
+    assert told(capsys, "print", str(mine), "a=2", "c.d=[1]")[1] == "a: 2\nb: 2\nc:\n  d:\n  - 1\n"
+    assert sys.argv == before
+    assert "key=value, got lr" in refused(capsys, "print", str(mine), "lr")
+    assert "is a recipe" in refused(capsys, "print", "adaptive_plan", "a=2")
+    assert "def answer" in told(capsys, "print", "adaptive_plan")[1]
+
+
+def test_keys_explains_every_key_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = told(capsys, "keys")
+    for field in dataclasses.fields(AdaptiveConfig):
+        assert field.metadata["means"], field.name
+        assert f"adaptive.{field.name}: " in out
+    assert {"use_maximum_batch_size", "resume_from_checkpoint", "batch_increase_function"} < {
+        key.name for key in keys.at_the_top()
+    }
+    assert "adaptive.regrow_after: 200\n    allowed: a whole number of at least 0\n" in out
+    assert max(map(len, out.splitlines())) <= keys.WIDEST
+
+
+def test_keys_finds_by_a_part_of_the_name_and_knows_slips(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [line.split(":")[0] for line in told(capsys, "keys", "search")[1].splitlines() if line[:1] != " "]
+    assert list(filter(None, names)) == ["adaptive.search", "adaptive.reuse_search"]
+    assert "did you mean adaptive.memory_limit?" in refused(capsys, "keys", "memory_limt")
+
+
+def test_the_tables_of_keys_say_what_the_keys_say_of_themselves() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "keys.py"))
+    pages = [page.read_text(encoding="utf-8") for page in tool["PAGES"]]
+    for name in tool["TABLES"]:
+        assert sum(page.count(tool["begin"](name)) for page in pages) == 1, name
+    assert [page for page in pages if tool["renewed"](page) != page] == [], "python tools/keys.py writes them anew"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, name, "--help")
+    assert code == 0
+    assert str(COMMANDS[name].__doc__).splitlines()[0] in out
+    assert str(COMMANDS[name].__doc__).splitlines()[0] in " ".join(told(capsys, "--help")[1].split())
+
+
+@pytest.mark.parametrize("words", [["ls", "--al"], ["keys", "--foo"], ["status", "a", "b"], ["nonsense"], []])
+def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = told(capsys, *words)
+    assert (code, out) == (2, "")
+    assert error.startswith("usage: tune-adaptive")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from torchtune_adaptive.command.main import main; main([\"ls\"])'"
+    ended = subprocess.run(
+        ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE,
+        check=False,
+    )
+    assert ended.stderr == ""
+    assert int(ended.stdout) in (0, NOBODY_READS)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["ls"], ["cp", "adaptive/demo/full", "copy"], ["print", "llama3_2/1B_full"], ["keys"], ["keys", "--help"]],
+    ids=" ".join,
+)
+def test_it_answers_without_waiting_for_torch(words: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys; from torchtune_adaptive.command.main import main\n"
+        f"try: main({words!r})\n"
+        "finally: print([name for name in ('torch', 'torchtune', 'matplotlib') if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "[]"), ended.stderr

@@ -1,0 +1,197 @@
+"""What README and the pages of docs/ tell a reader to type, and where they point: all of it is there, and would run.
+
+Commands are checked and not started: what trains is validated as its run would do it, what only answers is asked.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from torchtune_adaptive.command.main import main, parse
+from torchtune_adaptive.tune.check.config import check_config
+from torchtune_adaptive.tune.start.catalogue import RECIPES, config_files, installed_configs
+from torchtune_adaptive.tune.start.configs import read_config
+
+ROOT = Path(__file__).parents[2]
+HISTORY = {"log.md", "CHANGELOG.md"}
+"""They say what was typed on a day in the past."""
+ALL_PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [page for page in ALL_PAGES if page.name not in HISTORY]
+PROGRAMS = ("tune", "tune-adaptive", "make", "python", "torchrun", "pip")
+MINE = "mine.yaml"
+"""What a command may call a reader's own config."""
+_STARTS = re.compile(rf"(?:^|[\s(])((?:{'|'.join(PROGRAMS)}) .*)")
+_LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)|!\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)", re.MULTILINE)
+
+
+class Shown(NamedTuple):
+    page: Path
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}: {self.text}"
+
+    @property
+    def words(self) -> list[str]:
+        return shlex.split(self.text, comments=True)
+
+
+def code_of(text: str) -> Iterator[str]:
+    """Lines of blocks, fenced or indented, joined where one goes on in the next; then code between words."""
+    fenced = re.compile(r"^```[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    blocks = [*fenced.findall(text), *re.findall(r"(?:^ {4}.*\n)+", text := fenced.sub("", text), re.MULTILINE)]
+    for block in blocks:
+        yield from re.sub(r" *\\\n *", " ", block).splitlines()
+    prose = (line for line in text.splitlines() if not line.startswith("    "))
+    yield from (code for line in prose for code in re.findall(r"`([^`]+)`", line))
+
+
+def commands_of(page: Path) -> Iterator[Shown]:
+    for line in code_of(page.read_text(encoding="utf-8")):
+        found = _STARTS.search(line.strip().removeprefix("$ "))
+        if found and "..." not in found[1] and not line.strip().startswith("#"):
+            yield Shown(page, found[1].strip())
+
+
+COMMANDS = [shown for page in PAGES for shown in commands_of(page)]
+
+
+def those_of(program: str, *first: str) -> list[Shown]:
+    begin = [program, *first]
+    return [shown for shown in COMMANDS if _words(shown)[: len(begin)] == begin and len(_words(shown)) > len(begin)]
+
+
+def _words(shown: Shown) -> list[str]:
+    try:
+        return shown.words
+    except ValueError:  # an apostrophe: prose
+        return []
+
+
+RUNS = those_of("tune", "run")
+ANSWERS = those_of("tune-adaptive")
+
+
+def test_the_rule_sees_the_commands_of_the_readme() -> None:
+    assert len(RUNS) >= 7
+    assert len(ANSWERS) >= 6
+    assert any("--rdzv_endpoint" in shown.text and "use_maximum_batch_size=True" in shown.text for shown in RUNS)
+    assert {"make demo", "make test", "make crash"} <= {" ".join(shown.words) for shown in those_of("make")}
+    assert list(code_of("a `b c` d\n\n    e \\\n      f\n\n```sh\ng\n```\n")) == ["g", "    e f", "b c"]
+
+
+@pytest.fixture
+def at_a_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a config of the reader's own."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / MINE).write_bytes(config_files()["adaptive/llama3_2/1B_full"].read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize("shown", RUNS, ids=str)
+def test_a_run_that_is_shown_would_start(shown: Shown, at_a_readers: Path) -> None:
+    options = get_args_parser().parse_args(shown.words[2:])  # torchrun's own: an unknown flag ends it
+    recipe, (flag, name, *overrides) = options.training_script, options.training_script_args
+    assert recipe in RECIPES
+    assert flag == "--config"
+    path = config_files().get(name) or Path(name)
+    ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
+    cfg = read_config(path, [*overrides, "output_dir=out"])
+    findings = check_config(cfg, recipe, ranks, here=False)
+    assert findings.wrong == []
+
+
+@pytest.mark.parametrize("shown", ANSWERS, ids=str)
+def test_a_question_that_is_shown_is_answered(
+    shown: Shown, at_a_readers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = shown.words[1:]
+    if "|" in words or words[0] == "status":  # a list of commands; a run that only its reader has
+        assert {"ls", "cp", "print", "validate", "keys", "status"} >= {word for word in words[:-1:2] if word != "|"}
+        return
+    if words[0] == "cp":
+        (at_a_readers / MINE).unlink()
+    if len(words) == 1 and words[0] not in ("ls", "keys"):  # its name in a sentence
+        with pytest.raises(SystemExit):
+            parse([*words, "--help"])
+        return
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 0, capsys.readouterr().err
+
+
+def test_the_targets_of_make_that_are_shown_are_there() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    shown = {word for each in those_of("make") for word in each.words[1:] if "=" not in word}
+    assert shown - set(phony.split()) == set()
+
+
+@pytest.mark.parametrize("shown", [*those_of("python"), *those_of("torchrun")], ids=str)
+def test_a_program_that_is_shown_is_there(shown: Shown) -> None:
+    words = shown.words[1:]
+    if words[0] == "-m":
+        assert importlib.util.find_spec(words[1]) is not None
+        return
+    scripts = [word for word in words if word.endswith(".py")]
+    assert scripts
+    assert all((ROOT / script).is_file() for script in scripts)
+
+
+def test_extras_that_are_to_be_installed_exist() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    for shown in those_of("pip"):
+        for extra in re.findall(r"torchtune-adaptive\[(\w+)\]", shown.text):
+            assert re.search(rf"^{extra} = \[", project, re.MULTILINE), shown
+
+
+def test_a_config_says_by_which_command_it_is_started() -> None:
+    for name, path in installed_configs().items():
+        (line,) = re.findall(r"^#\s+tune run (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        options = get_args_parser().parse_args(line.split())
+        assert options.training_script in RECIPES, name
+        assert options.training_script_args == ["--config", name]
+
+
+def anchors_of(page: Path) -> set[str]:
+    """As GitHub makes them of headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def links_of(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return ["".join(groups) for groups in _LINK.findall(text)]
+
+
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_a_link_leads_to_a_file_and_to_a_heading_that_are_there(page: Path) -> None:
+    for link in links_of(page):
+        if link.startswith(("https://", "http://", "mailto:")):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place).resolve() if place else page
+        assert target.exists(), link
+        assert target.is_relative_to(ROOT), link
+        assert not anchor or anchor in anchors_of(target), link
+
+
+def test_a_page_of_docs_can_be_found_from_another() -> None:
+    linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links_of(page)}
+    assert set((ROOT / "docs").glob("*.md")) - linked == set()
+
+
+def test_a_link_by_name_has_its_address() -> None:
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        defined = set(re.findall(r"^\[([^\]]+)\]: ", text, re.MULTILINE))
+        used = set(re.findall(r"\]\[([^\]]+)\]", text)) | {each for each in defined if f"[{each}]" in text}
+        assert used <= defined, page.name
+        assert all(len(re.findall(rf"\[{re.escape(each)}\]", text)) > 1 for each in defined), page.name

@@ -1,0 +1,216 @@
+"""`tune-adaptive validate`: what a run refuses is refused in the same words, and what a run takes is taken."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.recipes import test_errors
+from tests.unit.tune.parts.checkpoints.making import save
+from torchtune_adaptive.command.main import main
+from torchtune_adaptive.tune.check.config import READERS, SAVED_BY
+from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
+
+DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
+TOLD_LATER = {
+    "checkpointer.checkpoint_files=[none.pt]": "the demo's checkpointer makes its files where there are none",
+    "checkpointer=torchtune.NoCheckpointer": "not the word of torchtune's, which is not asked for the component",
+}
+SECTION = "tests.unit.tune.check.test_config."
+
+IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1")
+
+Ended = tuple[int, str, str]
+Validate = Callable[..., Ended]
+
+
+def cases(test: Callable[..., None]) -> list[tuple[str, list[str]]]:
+    """The overrides that a test of the recipes tries, with what the error has to say."""
+    (listed,) = (mark.args[1] for mark in test.pytestmark if "override" in mark.args[0])  # type: ignore[attr-defined]
+    return [(override, parts) for override, parts in listed if override not in TOLD_LATER]
+
+
+VALUES = [
+    *cases(test_errors.test_a_wrong_value_is_named_with_what_is_allowed),
+    *cases(test_errors.test_a_bad_override_is_named),
+]
+PARTS = cases(test_errors.test_a_component_that_cannot_be_built_is_named)
+OF_LORA = cases(test_errors.test_what_lora_cannot_do_is_refused_before_training)
+
+
+@pytest.fixture
+def validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Validate:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def ended(*words: str) -> Ended:
+        with pytest.raises(SystemExit) as left:
+            main(["validate", *words])
+        return int(str(left.value.code)), *capsys.readouterr()
+
+    return ended
+
+
+def assert_refused(ended: Ended, parts: list[str]) -> None:
+    status, out, errors = ended
+    assert status == 1, out
+    told = [line for line in errors.splitlines() if line.startswith("error: ")]
+    assert any(all(part in line for part in parts) for line in told), errors
+
+
+def first_words(parts: list[str]) -> list[str]:
+    """The key: a component that is not built is held against its signature, in words of its own."""
+    return parts[:1]
+
+
+def test_every_recipe_can_be_checked() -> None:
+    assert READERS.keys() == RECIPES.keys()
+    assert SAVED_BY.keys() == {name for name, stock in RECIPES.items() if stock}
+
+
+def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Validate, tmp_path: Path) -> None:
+    for kind in DEMO:
+        status, out, errors = validate(DEMO[kind], "--here", "--ranks", "2", "epochs=3")
+        assert (status, errors) == (0, ""), errors
+        assert out == f"adaptive_{kind}_finetune_distributed takes {DEMO[kind]} epochs=3\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("override", "parts"), VALUES, ids=lambda value: value[:40] if isinstance(value, str) else "")
+def test_a_value_that_a_run_refuses_is_refused_in_its_words(
+    validate: Validate, override: str, parts: list[str]
+) -> None:
+    if override.startswith("--"):
+        assert validate(DEMO["full"], override)[0] == 2
+    else:
+        assert_refused(validate(DEMO["full"], "--here", override), parts)
+
+
+@pytest.mark.parametrize(("override", "parts"), PARTS, ids=lambda value: value[:40] if isinstance(value, str) else "")
+@pytest.mark.parametrize("kind", DEMO)
+def test_a_component_that_a_run_cannot_build_is_refused(
+    validate: Validate, kind: str, override: str, parts: list[str]
+) -> None:
+    assert_refused(validate(DEMO[kind], override), first_words(parts))
+
+
+@pytest.mark.parametrize(("override", "parts"), OF_LORA)
+def test_what_lora_cannot_do_is_refused(validate: Validate, override: str, parts: list[str]) -> None:
+    assert_refused(validate(DEMO["lora"], override), parts)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["adaptive.recover_from_oom=True", *IN_BACKWARD], ["a step cannot be run again"]),
+        (["adaptive.deal=True"], ["adaptive.deal is True", "token_budget is null"]),
+        (["adaptive.token_budget=64", "adaptive.padding=False", "dataset.packed=True"], ["the dataset is packed"]),
+        (["adaptive.sequence_length=4096"], ["adaptive.sequence_length is 4096", "at most 2048"]),
+        (["adaptive.memory_limit=[1GiB,2GiB,3GiB]", "--ranks=2"], ["3 amounts for 2 ranks"]),
+        (["adaptive.memory_limit=lots"], ["adaptive.memory_limit", "'lots'"]),
+        (["optimizer.memory_limit=1GiB"], ["write adaptive.memory_limit"]),
+        (["batch_sise=4"], ["batch_sise is not a known key: did you mean batch_size?"]),
+        (["batch_increase_function=nowhere.f"], ["batch_increase_function is 'nowhere.f'"]),
+        ([f"batch_increase_function={SECTION}shrinking"], ["batch_increase_function"]),
+        (["lr_scheduler._component_=torch.optim.lr_scheduler.StepLR"], ["lr_scheduler"]),
+        (["dataset.colour=red"], ["dataset.colour", "takes no such argument"]),
+    ],
+    ids=lambda value: value[0][:40],
+)
+def test_what_contradicts_itself_is_refused(validate: Validate, overrides: list[str], parts: list[str]) -> None:
+    assert_refused(validate(DEMO["full"], *overrides), parts)
+
+
+def shrinking(epoch: int, current_batch_size: int) -> int:
+    return -current_batch_size
+
+
+def test_three_mistakes_are_three_lines(validate: Validate) -> None:
+    status, _, errors = validate(DEMO["full"], "batch_size=0", "optimizer.lrr=1", "dataset=nowhere.x")
+    assert status == 1
+    assert [line.split()[1].rstrip(":") for line in errors.splitlines()] == [
+        "batch_size",
+        "dataset._component_",
+        "optimizer.lrr",
+    ]
+
+
+def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:
+    status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
+    assert (status, errors) == (0, "")
+    notes = [line for line in out.splitlines() if line.startswith("note: not here: ")]
+    assert [next(key for key in ("tokenizer", "device", "checkpoint_dir") if key in note) for note in notes] == [
+        "tokenizer",
+        "device",
+        "checkpoint_dir",
+    ]
+    status, out, errors = validate("llama3_2/1B_full", "device=cuda:99", "--here")
+    assert status == 1
+    assert errors.count("error: ") == 3
+
+
+@pytest.mark.parametrize("config", [*taken_by_ours()][::6], ids=lambda config: config.name)
+def test_what_ours_take_is_taken_though_its_weights_are_elsewhere(
+    validate: Validate, config: Listed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchvision", None)
+    status, out, errors = validate(config.name, "--recipe", config.recipe, "output_dir=out")
+    assert (status, errors) == (0, "")
+    assert "note: not here: tokenizer" in out or "demo" in config.name
+
+
+def test_a_package_that_a_component_needs_may_be_installed_elsewhere(validate: Validate, tmp_path: Path) -> None:
+    (tmp_path / "needs_another.py").write_text("import no_such_package_of_anybody\n")
+    config = (DEMO["full"], "model=needs_another.model", "tokenizer=needs_another.tokenizer")
+    status, out, errors = validate(*config)
+    assert (status, errors) == (0, "")
+    assert out.count("needs no_such_package_of_anybody, which is not installed") == 2
+    assert_refused(validate(*config, "--here"), ["model needs no_such_package_of_anybody"])
+
+
+def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
+    validate: Validate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "out", "epoch_0", serial=0)
+    into = (DEMO["full"], "output_dir=out", "overwrite_output_dir=False")
+    assert_refused(validate(*into), ["holds checkpoints of a run (epoch_0)"])
+    assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["in the run whose checkpoints are in"])
+    assert validate(*into[:2], "overwrite_output_dir=True")[0] == 0
+    assert (tmp_path / "out" / "epoch_0").is_dir()
+    monkeypatch.setattr("torchtune_adaptive.tune.check.places.holder", lambda _: "process 7 on node3")
+    assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
+
+
+def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_its_model_is_for(
+    validate: Validate, tmp_path: Path
+) -> None:
+    for name, recipe in (("adaptive/demo/lora", LORA), ("adaptive/demo/tokens", FULL)):
+        path = next(each.path for each in taken_by_ours() if each.name == name)
+        mine = tmp_path / "mine.yaml"
+        text = path.read_text()
+        for content in (text, "\n".join(line for line in text.splitlines() if not line.startswith("#"))):
+            mine.write_text(content)
+            status, out, errors = validate(str(mine))
+            assert (status, errors) == (0, "")
+            assert out == f"{recipe} takes {mine}\n"
+    assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", LORA), ["model.lora_attn_modules is missing"])
+
+
+def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Path) -> None:
+    (tmp_path / "beside_the_config.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as mine\n")
+    status, _, errors = validate(DEMO["full"], "dataset._component_=beside_the_config.mine")
+    assert (status, errors) == (0, "")
+
+
+def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
+    question = ("adaptive/llama3_1/8B_full", "--recipe", PLAN)
+    assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
+    assert_refused(validate(*question, "world_size=8"), ["there is nothing to fit into"])
+    assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])
+
+
+def test_a_config_of_a_recipe_that_is_none_of_ours_is_refused(validate: Validate) -> None:
+    assert_refused(validate("llama2/7B_lora_single_device"), ["lora_finetune_single_device", "--recipe"])

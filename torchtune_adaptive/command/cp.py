@@ -1,0 +1,59 @@
+"""Copy a config, or a recipe, to change it: tune-adaptive cp adaptive/llama3_2/1B_full mine.yaml"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from torchtune_adaptive.command.names import file_of, recipe_for
+from torchtune_adaptive.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="a config or a recipe, as `tune-adaptive ls` lists it")
+    parser.add_argument("destination", type=Path, help="a file, or a folder that is there")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
+    parser.add_argument("--make-parents", action="store_true", help="make the folders that are missing")
+
+
+def run(options: argparse.Namespace) -> int:
+    source = file_of(options.name)
+    destination = target(options.destination, source)
+    if options.make_parents:
+        _make_parents(destination)
+    _write(source.read_bytes(), destination, replace=options.force)
+    print(f"copied to {destination}")
+    print(f"run it with: {command(options.name, destination)}")
+    return 0
+
+
+def target(destination: Path, source: Path) -> Path:
+    """The file to write: in a folder under the name of the source, and always with its ending."""
+    if destination.is_dir():
+        return destination / source.name
+    return destination if destination.suffix == source.suffix else Path(f"{destination}{source.suffix}")
+
+
+def command(name: str, destination: Path) -> str:
+    if destination.suffix == ".py":
+        return f"tune run {destination} --config ..."
+    return f"tune run {recipe_for(name) or 'RECIPE'} --config {destination}"
+
+
+def _make_parents(destination: Path) -> None:
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{destination.parent} cannot be made: {error.strerror}; choose another folder") from error
+
+
+def _write(content: bytes, destination: Path, *, replace: bool) -> None:
+    try:
+        with destination.open("wb" if replace else "xb") as file:
+            file.write(content)
+    except FileExistsError as error:
+        raise ConfigError(f"{destination} is there already: choose another name, or give --force") from error
+    except OSError as error:
+        if not destination.parent.exists():
+            raise ConfigError(f"there is no folder {destination.parent}: make it, or give --make-parents") from error
+        raise ConfigError(f"{destination} cannot be written: {error.strerror}; choose another place") from error

@@ -1,0 +1,96 @@
+"""Explain the keys of a config that torchtune does not have: what each means, may be, and is where it is not given.
+
+tune-adaptive keys                 # all of them
+tune-adaptive keys search memory   # those that have one of these words in their name
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.wording import did_you_mean
+
+WIDEST = 110
+"""Columns of a line, on a terminal that has more."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    name: str
+    allowed: str
+    """What a value may be, in words."""
+    default: str
+    """As it is written in a config."""
+    means: str
+
+
+INCREASE = Key(
+    "batch_increase_function",
+    "a section with a _component_, or a dotted path, or null",
+    "null",
+    "a function (epoch, batch size) -> rows to add, asked before every epoch: a section with a `_component_`, or a "
+    "dotted path",
+)
+
+
+def at_the_top() -> tuple[Key, ...]:
+    """Keys that stand beside torchtune's own."""
+    from torchtune_adaptive.tune.start.settings import Settings  # with numpy and omegaconf, which other commands spare
+
+    search, *others = _keys_of(Settings)
+    return search, INCREASE, *others
+
+
+def of_the_section() -> tuple[Key, ...]:
+    """Keys of `adaptive:`."""
+    from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+
+    return _keys_of(AdaptiveConfig, "adaptive.")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("words", nargs="*", metavar="word", help="only keys that have one of these words in their name")
+
+
+def run(options: argparse.Namespace) -> int:
+    width = min(WIDEST, shutil.get_terminal_size((WIDEST, 0)).columns)
+    print("\n\n".join(explained(key, width) for key in chosen(options.words)))
+    return 0
+
+
+def chosen(words: Sequence[str]) -> list[Key]:
+    everything = (*at_the_top(), *of_the_section())
+    found = [key for key in everything if not words or any(word in key.name for word in words)]
+    if not found:
+        hint = did_you_mean(words[0], [key.name for key in everything], likeness=0.4)
+        raise ConfigError(
+            f"none of our keys has {' or '.join(words)} in its name{hint or '; without a word all are listed'}"
+        )
+    return found
+
+
+def explained(key: Key, width: int) -> str:
+    lines = [f"{key.name}: {key.default}", f"allowed: {key.allowed}", key.means]
+    first, *others = (
+        textwrap.wrap(line, width, initial_indent="    " * bool(at), subsequent_indent="    ")
+        for at, line in enumerate(lines)
+    )
+    return "\n".join([*first, *(line for wrapped in others for line in wrapped)])
+
+
+def _keys_of(section: type[Any], prefix: str = "") -> tuple[Key, ...]:
+    return tuple(
+        Key(prefix + field.name, field.metadata["rule"].allowed, written(field.default), field.metadata["means"])
+        for field in dataclasses.fields(section)
+        if field.metadata["means"]
+    )
+
+
+def written(value: Any) -> str:
+    return "null" if value is None else str(value)

@@ -1,0 +1,40 @@
+"""What somebody may call a config or a recipe on the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.catalogue import (
+    PREFIX,
+    config_files,
+    near_names,
+    recipe_files,
+    stock_configs,
+    taken_by_ours,
+)
+
+
+def file_of(name: str) -> Path:
+    """The file of a config, of a recipe, or at a path."""
+    return _named(name, config_files() | recipe_files())
+
+
+def config_of(name: str) -> Path:
+    """The file of a config, by its name or its path."""
+    if name in recipe_files():
+        raise ConfigError(f"{name} is a recipe: give one of its configs (tune-adaptive ls {name})")
+    return _named(name, config_files())
+
+
+def recipe_for(name: str) -> str | None:
+    """The recipe that a config of this name is for, ours where there is one; None: a path does not say."""
+    return next((each.recipe for each in (*taken_by_ours(), *stock_configs()) if each.name == name), None)
+
+
+def _named(name: str, known: dict[str, Path]) -> Path:
+    if name in known:
+        return known[name]
+    if not name.startswith(PREFIX) and Path(name).is_file():
+        return Path(name)
+    raise ConfigError(f"{name} is neither a file nor a name that is known{near_names(name, known)}")

@@ -1,0 +1,73 @@
+"""Check a config, with overrides, as a run would check it: exit status 0 if it would start, 1 if not.
+
+tune-adaptive validate llama3_2/1B_full use_maximum_batch_size=True
+tune-adaptive validate mine.yaml --ranks 8
+tune-adaptive validate mine.yaml --here           # on the machine that it will run on
+
+Keys, values and what they mean together are checked, and every component is built, or held against what it takes: the
+model without weights, on no device. What only the machine can tell on which it will run (its devices, the files of
+weights and tokenizer, the output folder) is a note; with --here it counts, too. The dataset is not read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from pathlib import Path
+
+from torchtune_adaptive.command.names import config_of, recipe_for
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.catalogue import FULL, LORA, RECIPES, recipe_of
+
+FITS, REFUSED = 0, 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", help="the name of a config, as `tune-adaptive ls` lists it, or the path of one")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="overrides, as for `tune run`")
+    parser.add_argument("--recipe", choices=RECIPES, metavar="RECIPE", help="for this one, where it is not clear")
+    parser.add_argument("--ranks", type=ranks, metavar="N", help="processes of the run, on all nodes together")
+    parser.add_argument("--here", action="store_true", help="it will run on this machine: what this one lacks counts")
+
+
+def run(options: argparse.Namespace) -> int:
+    from torchtune_adaptive.tune.check.config import check_config
+    from torchtune_adaptive.tune.start.configs import read_config
+    from torchtune_adaptive.tune.start.launch import show_decisions
+
+    config = config_of(options.config)
+    recipe = options.recipe or chosen_recipe(options.config, config)
+    show_decisions()
+    # torchtune sets the level anew whenever it logs
+    logging.getLogger("torchtune.utils._logging").addFilter(lambda record: record.levelno >= logging.WARNING)
+    if os.getcwd() not in sys.path:  # as for a run, whose components may stand beside its config
+        sys.path.insert(0, os.getcwd())
+    findings = check_config(read_config(config, options.words), recipe, options.ranks, here=options.here)
+    for note in findings.notes:
+        print(f"note: {note}")
+    for wrong in findings.wrong:
+        print(f"error: {wrong}", file=sys.stderr)
+    if findings.wrong:
+        return REFUSED
+    print(f"{recipe} takes {' '.join([options.config, *options.words])}")
+    return FITS
+
+
+def chosen_recipe(name: str, config: Path) -> str:
+    """By the list of configs, by what the file says of itself, or by its model."""
+    named = recipe_for(name) or recipe_of(config)
+    if named is not None and named in RECIPES:
+        return named
+    if name != str(config):
+        raise ConfigError(
+            f"{name} is a config of {named}, which is none of ours: give --recipe to check it for another"
+        )
+    return LORA if "lora_attn_modules" in config.read_text(encoding="utf-8") else FULL
+
+
+def ranks(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes: allowed is a whole number of at least 1")
+    return int(text)

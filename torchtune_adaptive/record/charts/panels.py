@@ -1,0 +1,140 @@
+"""The panels of a run's picture. Each says above itself what it shows; lines are named where they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.record.charts.figures import ALARM, BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, unit_of
+from torchtune_adaptive.record.course import AFTER, LimitCourse, Speed
+from torchtune_adaptive.record.events import SCHEDULE
+from torchtune_adaptive.record.timeline import Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+LOWERED = "#FBE3D2"
+"""Between the limit and what it had been, in the spells in which it was lower."""
+_MARKS = {
+    RECOVERY: ("out of memory: the step is run again, in smaller microbatches", ALARM, "v"),
+    GROWTH: ("has been quiet for long: larger ones are tried again", GREEN, "^"),
+    THRASHING: ("the allocator thrashes: smaller ones on trial", PINK, "s"),
+    TRIAL: ("the trial is decided", SKY, "D"),
+}
+_ROOM_ABOVE = 0.30
+"""Of a panel's height, for what its marks say."""
+
+
+def draw_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:
+    """The limit as steps, on a logarithmic scale: it is halved and doubled."""
+    unit, per = unit_of(max(course.sizes)) if course.unit == "bytes" else (course.unit, 1)
+    _heading(axes, f"most {unit} in a microbatch" + (f", stage {course.stage}" if course.stage else ""))
+    sizes, highest = ([size / per for size in (*values, values[-1])] for values in (course.sizes, course.highest))
+    at = [*course.at, end]
+    axes.fill_between(at, sizes, highest, step="post", color=LOWERED, linewidth=0, zorder=0)
+    axes.step(at, sizes, where="post", color=BLUE, linewidth=1.8, label="limit")
+    axes.set_yscale("log", base=2)
+    low, high = min(sizes), max(sizes)
+    axes.set_ylim(low / 1.35, high * (high / low * 2) ** (_ROOM_ABOVE / (1 - _ROOM_ABOVE)))
+    shown = sorted({*sizes}) if len({*sizes}) <= 6 else None
+    if shown:
+        axes.set_yticks(shown)
+    axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+    _draw_marks(axes, course, per, end)
+
+
+def _draw_marks(axes: Axes, course: LimitCourse, per: int, end: float) -> None:
+    """A mark for every change, and beside the first of a kind what it is."""
+    row = 0
+    for kind, (means, colour, marker) in _MARKS.items():
+        at = [mark.at for mark in course.marks if mark.kind == kind]
+        sizes = [mark.size / per for mark in course.marks if mark.kind == kind]
+        if not at:
+            continue
+        axes.plot(at, sizes, marker, color=colour, markersize=6, zorder=4, clip_on=False, linestyle="none")
+        _say(axes, at[0], sizes[0], f"{means} ({len(at)})", colour, row=row, end=end)
+        row += 1
+
+
+def _say(axes: Axes, x: float, y: float, text: str, colour: str, *, row: int, end: float) -> None:
+    """Above the line, where nothing else is, with a thin leader down to the mark."""
+    height = 0.97 - 0.13 * row
+    right = x > 0.4 * end
+    axes.annotate(
+        text,
+        xy=(x, y),
+        xytext=(x, height),
+        textcoords=("data", "axes fraction"),
+        horizontalalignment="right" if right else "left",
+        verticalalignment="top",
+        color=colour,
+        fontsize=9,
+        arrowprops={
+            "arrowstyle": "-",
+            "color": colour,
+            "linewidth": 0.7,
+            "shrinkA": 0,
+            "shrinkB": 3,
+            "relpos": (float(right), 0.5),
+        },
+    )
+
+
+def draw_rows(axes: Axes, *, timeline: Timeline) -> None:
+    """What ran, where the record does not say what was allowed."""
+    _heading(axes, "rows of the largest microbatch")
+    axes.step(*timeline.series("microbatch_rows"), where="mid", color=BLUE, linewidth=1.6, label="rows")
+    axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", integer=True)
+
+
+def draw_samples(axes: Axes, *, timeline: Timeline) -> None:
+    """Samples of a step, where they change over the run; a mark where the schedule lets them."""
+    _heading(axes, "samples of a step, all ranks")
+    steps, samples = timeline.series("samples")
+    axes.step(steps, samples, where="mid", color=GREY, linewidth=1.6, label="samples")
+    rises = [event for event in timeline.events if event["kind"] == SCHEDULE and event["step"] + 1 in steps]
+    at = [event["step"] + AFTER for event in rises]
+    sizes = [samples[steps.index(event["step"] + 1)] for event in rises]
+    axes.plot(at, sizes, "o", color=ORANGE, markersize=5, zorder=4, linestyle="none")
+    axes.set_ylim(0, 1.2 * max(samples))
+
+
+def draw_memory(axes: Axes, *, timeline: Timeline) -> None:
+    steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
+    unit, unit_bytes = unit_of(max(budgets))
+    used, allowed = ([count / unit_bytes for count in counts] for counts in (peaks, budgets))
+    _heading(axes, f"peak memory of the fullest rank ({unit})")
+    axes.plot(steps, used, color=BLUE, linewidth=1.1, label="peak")
+    axes.step(steps, allowed, where="mid", color=ALARM, linewidth=1.2, linestyle="--", label="budget")
+    top = max(*used, *allowed)
+    axes.set_ylim(0, 1.25 * top)
+    _name(axes, steps[-1], allowed[-1], f"its budget, {allowed[-1]:.3g} {unit}", ALARM)
+
+
+def draw_speed(axes: Axes, *, speed: Speed) -> None:
+    _heading(axes, f"target tokens a second, all ranks, mean of {speed.window} steps")
+    if speed.without_losses != speed.tokens_per_second:
+        axes.plot(speed.steps, speed.without_losses, color=GREY, linewidth=1.1, linestyle="--", label="without losses")
+        _name(axes, speed.steps[-1], 0, "dashed: had no step been run again", GREY)
+    axes.plot(speed.steps, speed.tokens_per_second, color=BLUE, linewidth=1.6, label="tokens")
+    axes.set_ylim(0, 1.15 * max(*speed.tokens_per_second, *speed.without_losses))
+
+
+def _heading(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=9.5, color=INK)
+
+
+def _name(axes: Axes, x: float, y: float, text: str, colour: str) -> None:
+    """Above the end of a line."""
+    axes.annotate(
+        text,
+        (x, y),
+        xytext=(0, 3),
+        textcoords="offset points",
+        horizontalalignment="right",
+        verticalalignment="bottom",
+        color=colour,
+        fontsize=9,
+    )

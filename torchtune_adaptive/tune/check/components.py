@@ -1,0 +1,169 @@
+"""Sections with a `_component_`: built where that touches nothing, else held against what the component takes."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import torch
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from torch import nn
+from torchtune import training
+from torchtune.config._utils import _get_component_from_path
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.check.findings import Findings
+from torchtune_adaptive.tune.parts import profiling
+from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST
+from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate
+from torchtune_adaptive.tune.parts.loss import checked_loss
+from torchtune_adaptive.tune.parts.model import META, built_on
+from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.plan.shims import quantizing_at_once
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.arguments import COMPONENT
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import shown
+
+T = TypeVar("T")
+
+SOME_STEPS = 100
+"""Of a run whose dataset is not read here."""
+
+
+def check_components(
+    cfg: DictConfig, settings: Settings | None, findings: Findings, *, of_pairs: bool
+) -> nn.Module | None:
+    """All of them; returns the model, on the meta device. `of_pairs`: the recipe is one of preference training."""
+    model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
+    tokenizer = partial(check_tokenizer, cfg, findings)
+    findings.of(lambda: _with_what_is_installed(tokenizer, "tokenizer", cfg, findings))
+    findings.of(lambda: check_dataset(cfg))
+    findings.of(lambda: check_pairs(cfg) if of_pairs else check_loss(cfg, settings))
+    findings.of(lambda: check_optimization(cfg, findings))
+    findings.of(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
+    findings.of(lambda: check_profiler(cfg))
+    findings.of(lambda: check_checkpointer(cfg))
+    return model
+
+
+def build_model(cfg: DictConfig) -> nn.Module:
+    with quantizing_at_once(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what is wrong with a size is told by its key
+        return built_on(META, cfg, torch.float32)
+
+
+def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
+    section = components.require(cfg, "tokenizer")
+    missing = [(key, value) for key, value in section.items() if _is_path(key, value) and not Path(value).exists()]
+    for key, value in missing:
+        findings.of_this_machine(
+            f"tokenizer.{key} is {value!r}, which is not there: download it first (tune download) or correct the path"
+        )
+    if missing:
+        check_fits("tokenizer", section)
+    else:
+        components.build("tokenizer", cfg)
+
+
+def _is_path(key: Any, value: Any) -> bool:
+    return key != COMPONENT and isinstance(value, str) and os.sep in value
+
+
+def check_dataset(cfg: DictConfig) -> None:
+    """Without its samples, which may have to come over the network."""
+    section = components.require(cfg, "dataset")
+    if not isinstance(section, ListConfig):
+        check_fits("dataset", section, None)
+        return
+    for at, part in enumerate(section):
+        check_fits(f"dataset[{at}]", part, None)
+
+
+def check_loss(cfg: DictConfig, settings: Settings | None) -> None:
+    """With the collate function, which is given the label that the loss ignores."""
+    loss = checked_loss(cfg)
+    if settings is not None and not _is_packed(cfg):
+        build_collate(settings, SimpleNamespace(pad_id=0), loss, packed=False)
+
+
+def check_pairs(cfg: DictConfig) -> None:
+    """What preference training has of its own."""
+    if _is_packed(cfg):
+        raise ConfigError(PAIRS_ARE_NOT_PACKED)
+    build_preference_loss(cfg)
+    if cfg.get("ref_checkpointer") is not None:
+        check_fits("ref_checkpointer", cfg.ref_checkpointer, should_load_recipe_state=False)
+
+
+def check_optimization(cfg: DictConfig, findings: Findings) -> None:
+    """The optimizer of one parameter, and its schedule."""
+    try:
+        optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
+    except ConfigError as error:
+        if torch.cuda.is_available() or "cuda" not in str(error.__cause__).lower():
+            raise
+        findings.of_this_machine(str(error))
+        return
+    if cfg.get("lr_scheduler") is not None:
+        components.build("lr_scheduler", cfg, optimizer, num_training_steps=SOME_STEPS, last_epoch=-1)
+
+
+def check_profiler(cfg: DictConfig) -> None:
+    section = cfg.get("profiler")
+    if section is not None and profiling.is_enabled(section):
+        check_fits("profiler", section)
+
+
+def check_checkpointer(cfg: DictConfig) -> None:
+    section = components.require(cfg, "checkpointer")
+    kept = [key for key in section if key != KEEP_LAST]
+    check_fits("checkpointer", OmegaConf.masked_copy(section, kept), should_load_recipe_state=False)
+    kind = section.get("model_type")
+    if isinstance(kind, str) and kind not in (known := training.ModelType.__members__):
+        raise ConfigError(f"checkpointer.model_type is {kind!r}: allowed is {', '.join(known)}")
+
+
+def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
+    """Refuses a component that cannot be imported, or that does not take what its section gives it."""
+    path = section.get(COMPONENT) if isinstance(section, DictConfig) else None
+    if not isinstance(path, str):
+        raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
+    try:
+        _get_component_from_path(path)
+    except Exception as error:
+        raise ConfigError(f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {components.reason(error)}") from (
+            error
+        )
+    if wrong := components.misfit_in_words(key, section, args, kwargs):
+        raise ConfigError(wrong)
+
+
+def _is_packed(cfg: DictConfig) -> bool:
+    section = cfg.get("dataset")
+    return isinstance(section, DictConfig) and bool(section.get("packed"))
+
+
+def _with_what_is_installed(work: Callable[[], T], key: str, cfg: DictConfig, findings: Findings) -> T | None:
+    """What the work returns; a package that a component needs, and that is not its own, may be there elsewhere."""
+    try:
+        return work()
+    except ConfigError as error:
+        cause, section = _first_cause(error), cfg.get(key)
+        path = str(section.get(COMPONENT)) if isinstance(section, DictConfig) else ""
+        package = cause.name if isinstance(cause, ModuleNotFoundError) else None
+        if package is None or package.split(".")[0] == path.split(".")[0]:
+            raise
+        findings.of_this_machine(f"{key} needs {package}, which is not installed: pip install {package}")
+        return None
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

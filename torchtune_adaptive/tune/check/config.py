@@ -1,0 +1,117 @@
+"""All that can be said of a config before a device is touched, in the order in which a run would say it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+
+from omegaconf import DictConfig
+from torch import nn
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.sizes import size_for_rank
+from torchtune_adaptive.tune.check.components import check_components
+from torchtune_adaptive.tune.check.findings import Findings
+from torchtune_adaptive.tune.check.places import check_output, check_weights
+from torchtune_adaptive.tune.parts import devices
+from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
+from torchtune_adaptive.tune.parts.process_group import check_divides
+from torchtune_adaptive.tune.parts.unpadded.support import is_padded
+from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.plan.predict import read_settings
+from torchtune_adaptive.tune.plan.settings import PlanSettings, budget, lengths, read_plan_settings
+from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
+from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
+from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
+from torchtune_adaptive.tune.run.token_budget import check_token_budget
+from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PLAN
+from torchtune_adaptive.tune.start.keys import check_keys
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig, read_adaptive
+from torchtune_adaptive.tune.start.settings import (
+    Settings,
+    read_full_dpo_settings,
+    read_full_settings,
+    read_lora_dpo_settings,
+    read_lora_settings,
+)
+
+READERS: Mapping[str, Callable[[DictConfig], Settings]] = {
+    FULL: read_full_settings,
+    LORA: lambda cfg: read_lora_settings(cfg)[0],
+    FULL_DPO: read_full_dpo_settings,
+    LORA_DPO: lambda cfg: read_lora_dpo_settings(cfg)[0],
+    PLAN: lambda cfg: read_settings(cfg)[0],
+}
+"""What each recipe reads first."""
+SAVED_BY = {FULL: "full", LORA: "lora", FULL_DPO: "full_dpo", LORA_DPO: "lora_dpo"}
+"""What the manifest of a checkpoint calls the recipe that wrote it."""
+OF_PAIRS = (FULL_DPO, LORA_DPO)
+
+
+def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
+    """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
+    findings = Findings(here=here)
+    more = [field.name for field in fields(PlanSettings)] if recipe == PLAN else []
+    findings.of(lambda: check_keys(cfg, more, aloud=True))
+    settings = findings.of(lambda: READERS[recipe](cfg))
+    adaptive = findings.of(lambda: read_adaptive(cfg.get("adaptive")))
+    model = check_components(cfg, settings, findings, of_pairs=recipe in OF_PAIRS)
+    if settings is None or adaptive is None:
+        return findings
+    if recipe == PLAN:
+        findings.of(lambda: _check_question(cfg, settings, adaptive))
+        return findings
+    findings.of(lambda: (check_preferences if recipe in OF_PAIRS else check_no_reference)(adaptive))
+    _check_together(settings, adaptive, cfg, model, findings)
+    _check_ranks(settings, adaptive, ranks, findings)
+    findings.of(lambda: _check_device(settings, findings))
+    findings.of(lambda: check_weights(cfg, findings))
+    findings.of(lambda: check_output(cfg, settings, SAVED_BY[recipe], findings))
+    return findings
+
+
+def _check_question(cfg: DictConfig, settings: Settings, adaptive: AdaptiveConfig) -> None:
+    """What is asked of `adaptive_plan`."""
+    plan = read_plan_settings(cfg)
+    budget(plan, adaptive, on_gpu=not settings.device.startswith("cpu"))
+    lengths(cfg, adaptive, plan)
+
+
+def _check_together(
+    settings: Settings, adaptive: AdaptiveConfig, cfg: DictConfig, model: nn.Module | None, findings: Findings
+) -> None:
+    """Values that are well each by itself."""
+    findings.of(lambda: check_token_budget(settings, adaptive))
+    findings.of(lambda: obstacle_to_recovery(settings, adaptive))
+    findings.of(lambda: start_progress(settings, ranks=1))
+    findings.of(lambda: _check_growth(cfg, settings, adaptive))
+    if model is None:
+        return
+    findings.of(lambda: check_sequence_length(model, adaptive))
+    device = findings.of(lambda: devices.device_named(settings))
+    if device is not None:
+        findings.of(lambda: is_padded(model, settings, adaptive, device, packed=is_packed(cfg)))
+    findings.of(lambda: obstacle_to_dealing(model, settings, adaptive))
+
+
+def _check_ranks(settings: Settings, adaptive: AdaptiveConfig, ranks: int | None, findings: Findings) -> None:
+    if ranks is None:
+        return
+    findings.of(lambda: check_divides(settings.tensor_parallel_dim, ranks))
+    if (limits := adaptive.memory_limit) is not None:
+        findings.of(lambda: size_for_rank(limits, 0, ranks, "adaptive.memory_limit"))
+
+
+def _check_device(settings: Settings, findings: Findings) -> None:
+    devices.device_named(settings)
+    try:
+        devices.dtype_of(settings, devices.device_of(settings))
+    except ConfigError as error:
+        findings.of_this_machine(str(error))
+
+
+def _check_growth(cfg: DictConfig, settings: Settings, adaptive: AdaptiveConfig) -> None:
+    function = build_increase_function(cfg)
+    if function is not None:
+        check_growth(function, settings, adaptive)

@@ -1,0 +1,39 @@
+"""What a check has found: what a run refuses, and what only the machine can tell on which it will run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from torchtune_adaptive.errors import AdaptiveError, RunFinished
+from torchtune_adaptive.tune.start.remedies import in_keys
+
+T = TypeVar("T")
+
+
+class Findings:
+    """Collects, so that somebody who has made three mistakes hears of three."""
+
+    def __init__(self, *, here: bool) -> None:
+        self.wrong: list[str] = []
+        """What a run would refuse."""
+        self.notes: list[str] = []
+        """What is well on this machine, or cannot be told on it."""
+        self._here = here
+
+    def of(self, work: Callable[[], T]) -> T | None:
+        """What the work returns; None where a run would refuse it, which is noted."""
+        try:
+            return work()
+        except AdaptiveError as error:
+            self.wrong.append(in_keys(error))
+        except RunFinished as finished:
+            self.notes.append(str(finished))
+        return None
+
+    def of_this_machine(self, missing: str) -> None:
+        """What this machine lacks: wrong if it is the one that the run will be on."""
+        if self._here:
+            self.wrong.append(missing)
+        else:
+            self.notes.append(f"not here: {missing}")
