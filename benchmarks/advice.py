@@ -19,8 +19,7 @@ from omegaconf import DictConfig
 from benchmarks.results import Result, Row
 from tests.recipes.running import demo_config
 from tests.recipes.test_plan import NO_ACCUMULATION, recipe_step
-from torchtune_adaptive.prediction.cards import ONE_CORE
-from torchtune_adaptive.prediction.roofline import Timing, as_tensor
+from torchtune_adaptive.prediction import ONE_CORE, Timing, as_tensor
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.predict import fake_step
 

@@ -1,14 +1,18 @@
-"""What a step will allocate, worked out without a device."""
+"""What a step will allocate, and how long it takes, worked out without a device."""
 
 from torchtune_adaptive.prediction.answer import Answer, Budget
-from torchtune_adaptive.prediction.cards import limit_bytes
+from torchtune_adaptive.prediction.cards import ONE_CORE, limit_bytes
 from torchtune_adaptive.prediction.law import MemoryLaw
 from torchtune_adaptive.prediction.replay import Run
+from torchtune_adaptive.prediction.roofline import Timing, as_tensor
 
 __all__ = [
+    "ONE_CORE",
     "Answer",
     "Budget",
     "MemoryLaw",
     "Run",
+    "Timing",
+    "as_tensor",
     "limit_bytes",
 ]
