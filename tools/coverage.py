@@ -30,8 +30,10 @@ BEGIN, END = "<!-- coverage: made by tools/coverage.py -->\n", "<!-- end of cove
 
 
 def mirrored() -> list[str]:
+    """The configs of the recipes that are predicted, which those of preference training are not."""
     mirror = runpy.run_path(str(ROOT / "tools" / "mirror_configs.py"))
-    return [name for names in mirror["MIRRORED"].values() for name in names]
+    predicted = [names for recipe, names in mirror["MIRRORED"].items() if "finetune" in recipe]
+    return [name for names in predicted for name in names]
 
 
 def rows_by_card(name: str) -> dict[str, int]:
