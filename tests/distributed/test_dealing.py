@@ -22,8 +22,8 @@ STEPS = 4
 class Numbered:
     """Samples of many lengths, with more than tokens and labels."""
 
-    def __init__(self, broken: int | None = None) -> None:
-        self._broken = broken
+    def __init__(self, broken: int | None = None, stuck: int | None = None) -> None:
+        self._broken, self._stuck = broken, stuck
 
     def __len__(self) -> int:
         return STEPS * EACH * dist.get_world_size()
@@ -32,7 +32,8 @@ class Numbered:
         if index == self._broken:
             raise OSError("bad sector")
         length = random.Random(index).choice([1, 3, 40, 300])
-        return {"tokens": [index] * length, "labels": torch.full((length,), index), "number": index}
+        more = {"meta": lambda: None} if index == self._stuck else {}
+        return {"tokens": [index] * length, "labels": torch.full((length,), index), "number": index, **more}
 
 
 def steps_here(dataset: NamedSamples) -> Iterator[list[Any]]:
@@ -110,13 +111,21 @@ def test_a_rank_that_is_asked_to_stop_keeps_all_from_reading_on(before_step: int
         assert read == before_step + 1 < STEPS
 
 
-def deal_with_a_broken_sample() -> None:
-    dataset = NamedSamples(Numbered(broken=2 * EACH + 5))  # which rank 1 reads, in the second step
+def deal_with(numbered: Numbered) -> None:
+    dataset = NamedSamples(numbered)
     list(Dealer(dataset, cost=float).deal(steps_here(dataset)))
 
 
-def test_a_sample_that_cannot_be_read_on_one_rank_is_named_and_ends_all() -> None:
-    with pytest.raises(
-        RankFailed, match=rf"sample {2 * EACH + 5} of the dataset cannot be read on rank 1 .*bad sector"
-    ):
-        run_on_ranks(2, deal_with_a_broken_sample)
+BAD = 2 * EACH + 5  # which rank 1 reads, in the second step
+
+
+@pytest.mark.parametrize(
+    ("numbered", "message"),
+    [
+        (Numbered(broken=BAD), rf"sample {BAD} of the dataset cannot be read on rank 1 .*bad sector"),
+        (Numbered(stuck=BAD), rf"sample {BAD} of the dataset cannot be sent .*[Pp]ickle.*adaptive\.deal: False"),
+    ],
+)
+def test_a_sample_that_one_rank_cannot_read_or_send_is_named_and_ends_all(numbered: Numbered, message: str) -> None:
+    with pytest.raises(RankFailed, match=message):
+        run_on_ranks(2, deal_with, numbered)

@@ -58,6 +58,11 @@ def every_token_a_label(tokenizer: DemoTokenizer, *, samples: int, packed: bool)
     return EveryTokenALabel(tokenizer, samples=samples, seed=0, train_on_input=True)
 
 
+def longer_than_the_tokenizer_says(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> DemoDataset:
+    """Component for a config's `dataset:`, whose samples were made by another tokenizer."""
+    return DemoDataset(DemoTokenizer(max_seq_len=None), samples=samples, seed=0, train_on_input=False)
+
+
 class Runs(NamedTuple):
     kind: str
     ranks: int
@@ -253,6 +258,12 @@ EVERY_TOKEN = "dataset._component_=tests.recipes.test_token_budget.every_token_a
 LONG = {
     "truncate": ("adaptive.token_budget=200", "adaptive.oversize=truncate", "tokenizer.max_seq_len=null"),
     "skip": ("adaptive.token_budget=200", "adaptive.oversize=skip", "tokenizer.max_seq_len=null"),
+    "truncate, unexpected": (
+        "adaptive.token_budget=200",
+        "adaptive.oversize=truncate",
+        "tokenizer.max_seq_len=150",
+        "dataset._component_=tests.recipes.test_token_budget.longer_than_the_tokenizer_says",
+    ),
     "packed": ("adaptive.token_budget=1100", "dataset.packed=True", "tokenizer.max_seq_len=256", "dataset.samples=96"),
     "packed by rows": (
         "dataset.packed=True",
@@ -289,6 +300,11 @@ def test_samples_that_are_too_long_are_cut_or_left_out_and_the_limit_holds(long:
     done = {"truncate": "cut", "skip": "left out"}[what]
     assert f"token budget · samples of more than 200 tokens are {done} (adaptive.oversize)" in long.lines[0][what]
     assert any(f"were {done}, of more than 200" in line for line in long.lines[0][what])
+
+
+def test_samples_longer_than_the_tokenizer_makes_them_are_cut_all_the_same(long: Runs) -> None:
+    losses = [step["loss"] for step in long.log("truncate, unexpected")]
+    assert losses == [step["loss"] for step in long.log("truncate")]
 
 
 def test_what_is_cut_or_left_out_is_not_the_same(long: Runs) -> None:

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.comm.collectives import explaining_failures, world_size
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
@@ -44,7 +45,11 @@ def dealer_of(
     model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, data: Data, limit: Limit | None
 ) -> Dealer | None:
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
-    if adaptive.deal is False or limit is None or not limit.by_length or world_size() == 1:
+    if adaptive.deal is False or world_size() == 1:
+        return None
+    if limit is None or not limit.by_length:
+        if adaptive.deal:
+            say("token budget · samples stay on the ranks that read them: microbatches are by rows, as in stock")
         return None
     obstacle = obstacle_to_dealing(model, settings, adaptive)
     if obstacle is None:
@@ -134,8 +139,8 @@ class Dealer:
 
     def _weigh(self, samples: Sequence[Sample]) -> _Weighed:
         """Collective: begins to tell the other ranks about this rank's share."""
-        packets = [pickle.dumps(sample, pickle.HIGHEST_PROTOCOL) for sample in samples]
-        indices = reversed(self._dataset.last(len(samples)))
+        indices = [*reversed(self._dataset.last(len(samples)))]
+        packets = [_packet(sample, index) for sample, index in zip(samples, indices, strict=True)]
         kind = self._dataset.kind
         sizes = torch.zeros(self._ranks, len(samples) + 1, 2 + kind.rows, dtype=torch.int64)
         lengths = map(kind.lengths_of, samples)
@@ -172,3 +177,13 @@ class Dealer:
         content = step.received.numpy().tobytes()
         bounds = pairwise([0, *accumulate(step.packet_bytes)])
         return [pickle.loads(content[start:end]) for start, end in bounds]
+
+
+def _packet(sample: Sample, index: int) -> bytes:
+    try:
+        return pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        raise SampleError(
+            f"sample {index} of the dataset cannot be sent to another rank ({reason(error)}): leave out what cannot be "
+            "pickled, or set adaptive.deal: False"
+        ) from error

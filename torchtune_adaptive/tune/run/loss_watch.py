@@ -67,8 +67,8 @@ class LossWatch:
         if self._learning_steps == 0:
             raise NotLearningError(
                 f"nothing was trained {so_far}: no sample has a token to learn, all labels are masked; see whether the "
-                "dataset's columns and its prompt template are those of the data, and whether tokenizer.max_seq_len "
-                "cuts every answer off"
+                "dataset's columns and its prompt template are those of the data, and whether tokenizer.max_seq_len, "
+                "or adaptive.oversize under a token budget, leaves nothing of the answers"
             )
         self.check_finite()
 

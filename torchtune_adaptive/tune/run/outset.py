@@ -139,8 +139,10 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     most_samples = max(sizes.samples_per_step for sizes in epochs)
     limit = budget_limit(request, most_samples)
     earlier = reference_limit(parts, memory, most_samples)
-    microbatches = microbatches_of(request, limit, earlier=earlier)
-    dealer = dealer_of(parts.runner.model, settings, adaptive, data, microbatches.limit)
+    model = parts.runner.model
+    longest_of_model = getattr(model, "max_seq_len", None)
+    microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
+    dealer = dealer_of(model, settings, adaptive, data, microbatches.limit)
     microbatches = replace(microbatches, dealer=dealer)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     if earlier is not None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.errors import SampleTooLargeError
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.fitting import say
 
@@ -23,20 +24,26 @@ REMEDY = (
 class Admission:
     """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
 
-    def __init__(self, kind: Kind, longest: int, oversize: str) -> None:
+    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str) -> None:
         self.done = "cut" if oversize == "truncate" else "left out"
-        self._kind, self._longest, self._oversize = kind, longest, oversize
+        self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
         self._seen = self._changed = 0
 
-    def admit(self, sample: Sample) -> Sample:
-        """The sample if it fits; else its beginning, or a stand-in without labels: no rank may be a sample short."""
+    def admit(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples that were read last, each if it fits; else its beginning, or a stand-in without labels: no rank
+        may be a sample short."""
+        indices = reversed(self._dataset.last(len(samples)))
+        return [self._admitted(sample, index) for sample, index in zip(samples, indices, strict=True)]
+
+    def _admitted(self, sample: Sample, index: int) -> Sample:
         length = self._kind.length_of(sample)
         self._seen += 1
         if length <= self._longest:
             return sample
         if self._oversize == "error" or "encoder_input" in sample:
             raise SampleTooLargeError(
-                f"a sample has {length} tokens, but a microbatch has room for {self._longest}; {REMEDY}"
+                f"sample {index} of the dataset has {length} tokens, but a microbatch has room for {self._longest}; "
+                f"{REMEDY}"
             )
         self._changed += 1
         return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)

@@ -16,6 +16,7 @@ from torchtune_adaptive.tune.run.oversize import REMEDY, Admission
 from torchtune_adaptive.tune.run.worst_case import longest_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with the limit, where nothing says less."""
@@ -35,6 +36,11 @@ def check_token_budget(settings: Settings, adaptive: AdaptiveConfig) -> None:
                 "stock: set adaptive.token_budget to auto or a number, or adaptive.deal to null"
             )
         return
+    if adaptive.max_batch_size is not None:
+        raise ConfigError(
+            f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is "
+            f"{adaptive.token_budget}: microbatches by tokens have as many rows as that allows; set one of them to null"
+        )
     for key, reason in (
         ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
         ("optimizer_in_bwd", "which updates weights after every microbatch: a step cannot have several"),
@@ -73,27 +79,32 @@ class Microbatches:
         if self.limit is None or not self.limit.by_length:
             return ((samples, None) for samples in steps)
         admission = self.admission
-        admitted = steps if admission is None else (list(map(admission.admit, step)) for step in steps)
+        admitted = steps if admission is None else map(admission.admit, steps)
         ahead = looking_ahead(admitted if self.dealer is None else self.dealer.deal(admitted))
         return ahead if admission is None else admission.telling(ahead, sizes.epoch)
 
 
-def microbatches_of(request: FitRequest, limit: Limit | None, *, earlier: Limit | None = None) -> Microbatches:
+def microbatches_of(
+    request: FitRequest, limit: Limit | None, *, earlier: Limit | None = None, longest_of_model: int | None = None
+) -> Microbatches:
     """Collective: those of the stage that trains, where it has a limit in tokens. `earlier` is that of one before it,
-    which runs the same samples."""
+    which runs the same samples; `longest_of_model` the longest sequence that the model takes."""
     data, kind, oversize = request.data, request.kind, request.adaptive.oversize
     if limit is None:
         return Microbatches()
     if data.packed:
         return Microbatches(_as_rows(limit, kind.length_of(data.dataset[0])))
     longest = min(longest_row(each, LONGEST_SAMPLE) for each in (limit, earlier) if each is not None)
-    if data.max_seq_len is not None and kind.length_at(data.max_seq_len) <= longest:
-        return Microbatches(limit)
-    admission = Admission(kind, longest, oversize)
-    if oversize == "error":
-        _check_longest(request, longest)
-    else:
-        say(f"token budget · samples of more than {longest} tokens are {admission.done} (adaptive.oversize)")
+    if longest_of_model is not None and oversize != "error":
+        longest = min(longest, kind.length_at(longest_of_model))
+    admission = Admission(data.dataset, kind, longest, oversize)
+    # The tokenizer says how long samples are to be; a dataset may know nothing of it, and each sample is looked at.
+    if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
+        if oversize == "error":
+            _check_longest(request, longest)
+        else:
+            tokens = count_of(longest, "token")
+            say(f"token budget · samples of more than {tokens} are {admission.done} (adaptive.oversize)")
     return Microbatches(limit, admission)
 
 

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.run.oversize import Admission
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
@@ -43,8 +44,23 @@ def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
         check_token_budget(settings, adaptive(token_budget=4096))
 
 
+@pytest.mark.parametrize("budget", [4096, "auto"])
+def test_a_bound_on_rows_is_refused_where_tokens_count(budget: int | str) -> None:
+    check_token_budget(SETTINGS, adaptive(max_batch_size=4))
+    with pytest.raises(ConfigError, match=r"max_batch_size is 4 and adaptive.token_budget is .*: .* set one of them"):
+        check_token_budget(SETTINGS, adaptive(token_budget=budget, max_batch_size=4))
+
+
+def read(indices: Sequence[int]) -> NamedSamples:
+    """A dataset of which these samples were read last."""
+    dataset = NamedSamples([{}] * 100)
+    dataset.remember([0, *indices])
+    return dataset
+
+
 def admitted(longest: int, oversize: str) -> dict[str, Any]:
-    return Admission(TEXT, longest, oversize).admit(SAMPLE)
+    [sample] = Admission(read([7]), TEXT, longest, oversize).admit([SAMPLE])
+    return sample
 
 
 @pytest.mark.parametrize("oversize", ["error", "truncate", "skip"])
@@ -54,7 +70,8 @@ def test_a_sample_that_fits_is_left_alone(oversize: str) -> None:
 
 def test_a_sample_that_is_too_long_is_an_error_by_default() -> None:
     with pytest.raises(
-        SampleTooLargeError, match=r"a sample has 9 tokens, but .* room for 8; .* adaptive.oversize: truncate"
+        SampleTooLargeError,
+        match=r"sample 7 of the dataset has 9 tokens, but .* room for 8; .* adaptive.oversize: truncate",
     ):
         admitted(8, "error")
 
@@ -68,13 +85,16 @@ def test_skip_leaves_a_sample_that_counts_nothing_in_its_place() -> None:
 
 
 def test_a_sample_with_images_is_never_cut() -> None:
-    with pytest.raises(SampleTooLargeError, match="a sample has 9 tokens"):
-        Admission(TEXT, 4, "truncate").admit({**SAMPLE, "encoder_input": {}})
+    image = {**SAMPLE, "encoder_input": {}}
+    short = {"tokens": [0], "labels": [0]}
+    admission = Admission(read([1, 2, 3]), TEXT, 4, "truncate")
+    with pytest.raises(SampleTooLargeError, match="sample 2 of the dataset has 9 tokens"):
+        admission.admit([short, image, short])
 
 
 def samples_of_an_epoch(admission: Admission, lengths: Sequence[int]) -> list[int]:
     step = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
-    steps = ([admission.admit(sample) for sample in step] for _ in range(2))
+    steps = (admission.admit(step) for _ in range(2))
     return [len(sample["tokens"]) for step in admission.telling(steps, epoch=0) for sample in step]
 
 
@@ -84,7 +104,7 @@ def test_how_many_were_changed_is_told_when_the_epoch_is_over(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("torchtune_adaptive.tune.run.oversize.say", said.append)
-    admission = Admission(TEXT, 8, oversize)
+    admission = Admission(read([1, 2, 3]), TEXT, 8, oversize)
     for _ in range(2):
         assert samples_of_an_epoch(admission, [9, 8, 3]) == 2 * [length, 8, 3]
     assert said == [f"token budget · epoch 1: 2 of 6 samples (33.3%) were {done}, of more than 8 tokens"] * 2
