@@ -178,7 +178,7 @@ class AdaptiveConfig:
         "power_of_two",
         means="what the answer is rounded down to: or `divisor` (of the configured samples per step), `none`",
     )
-    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None, means="no more rows than that")
+    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None, means="no more rows than that; by rows only")
     sequence_length: int | None = option(
         count_up_to(MOST_TOKENS) | NULL,
         None,
