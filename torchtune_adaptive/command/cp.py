@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from torchtune_adaptive.command.names import file_of, recipe_for
@@ -11,13 +12,15 @@ from torchtune_adaptive.errors import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a config or a recipe, as `tune-adaptive ls` lists it")
-    parser.add_argument("destination", type=Path, help="a file, or a folder that is there")
+    parser.add_argument("destination", type=_place, help="a file, or a folder that is there")
     parser.add_argument("--force", action="store_true", help="replace a file that is there")
     parser.add_argument("--make-parents", action="store_true", help="make the folders that are missing")
 
 
 def run(options: argparse.Namespace) -> int:
     source = file_of(options.name)
+    if options.make_parents and options.destination.endswith(os.sep):
+        _make_parents(Path(options.destination) / source.name)
     destination = target(options.destination, source)
     if options.make_parents:
         _make_parents(destination)
@@ -27,10 +30,19 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def target(destination: Path, source: Path) -> Path:
+def _place(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("an empty name is no place for a file")
+    return text
+
+
+def target(place: str, source: Path) -> Path:
     """The file to write: in a folder under the name of the source, and always with its ending."""
+    destination = Path(place)
     if destination.is_dir():
         return destination / source.name
+    if place.endswith(os.sep):
+        raise ConfigError(f"there is no folder {destination}: make it, or give --make-parents")
     return destination if destination.suffix == source.suffix else Path(f"{destination}{source.suffix}")
 
 

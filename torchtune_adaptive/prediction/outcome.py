@@ -67,7 +67,7 @@ def outcome_of(name: str, ranks: int, answer: Answer, time: StepTime | None, as_
 
 
 def cheapest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fit, by what a step takes; of two that take as long, the one on fewer ranks, then with more rows."""
+    """Those that fit: on fewer ranks first, then by what a step takes; of two that take as long, with more rows."""
     fitting = [each for each in outcomes if each.fits]
     return sorted(fitting, key=lambda each: (each.ranks, round(each.slowdown or 1.0, 2), -each.rows))
 

@@ -96,6 +96,14 @@ def test_cp_says_what_keeps_it_from_writing(tmp_path: Path, capsys: pytest.Captu
     assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", "/proc/mine.yaml")
 
 
+def test_cp_takes_what_ends_as_a_folder_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = f"{tmp_path / 'mine'}/"
+    assert "there is no folder" in refused(capsys, "cp", "adaptive/demo/full", folder)
+    assert not list(tmp_path.iterdir())
+    assert told(capsys, "cp", "adaptive/demo/full", folder, "--make-parents")[0] == 0
+    assert [path.name for path in Path(folder).iterdir()] == ["full.yaml"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_cp_into_a_folder_without_permission_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tmp_path.chmod(0o500)

@@ -84,6 +84,11 @@ class PlanSettings:
 
 def read_plan_settings(cfg: DictConfig) -> PlanSettings:
     settings = sections.read(PlanSettings, cfg)
+    if settings.advise and not isinstance(settings.world_size, int):
+        raise ConfigError(
+            f"advise is True and world_size is {[*settings.world_size]}: settings are compared for one number of "
+            "ranks; give one, or leave advise out"
+        )
     if settings.picture is not None:
         check_drawable(Path(settings.picture), "picture")
     return settings

@@ -70,3 +70,11 @@ def test_what_is_not_for_tensors_may_be_nothing(overhead: object, expected: int)
 def test_an_overhead_without_a_unit_is_refused(overhead: object) -> None:
     with pytest.raises(ConfigError, match=r"memory_overhead is .*: allowed is a text or 0 or null"):
         read_plan_settings(OmegaConf.create({"memory_overhead": overhead}))
+
+
+def test_settings_are_compared_for_one_number_of_ranks() -> None:
+    several = OmegaConf.create({"memory_limit": "h100", "world_size": [1, 2], "advise": True})
+    with pytest.raises(ConfigError, match=r"advise is True and world_size is \[1, 2\]: .* leave advise out"):
+        read_plan_settings(several)
+    assert read_plan_settings(OmegaConf.merge(several, {"advise": None})).several_ranks == (1, 2)
+    assert read_plan_settings(OmegaConf.merge(several, {"world_size": 2})).several_ranks == (2,)
