@@ -1,18 +1,37 @@
-"""How a process ends that has trained on CPUs: by itself, with status 0."""
+"""How a process ends that has trained on CPUs, or that had nothing left to train: by itself, with status 0."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 
-LETS_GO_SLOWLY = '''
+BUSY_GLOO = '''
+import sys
 import time
 import torch
 import torch.distributed as dist
+
+
+class Slow(torch.Tensor):
+    """What the thread that drops it last takes its time with."""
+
+    def __del__(self):
+        time.sleep(0.02)
+
+
+def keep_gloo_busy():
+    for _ in range(4):
+        dist.all_reduce(torch.ones(64).as_subclass(Slow), async_op=True)  # nobody waits, so gloo's threads drop them
+    dist.all_reduce(torch.ones(1))
+'''
+
+TRAINED = """
 from torch.distributed.fsdp import fully_shard
 from torchtune_adaptive import RowLimit, StepRunner, Totals
 
@@ -27,28 +46,37 @@ def forward_backward(samples):
     return Totals(loss.detach(), len(samples))
 
 
-class Slow(torch.Tensor):
-    """What the thread that drops it last takes its time with."""
-
-    def __del__(self):
-        time.sleep(0.02)
-
-
 runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda sample: sample)
 runner.run([torch.ones(8)], step=1)
-for _ in range(4):
-    dist.all_reduce(torch.ones(64).as_subclass(Slow), async_op=True)  # nobody waits, so gloo's threads drop them
-dist.all_reduce(torch.ones(1))
+keep_gloo_busy()
 runner.close()
 dist.destroy_process_group()
-'''
+"""
+
+NOTHING_LEFT = """
+from torchtune_adaptive.errors import RunFinished
+from torchtune_adaptive.tune.start import launch
 
 
-def test_what_gloo_still_holds_does_not_abort_a_process_that_is_done(tmp_path: Path):
-    program = tmp_path / "program.py"
-    program.write_text(LETS_GO_SLOWLY)
+class Recipe:
+    def __init__(self, cfg):
+        dist.init_process_group("gloo")
+        keep_gloo_busy()
+        raise RunFinished("nothing left to train")
+
+
+launch.main(Recipe)
+"""
+
+
+@pytest.mark.parametrize("what", [TRAINED, NOTHING_LEFT], ids=["trained", "nothing left"])
+def test_what_gloo_still_holds_does_not_abort_a_process_that_is_done(tmp_path: Path, what: str):
+    program, config = tmp_path / "program.py", tmp_path / "config.yaml"
+    program.write_text(BUSY_GLOO + what)
+    config.write_text("output_dir: nowhere\n")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)],
+        [*launcher, str(program), "--config", str(config)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

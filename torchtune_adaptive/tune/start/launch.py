@@ -69,6 +69,7 @@ def _run(recipe_type: type[Recipe]) -> None:
         with refusing_early_exits():
             _live(recipe_type(cfg))
     except RunFinished as finished:
+        let_go()
         if _rank() == 0:
             logger.info("%s", finished)
     except RunStopped as stopped:
