@@ -109,15 +109,16 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
         stock.setup(config)
         _have_optimizer_state(stock._model, stock._optimizer)
         rounds = []
+        group = dist.new_group()
         for epoch in range(pairs + 1):
-            by_stock = timed(lambda at=epoch: _save_as_stock(case, stock, at))  # type: ignore[misc]
+            by_stock = timed(lambda at=epoch: _save_as_stock(case, stock, at), group)  # type: ignore[misc]
             while on_their_way:
                 on_their_way.pop().result()
             sizes = ours.course.epochs[0]
             ours.progress = ours.progress.after_epoch(replace(sizes, epoch=epoch))
-            by_us = timed(ours.save_checkpoint)
+            by_us = timed(ours.save_checkpoint, group)
             ours._checkpoints._settle_background()
-            rounds.append(Pauses(by_stock, by_us, timed(lambda: _copied(ours))))
+            rounds.append(Pauses(by_stock, by_us, timed(lambda: _copied(ours), group)))
             _remove_older(folder)
     newest = ours._checkpoints.last
     saved_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
@@ -125,12 +126,15 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
     return rounds[1:], saved_bytes
 
 
-def timed(save: Callable[[], object]) -> Pause:
-    """Collective: until training goes on, on all ranks."""
-    dist.barrier()
+def timed(save: Callable[[], object], group: dist.ProcessGroup) -> Pause:
+    """Collective: until training goes on, on all ranks.
+
+    In a group of its own: stock's asynchronous save goes on in the default one, from a thread.
+    """
+    dist.barrier(group)
     began, cpu_began = time.perf_counter(), time.thread_time()
     save()
-    dist.barrier()
+    dist.barrier(group)
     return Pause(time.perf_counter() - began, time.thread_time() - cpu_began)
 
 
