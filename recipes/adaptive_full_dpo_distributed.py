@@ -41,7 +41,6 @@ class AdaptiveFullDPODistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
         self._settings = read_full_dpo_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         check_token_budget(self._settings, self._adaptive)
@@ -50,36 +49,35 @@ class AdaptiveFullDPODistributed:
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
         self._ranks = self._mesh["dp"].size()
-        self._start = find_start(cfg, self._settings, recipe="full_dpo")
+        self._start = find_start(self._settings, recipe="full_dpo")
         contents = FullContents(recipe="full_dpo")
         stops = self._adaptive.on_save_error == "stop"
-        self._checkpoints = Checkpoints(cfg, self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
-        cfg, settings, device, mesh = self._cfg, self._settings, self._device, self._mesh
+        settings, device, mesh = self._settings, self._device, self._mesh
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(cfg, settings, device, journal)
+        self._metrics = Metrics(settings, device, journal)
 
         checkpoint = self._checkpoints.load()
-        self.model = build_full_model(cfg, settings, device, mesh, checkpoint)
+        self.model = build_full_model(settings, device, mesh, checkpoint)
         drop_nothing(self.model)
-        self.reference_model = build_reference_model(cfg, settings, device, mesh, load_reference(cfg, settings))
-        tokenizer = components.build("tokenizer", cfg)
-        self.optimization = build_optimization(cfg, settings, self.model, checkpoint, device)
+        self.reference_model = build_reference_model(settings, device, mesh, load_reference(settings))
+        tokenizer = components.build("tokenizer", settings.config)
+        self.optimization = build_optimization(settings, self.model, checkpoint, device)
         if self._start.resumes:
             checkpoint = self._checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
-        loss_fn = build_preference_loss(cfg)
+        loss_fn = build_preference_loss(settings.config)
 
-        self.data = build_pairs(cfg, settings, tokenizer, mesh)
+        self.data = build_pairs(settings, tokenizer, mesh)
         self.stages = build_stages(
             self.model, self.reference_model, loss_fn, self.data, settings, self._adaptive, device, journal.event
         )
-        self._profiler = build_profiler(cfg, device)
+        self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
-            cfg=cfg,
             settings=settings,
             adaptive=self._adaptive,
             ranks=self._ranks,

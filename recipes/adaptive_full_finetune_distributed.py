@@ -40,7 +40,6 @@ class AdaptiveFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
         self._settings = read_full_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         check_token_budget(self._settings, self._adaptive)
@@ -49,32 +48,31 @@ class AdaptiveFullFinetuneDistributed:
         process_group.join(self._device)
         self._mesh = process_group.data_and_tensor_mesh(self._device, self._settings.tensor_parallel_dim)
         self._ranks = self._mesh["dp"].size()
-        self._start = find_start(cfg, self._settings, recipe="full")
+        self._start = find_start(self._settings, recipe="full")
         contents = FullContents()
         stops = self._adaptive.on_save_error == "stop"
-        self._checkpoints = Checkpoints(cfg, self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
-        cfg, settings, device, mesh = self._cfg, self._settings, self._device, self._mesh
+        settings, device, mesh = self._settings, self._device, self._mesh
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(cfg, settings, device, journal)
+        self._metrics = Metrics(settings, device, journal)
 
         checkpoint = self._checkpoints.load()
-        self.model = build_full_model(cfg, settings, device, mesh, checkpoint)
-        tokenizer = components.build("tokenizer", cfg)
-        self.optimization = build_optimization(cfg, settings, self.model, checkpoint, device)
+        self.model = build_full_model(settings, device, mesh, checkpoint)
+        tokenizer = components.build("tokenizer", settings.config)
+        self.optimization = build_optimization(settings, self.model, checkpoint, device)
         if self._start.resumes:
             checkpoint = self._checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
-        loss_fn = build_loss(cfg, settings, self.model)
+        loss_fn = build_loss(settings, self.model)
 
-        self.data = build_data(cfg, settings, tokenizer, loss_fn, mesh)
+        self.data = build_data(settings, tokenizer, loss_fn, mesh)
         self.runner = build_step_runner(self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event)
-        self._profiler = build_profiler(cfg, device)
+        self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
-            cfg=cfg,
             settings=settings,
             adaptive=self._adaptive,
             ranks=self._ranks,

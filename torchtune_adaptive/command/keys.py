@@ -85,9 +85,11 @@ def explained(key: Key, width: int) -> str:
 
 
 def _keys_of(section: type[Any], prefix: str = "") -> tuple[Key, ...]:
+    from torchtune_adaptive.tune.start.sections import options_of
+
     return tuple(
         Key(prefix + field.name, field.metadata["rule"].allowed, written(field.default), field.metadata["means"])
-        for field in dataclasses.fields(section)
+        for field in options_of(section)
         if field.metadata["means"]
     )
 

@@ -60,38 +60,36 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     if settings is None or adaptive is None:
         return findings
     if recipe == PLAN:
-        findings.of(lambda: _check_question(cfg, settings, adaptive))
+        findings.of(lambda: _check_question(settings, adaptive))
         return findings
     findings.of(lambda: (check_preferences if recipe in OF_PAIRS else check_no_reference)(adaptive))
-    _check_together(settings, adaptive, cfg, model, findings)
+    _check_together(settings, adaptive, model, findings)
     _check_ranks(settings, adaptive, ranks, findings)
     findings.of(lambda: _check_device(settings, findings))
     findings.of(lambda: check_weights(cfg, findings))
-    findings.of(lambda: check_output(cfg, settings, SAVED_BY[recipe], findings))
+    findings.of(lambda: check_output(settings, SAVED_BY[recipe], findings))
     return findings
 
 
-def _check_question(cfg: DictConfig, settings: Settings, adaptive: AdaptiveConfig) -> None:
+def _check_question(settings: Settings, adaptive: AdaptiveConfig) -> None:
     """What is asked of `adaptive_plan`."""
-    plan = read_plan_settings(cfg)
+    plan = read_plan_settings(settings.config)
     budget(plan, adaptive, on_gpu=not settings.device.startswith("cpu"))
-    lengths(cfg, adaptive, plan)
+    lengths(settings.config, adaptive, plan)
 
 
-def _check_together(
-    settings: Settings, adaptive: AdaptiveConfig, cfg: DictConfig, model: nn.Module | None, findings: Findings
-) -> None:
+def _check_together(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None, findings: Findings) -> None:
     """Values that are well each by itself."""
     findings.of(lambda: check_token_budget(settings, adaptive))
     findings.of(lambda: obstacle_to_recovery(settings, adaptive))
     findings.of(lambda: start_progress(settings, ranks=1))
-    findings.of(lambda: _check_growth(cfg, settings, adaptive))
+    findings.of(lambda: _check_growth(settings, adaptive))
     if model is None:
         return
     findings.of(lambda: check_sequence_length(model, adaptive))
     device = findings.of(lambda: devices.device_named(settings))
     if device is not None:
-        findings.of(lambda: is_padded(model, settings, adaptive, device, packed=is_packed(cfg)))
+        findings.of(lambda: is_padded(model, settings, adaptive, device, packed=is_packed(settings.config)))
     findings.of(lambda: obstacle_to_dealing(model, settings, adaptive))
 
 
@@ -111,7 +109,7 @@ def _check_device(settings: Settings, findings: Findings) -> None:
         findings.of_this_machine(str(error))
 
 
-def _check_growth(cfg: DictConfig, settings: Settings, adaptive: AdaptiveConfig) -> None:
-    function = build_increase_function(cfg)
+def _check_growth(settings: Settings, adaptive: AdaptiveConfig) -> None:
+    function = build_increase_function(settings.config)
     if function is not None:
         check_growth(function, settings, adaptive)

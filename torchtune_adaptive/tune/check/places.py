@@ -42,9 +42,9 @@ def check_weights(cfg: DictConfig, findings: Findings) -> None:
         )
 
 
-def check_output(cfg: DictConfig, settings: Settings, recipe: str, findings: Findings) -> None:
+def check_output(settings: Settings, recipe: str, findings: Findings) -> None:
     """What is in the folder for checkpoints, as a run would find it."""
-    section = components.require(cfg, "checkpointer")
+    section = components.require(settings.config, "checkpointer")
     directory = Path(section.get("output_dir", None) or settings.output_dir)
     for place in dict.fromkeys((directory.absolute(), Path(settings.output_dir).absolute())):
         _check_writable(place, findings)
@@ -55,11 +55,13 @@ def check_output(cfg: DictConfig, settings: Settings, recipe: str, findings: Fin
     if settings.resume_from_checkpoint == AUTO:
         newest, _ = folders.newest_intact(found)
         if newest is not None and newest.manifest is not None:
-            check_same_run(newest.manifest, cfg, recipe, directory)
+            check_same_run(newest.manifest, settings.config, recipe, directory)
     elif settings.resume_from_checkpoint is True:
-        named_files(cfg, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found)
+        named_files(
+            settings.config, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
+        )
     else:
-        check_fresh_start(cfg, found, settings, directory)
+        check_fresh_start(found, settings, directory)
 
 
 def _check_writable(place: Path, findings: Findings) -> None:

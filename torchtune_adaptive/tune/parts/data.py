@@ -46,21 +46,21 @@ class Data:
         return naming_bad_samples(model, self.dataset, last=last)
 
 
-def build_data(cfg: DictConfig, settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
+def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
     """Samples of text, for finetuning."""
-    dataset, packed = build_dataset(cfg, tokenizer)
+    dataset, packed = build_dataset(settings.config, tokenizer)
     collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     return _data(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
-def build_pairs(cfg: DictConfig, settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
+def build_pairs(settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
     """Pairs of answers, for preference training."""
-    dataset, packed = build_dataset(cfg, tokenizer)
+    dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
     samples = NamedSamples(dataset, PAIR)
-    _check_are_pairs(cfg, samples)
+    _check_are_pairs(settings.config, samples)
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
     return _data(samples, collate, settings, tokenizer, mesh, packed=False)
 

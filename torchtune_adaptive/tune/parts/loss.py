@@ -13,9 +13,9 @@ from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
 
-def build_loss(cfg: DictConfig, settings: Settings, model: nn.Module) -> nn.Module:
+def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
     """The loss; one that takes its logits in chunks makes the model cut them."""
-    loss_fn = checked_loss(cfg)
+    loss_fn = checked_loss(settings.config)
     if settings.compile:
         training.compile_loss(loss_fn, verbose=False)
     if hasattr(loss_fn, "num_output_chunks"):

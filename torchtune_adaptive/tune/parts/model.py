@@ -35,15 +35,13 @@ META = torch.device("meta")
 Checkpoint = Mapping[str, Any]
 
 
-def build_full_model(
-    cfg: DictConfig, settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint
-) -> nn.Module:
+def build_full_model(settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint) -> nn.Module:
     """Collective: the model of the config with every parameter trainable, filled from the checkpoint."""
     dtype = dtype_of(settings, device)
-    model = built_on(META, cfg, dtype)
+    model = built_on(META, settings.config, dtype)
     _compile(model, settings)
     if settings.tensor_parallel_dim > 1:
-        model = _parallelize_tensors(model, cfg, mesh["tp"])
+        model = _parallelize_tensors(model, settings.config, mesh["tp"])
     _checkpoint_activations(model, settings)
     _shard(model, settings, mesh)
     _init_rope(model, device, dtype)
@@ -53,12 +51,12 @@ def build_full_model(
 
 
 def build_reference_model(
-    cfg: DictConfig, settings: Settings, device: torch.device, mesh: DeviceMesh, weights: Mapping[str, Any]
+    settings: Settings, device: torch.device, mesh: DeviceMesh, weights: Mapping[str, Any]
 ) -> nn.Module:
     """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     try:
-        model = build_full_model(cfg, no_checkpoints, device, mesh, {training.MODEL_KEY: weights})
+        model = build_full_model(no_checkpoints, device, mesh, {training.MODEL_KEY: weights})
     except ConfigError as error:
         raise ConfigError(error.fact.replace("checkpointer:", "ref_checkpointer:", 1), *error.remedies) from error
     drop_nothing(model)
@@ -73,7 +71,6 @@ def drop_nothing(model: nn.Module) -> None:
 
 
 def build_lora_model(
-    cfg: DictConfig,
     settings: Settings,
     lora: LoraSettings,
     device: torch.device,
@@ -82,10 +79,10 @@ def build_lora_model(
 ) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
     dtype = dtype_of(settings, device)
-    model = built_on(META, cfg, dtype)
+    model = built_on(META, settings.config, dtype)
     if _is_quantized(model) and not _is_sharded(settings, mesh):
         # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
-        model = built_on(device, cfg, dtype)
+        model = built_on(device, settings.config, dtype)
     peft.set_trainable_params(model, peft.get_adapter_params(model))
     _compile(model, settings)
     _checkpoint_activations(model, settings)

@@ -82,24 +82,22 @@ class Optimization:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
-def build_optimization(
-    cfg: DictConfig, settings: Settings, model: nn.Module, checkpoint: State, device: torch.device
-) -> Optimization:
+def build_optimization(settings: Settings, model: nn.Module, checkpoint: State, device: torch.device) -> Optimization:
     """The optimizer of the config, with its state where the checkpoint has one."""
     state = checkpoint.get(training.OPT_KEY)
     if state:
-        _check_state(cfg, settings, state, device)
+        _check_state(settings, state, device)
     if settings.optimizer_in_bwd:
-        return _in_backward(cfg, model, state, device)
-    optimizer = components.build("optimizer", cfg, model.parameters())
+        return _in_backward(settings.config, model, state, device)
+    optimizer = components.build("optimizer", settings.config, model.parameters())
     max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-    optimization = Optimization(cfg, optimizer, [optimizer], partial(_update, model, optimizer, max_norm))
+    optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, model, optimizer, max_norm))
     if state:
         training.load_from_full_optimizer_state_dict(model, optimizer, state, device)
     return optimization
 
 
-def _check_state(cfg: DictConfig, settings: Settings, state: State, device: torch.device) -> None:
+def _check_state(settings: Settings, state: State, device: torch.device) -> None:
     """Refuses another optimizer's state, which torch would load without a word and never use."""
     one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
     if not isinstance(one_state, Mapping) or "state" not in one_state:
@@ -107,12 +105,13 @@ def _check_state(cfg: DictConfig, settings: Settings, state: State, device: torc
     found = {key for values in one_state["state"].values() for key in values}
     parameter = nn.Parameter(torch.zeros(1, device=device))
     parameter.grad = torch.zeros_like(parameter)
-    optimizer = components.build("optimizer", cfg, [parameter])
+    optimizer = components.build("optimizer", settings.config, [parameter])
     optimizer.step()
     needed = {str(key) for key in optimizer.state[parameter]}
     if found != needed:
+        name = settings.config.optimizer.get("_component_")
         raise ConfigError(
-            f"optimizer is {cfg.optimizer.get('_component_')}, which keeps {_names(needed)}, but the checkpoint's "
+            f"optimizer is {name}, which keeps {_names(needed)}, but the checkpoint's "
             f"state has {_names(found)}: resume with the optimizer of the run that saved it"
         )
 

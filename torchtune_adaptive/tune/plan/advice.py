@@ -154,7 +154,7 @@ def _on_more_ranks(others: Alternatives) -> Iterator[Outcome | None]:
 def what_is_fastest(others: Alternatives) -> list[Outcome]:
     """Checkpointing more and less, each compiled and not; around the fastest of these, what costs or gains little."""
     settings, _ = read_settings(others.cfg)
-    switches: list[Overrides] = [(), compiled(others.cfg, settings)]
+    switches: list[Overrides] = [(), compiled(settings)]
     ways = [joined(switch, each) for switch in dict.fromkeys(switches) for each in checkpointing(others.cfg)]
     tried = {overrides: others.outcome(overrides) for overrides in dict.fromkeys([(), *ways])}
     fitting = {overrides: each for overrides, each in tried.items() if each and each.fits}

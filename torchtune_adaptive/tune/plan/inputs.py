@@ -31,9 +31,9 @@ def is_packed(cfg: DictConfig) -> bool:
     return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
 
 
-def collate_of(cfg: DictConfig, settings: Settings, model: nn.Module, loss_fn: nn.Module) -> tuple[Collate, bool]:
+def collate_of(settings: Settings, model: nn.Module, loss_fn: nn.Module) -> tuple[Collate, bool]:
     """What makes batches, and whether it pads them: as in training."""
-    packed, adaptive = is_packed(cfg), read_adaptive(cfg.get("adaptive"))
+    packed, adaptive = is_packed(settings.config), read_adaptive(settings.config.get("adaptive"))
     if not is_padded(model, settings, adaptive, torch.device(settings.device), packed=packed):
         return partial(joined, ignored=cast(int, loss_fn.ignore_index)), False
     if packed:
@@ -41,10 +41,10 @@ def collate_of(cfg: DictConfig, settings: Settings, model: nn.Module, loss_fn: n
     return build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False), True
 
 
-def made_up_checkpoint(cfg: DictConfig, settings: Settings) -> dict[str, Any]:
+def made_up_checkpoint(settings: Settings) -> dict[str, Any]:
     """Weights of the right shapes: the model's own, made without sharding."""
     with training.set_default_dtype(dtype_of(settings, HOST)), META:
-        whole = components.build("model", cfg)
+        whole = components.build("model", settings.config)
     weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
     adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
     return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}

@@ -53,14 +53,14 @@ def savers(cfg: DictConfig, world_size: int) -> list[Overrides]:
     """Single changes after which a step needs less memory, those first that cost the least."""
     settings, _ = read_settings(cfg)
     every_second, everywhere = checkpointing(cfg)[1:]
-    found: list[Overrides] = [_chunked_loss(cfg), compiled(cfg, settings)]
+    found: list[Overrides] = [_chunked_loss(cfg), compiled(settings)]
     if not settings.enable_activation_checkpointing:
         found += [() if settings.ac_mode == "selective" else every_second, everywhere]
     if world_size > 1 and not settings.fsdp_reshard_after_forward:
         found.append(("fsdp_reshard_after_forward=True",))
     found.append(_smaller_rank(cfg))
     if on_gpu(settings):
-        found += [in_8_bits(cfg), offloaded_activations(cfg, settings), _quantized(cfg), _on_host(cfg, settings)]
+        found += [in_8_bits(cfg), offloaded_activations(settings), _quantized(cfg), _on_host(settings)]
     return [each for each in found if each]
 
 
@@ -81,7 +81,7 @@ def starts(cfg: DictConfig) -> bool:
     return not (settings.fsdp_cpu_offload and compiles_itself(cfg))
 
 
-def compiled(cfg: DictConfig, settings: Settings) -> Overrides:
+def compiled(settings: Settings) -> Overrides:
     """On a CPU it takes a compiler, and Dynamo compiles nothing beneath a meter of memory."""
     return ("compile=True",) if on_gpu(settings) and not settings.compile else ()
 
@@ -95,10 +95,10 @@ def in_8_bits(cfg: DictConfig) -> Overrides:
     return (f"optimizer._component_={IN_8_BITS[name]}", *removed)
 
 
-def offloaded_activations(cfg: DictConfig, settings: Settings) -> Overrides:
+def offloaded_activations(settings: Settings) -> Overrides:
     if settings.enable_activation_offloading:
         return ()
-    return joined(checkpointing(cfg)[2], ("enable_activation_offloading=True",))
+    return joined(checkpointing(settings.config)[2], ("enable_activation_offloading=True",))
 
 
 def _without_selecting(cfg: DictConfig) -> Overrides:
@@ -137,8 +137,8 @@ def _quantized(cfg: DictConfig) -> Overrides:
     return ("model.quantize_base=True",) if takes and not already else ()
 
 
-def _on_host(cfg: DictConfig, settings: Settings) -> Overrides:
-    return () if settings.fsdp_cpu_offload or compiles_itself(cfg) else ("fsdp_cpu_offload=True",)
+def _on_host(settings: Settings) -> Overrides:
+    return () if settings.fsdp_cpu_offload or compiles_itself(settings.config) else ("fsdp_cpu_offload=True",)
 
 
 def combinations(single: Sequence[Overrides]) -> list[Overrides]:

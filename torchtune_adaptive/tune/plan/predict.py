@@ -160,7 +160,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
             stack.enter_context(apart_from_host(UPLOAD))
         # without a dimension for tensor parallelism, which would be a group of one for each rank
         mesh = init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
-        step = _build(cfg, settings, lora, mesh, on_gpu=on_gpu(settings))
+        step = _build(settings, lora, mesh, on_gpu=on_gpu(settings))
         step.run_first_step()
         if compiles_itself(cfg):
             step.compile_update()
@@ -215,21 +215,19 @@ def _device_of(settings: Settings) -> torch.device:
     return UPLOAD if settings.fsdp_cpu_offload else HOST
 
 
-def _build(
-    cfg: DictConfig, settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool
-) -> FakeStep:
+def _build(settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool) -> FakeStep:
     """In the recipes' order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
     device = _device_of(settings)
     with fakes, device_stand_in:
-        checkpoint = made_up_checkpoint(cfg, settings)
-        model = _build_model(cfg, settings, lora, device, mesh, checkpoint)
-        optimization = build_optimization(cfg, settings, model, {}, HOST)
-        loss_fn = build_loss(cfg, settings, model)
+        checkpoint = made_up_checkpoint(settings)
+        model = _build_model(settings, lora, device, mesh, checkpoint)
+        optimization = build_optimization(settings, model, {}, HOST)
+        loss_fn = build_loss(settings, model)
     if settings.compile:
         fake_tables(model.parameters(), fakes)
-    collate, padded = collate_of(cfg, settings, model, loss_fn)
+    collate, padded = collate_of(settings, model, loss_fn)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index), padded=padded)
     return FakeStep(
         settings=settings,
@@ -249,7 +247,6 @@ def _build(
 
 
 def _build_model(
-    cfg: DictConfig,
     settings: Settings,
     lora: LoraSettings | None,
     device: torch.device,
@@ -257,5 +254,5 @@ def _build_model(
     checkpoint: dict[str, Any],
 ) -> nn.Module:
     if lora is None:
-        return build_full_model(cfg, settings, device, mesh, checkpoint)
-    return build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
+        return build_full_model(settings, device, mesh, checkpoint)
+    return build_lora_model(settings, lora, device, mesh, checkpoint)

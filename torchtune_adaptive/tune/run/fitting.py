@@ -75,7 +75,6 @@ SEARCHED = (
 class FitRequest:
     """What has to fit, and into what."""
 
-    cfg: DictConfig
     settings: Settings
     adaptive: AdaptiveConfig
     memory: MemorySource | None
@@ -113,7 +112,7 @@ def rows_that_fit(request: FitRequest, most_samples: int | None = None) -> int |
     A rank has `most_samples` to run at most, or all those of an epoch.
     """
     adaptive, most = request.adaptive, most_samples or request.data.loader.samples_per_rank
-    grows = request.cfg.get("batch_increase_function") is not None
+    grows = request.settings.config.get("batch_increase_function") is not None
     if adaptive.token_budget is not None:  # then rows are not what fits
         return None
     if not request.settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
@@ -130,7 +129,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
 
     def measure() -> SearchResult:
         static = adaptive.search == "static"
-        expected_rows = predicted_rows(request.cfg, step.length, memory.budget_bytes) if static else 0
+        expected_rows = predicted_rows(request.settings.config, step.length, memory.budget_bytes) if static else 0
         with _progress_bar() as progress:
             return find_max_batch_size(
                 step,
@@ -177,7 +176,7 @@ def _measured(request: FitRequest, memory: MemorySource, length: int, search: Me
     """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
     directory = Path(request.settings.output_dir) / request.folder
     stage = {"stage": request.stage} if request.stage else {}
-    fingerprint = _fingerprint(request.cfg, length, memory, {**search.options, **stage})
+    fingerprint = _fingerprint(request.settings.config, length, memory, {**search.options, **stage})
     if request.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torchtune import training
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -33,7 +32,7 @@ Item = TypeVar("Item")
 class Metrics:
     """Logs each step under torchtune's names and keeps the progress bar of the epoch."""
 
-    def __init__(self, cfg: DictConfig, settings: Settings, device: torch.device, journal: RunJournal) -> None:
+    def __init__(self, settings: Settings, device: torch.device, journal: RunJournal) -> None:
         self._shown = dist.get_rank() == 0
         self._every = settings.log_every_n_steps
         self._journal = journal
@@ -41,11 +40,11 @@ class Metrics:
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
         self._losses: tuple[float, float] | None = None
-        self._checkpoints_in = checkpoint_directory(cfg, settings)
+        self._checkpoints_in = checkpoint_directory(settings)
         self._logger_failed = False
         if self._shown:
-            self._logger = components.build("metric_logger", cfg)
-            self._logger.log_config(cfg)
+            self._logger = components.build("metric_logger", settings.config)
+            self._logger.log_config(settings.config)
 
     def watch(self, memory: MemorySource | None) -> None:
         """Logs the peak of this memory, which starts anew at every logged step."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
@@ -38,7 +37,6 @@ Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
 class Parts:
     """What a recipe has built that the course of a run depends on."""
 
-    cfg: DictConfig
     settings: Settings
     adaptive: AdaptiveConfig
     ranks: int
@@ -72,12 +70,11 @@ class Parts:
         return forward_step(self.reference, self.kind, self._worst_sample())
 
     def _worst_sample(self) -> Sample:
-        sample = worst_sample(self.cfg, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)
+        sample = worst_sample(self.settings.config, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)
         return {**sample, KEPT: torch.zeros(2)} if self.in_stages else sample
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:
         return FitRequest(
-            cfg=self.cfg,
             settings=self.settings,
             adaptive=self.adaptive,
             memory=memory,
@@ -134,7 +131,7 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     rows = rows_that_fit(request)
     left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
     before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
-    increase = build_increase_function(parts.cfg)
+    increase = build_increase_function(parts.settings.config)
     epochs = size_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
     most_samples = max(sizes.samples_per_step for sizes in epochs)
     limit = budget_limit(request, most_samples)

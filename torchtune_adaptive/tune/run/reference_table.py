@@ -68,7 +68,7 @@ def precompute_reference(parts: Parts, progress: Progress, memory: MemorySource 
     """Collective: from now on each pair comes with what the reference says of it, and the reference is not needed."""
     dataset, path = parts.data.dataset, Path(parts.settings.output_dir) / TABLE_FILE
     open_record(parts, progress)
-    made_of = _made_of(parts.cfg, len(dataset))
+    made_of = _made_of(parts.settings.config, len(dataset))
     table = _known(path, made_of, dataset)
     if table is None:
         table = _computed(parts, memory, path)

@@ -126,7 +126,7 @@ def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
     except OneRowDoesNotFitError as error:
         if request.adaptive.sequence_length or data.max_seq_len:
             raise
-        index = longest_sample(request.cfg, data.dataset, request.kind).at
+        index = longest_sample(request.settings.config, data.dataset, request.kind).at
         raise SampleTooLargeError(
             f"sample {index} of the dataset is the longest, and {error.fact}", *error.remedies
         ) from None
@@ -146,7 +146,7 @@ def _as_rows(limit: Limit, length: int) -> RowLimit:
 
 def _check_longest(request: FitRequest, fitting: int) -> None:
     """Collective: every rank sees the same error."""
-    longest = longest_sample(request.cfg, request.data.dataset, request.kind)
+    longest = longest_sample(request.settings.config, request.data.dataset, request.kind)
     if longest.length > fitting:
         raise SampleTooLargeError(
             f"sample {longest.at} of the dataset has {longest.length} tokens, but a microbatch has room for "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
 from torchtune_adaptive.tune.start.arguments import COMPONENT, misfit
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig, keys_of
 from torchtune_adaptive.wording import shown
 
 LONGEST_REASON = 500
@@ -68,7 +67,7 @@ def misfit_in_words(key: str, section: DictConfig, args: Sequence[Any], kwargs: 
 
 def _misplaced(names: Sequence[Any]) -> str:
     """Where a key of `adaptive:` belongs that a component was given and did not know."""
-    ours = [field.name for field in dataclasses.fields(AdaptiveConfig) if field.name in names]
+    ours = [key for key in keys_of(AdaptiveConfig) if key in names]
     return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in ours)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import logging
 import re
@@ -12,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig, keys_of
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -39,7 +38,7 @@ MISSPELT = 0.8
 
 def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> None:
     """Refuses keys that look like misspelt ones; names the others that nothing reads in a log line."""
-    known = {*(field.name for field in dataclasses.fields(Settings)), *SECTIONS, *more}
+    known = {*keys_of(Settings), *SECTIONS, *more}
     unread = sorted(str(key) for key in cfg if key not in known | _referred_to(cfg))
     _check_places(cfg, unread)
     for key in unread:
@@ -49,7 +48,7 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
                 "less like that"
             )
     if unread and aloud:
-        logger.info("of no effect here, since nothing reads them: %s", ", ".join(unread))
+        logger.info("ignored config keys: %s", ", ".join(unread))
 
 
 def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
@@ -57,7 +56,7 @@ def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
 
     In a section with a _component_ they are the component's own, whose constructor refuses what is not.
     """
-    ours = {field.name for field in dataclasses.fields(AdaptiveConfig)}
+    ours = set(keys_of(AdaptiveConfig))
     paths = (path for key in unread for path in _paths(key, cfg._get_node(key)))
     if not (found := [path for path in paths if path.rpartition(".")[2] in ours]):
         return

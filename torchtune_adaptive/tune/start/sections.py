@@ -217,7 +217,7 @@ class AdaptiveConfig:
 def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
     """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
     values = _plain(section, "adaptive")
-    known = [field.name for field in dataclasses.fields(AdaptiveConfig)]
+    known = keys_of(AdaptiveConfig)
     for key in values:
         if key not in known:
             hint = did_you_mean(str(key), known)
@@ -228,8 +228,15 @@ def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
 def read(kind: type[T], values: Mapping[Any, Any] | DictConfig | None, prefix: str = "") -> T:
     """The dataclass `kind`, filled with the keys of `values` that it names and checked rule by rule."""
     plain = _plain(values, prefix.rstrip("."))
-    fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    return kind(**{field.name: _checked(field, plain, prefix) for field in fields})
+    return kind(**{field.name: _checked(field, plain, prefix) for field in options_of(kind)})
+
+
+def keys_of(kind: type) -> list[str]:
+    return [field.name for field in options_of(kind)]
+
+
+def options_of(kind: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if "rule" in field.metadata]
 
 
 def _checked(field: dataclasses.Field[Any], values: Mapping[Any, Any], prefix: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -28,7 +28,10 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Keys that both recipes know, with torchtune's names and defaults."""
+    """Keys that the recipes know, with torchtune's names and defaults."""
+
+    config: DictConfig = field(default_factory=lambda: OmegaConf.create({}), repr=False, compare=False)
+    """Where they were read: the sections of the components are in there."""
 
     device: str = option(TEXT)
     dtype: str = option(one_of("bf16", "fp32"))
@@ -101,7 +104,7 @@ def read_full_settings(cfg: DictConfig) -> Settings:
     settings = _read_settings(cfg)
     _check_offloading(settings)
     _check_optimizer_in_bwd(settings)
-    _check_tensor_parallel(settings, cfg)
+    _check_tensor_parallel(settings)
     return settings
 
 
@@ -143,7 +146,7 @@ def _check_preference(settings: Settings) -> None:
 
 def _read_settings(cfg: DictConfig) -> Settings:
     """`keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune has planned it."""
-    settings = sections.read(Settings, cfg)
+    settings = replace(sections.read(Settings, cfg), config=cfg)
     section = cfg.get("checkpointer")
     if not OmegaConf.is_dict(section):
         return settings  # told of where the checkpointer is built
@@ -194,15 +197,15 @@ def _check_optimizer_in_bwd(settings: Settings) -> None:
         )
 
 
-def _check_tensor_parallel(settings: Settings, cfg: DictConfig) -> None:
+def _check_tensor_parallel(settings: Settings) -> None:
     if settings.tensor_parallel_dim == 1:
         return
-    if cfg.get("tensor_parallel_plan") is None:
+    if settings.config.get("tensor_parallel_plan") is None:
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
             "name one, for example torchtune.models.llama3.base_llama_tp_plan"
         )
-    if OmegaConf.select(cfg, "optimizer.fused"):
+    if OmegaConf.select(settings.config, "optimizer.fused"):
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
             "set optimizer.fused: False"

@@ -54,13 +54,13 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> A
     return components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files)
 
 
-def load_reference(cfg: DictConfig, settings: Settings) -> State:
+def load_reference(settings: Settings) -> State:
     """Collective: the weights of `ref_checkpointer`, which never change."""
-    section = components.require(cfg, REFERENCE)
+    section = components.require(settings.config, REFERENCE)
     _check_directory(section, REFERENCE)
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
-    plain["output_dir"] = str(checkpoint_directory(cfg, settings) / folders.SAVING)  # it writes nothing there
+    plain["output_dir"] = str(checkpoint_directory(settings) / folders.SAVING)  # it writes nothing there
     checkpointer = components.build_section(REFERENCE, OmegaConf.create(plain), should_load_recipe_state=False)
     state: State = {}
     problem: str | None = None

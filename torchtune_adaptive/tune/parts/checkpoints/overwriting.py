@@ -14,12 +14,12 @@ from torchtune_adaptive.tune.parts.checkpoints.named import file_names
 from torchtune_adaptive.tune.start.settings import Settings
 
 
-def check_fresh_start(cfg: DictConfig, found: Sequence[Found], settings: Settings, directory: Path) -> None:
+def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Path) -> None:
     """Refuses a fresh start that would mix its checkpoints with those found, unless it may remove them."""
     if not found:
         return
     if _may_overwrite(settings):
-        _check_not_needed(cfg, found)
+        _check_not_needed(settings.config, found)
         return
     complete = any(each.manifest for each in found)
     names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")

@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
@@ -49,7 +48,6 @@ class Checkpoints:
 
     def __init__(
         self,
-        cfg: DictConfig,
         settings: Settings,
         start: Start,
         contents: Contents,
@@ -62,15 +60,15 @@ class Checkpoints:
         self._contents = contents
         self._device = device
         self._stops_on_error = stops_on_error
-        self._directory = checkpoint_directory(cfg, settings).absolute()
+        self._directory = checkpoint_directory(settings).absolute()
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
         self._serial = start.serial
         self._worth_saving = True  # as the last save has found the weights
         self._resumed_from = start.files.folder.name if start.files else None
-        self._checkpointer = loading.build_checkpointer(cfg, self._directory / folders.SAVING, start.files)
+        self._checkpointer = loading.build_checkpointer(settings.config, self._directory / folders.SAVING, start.files)
         # the demo's checkpointer makes the weights that belong to the identity
-        self._identity, self._told = identity_of(cfg, contents.recipe), told_values(cfg)
+        self._identity, self._told = identity_of(settings.config, contents.recipe), told_values(settings.config)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
         self._asked_to_stop = False

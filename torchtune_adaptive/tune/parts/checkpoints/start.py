@@ -62,14 +62,14 @@ class Start:
             lock.release()
 
 
-def find_start(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
+def find_start(settings: Settings, recipe: str) -> Start:
     """Collective: the decision, which raises `RunFinished` or the same error on every rank."""
     decided: list[Any] = [None]
     locks: list[Lock] = []
     if dist.get_rank() == 0:
         try:
-            locks.extend(map(take, _places(cfg, settings)))
-            decided = [decide(cfg, settings, recipe)]
+            locks.extend(map(take, _places(settings)))
+            decided = [decide(settings, recipe)]
         except (AdaptiveError, RunFinished) as error:
             decided = [error]
             for lock in locks:
@@ -77,50 +77,50 @@ def find_start(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
     dist.broadcast_object_list(decided)
     if isinstance(decided[0], Exception):
         raise decided[0]
-    _check_shared(Path(checkpoint_directory(cfg, settings)), settings)
+    _check_shared(Path(checkpoint_directory(settings)), settings)
     start: Start = decided[0]
-    _note(start, cfg, settings)
+    _note(start, settings)
     return replace(start, locks=tuple(locks))
 
 
-def _places(cfg: DictConfig, settings: Settings) -> list[Path]:
+def _places(settings: Settings) -> list[Path]:
     """Where a run writes: its checkpoints, and its record where that is elsewhere."""
-    places = checkpoint_directory(cfg, settings).absolute(), Path(settings.output_dir).absolute()
+    places = checkpoint_directory(settings).absolute(), Path(settings.output_dir).absolute()
     return list(dict.fromkeys(places))
 
 
-def _note(start: Start, cfg: DictConfig, settings: Settings) -> None:
+def _note(start: Start, settings: Settings) -> None:
     """For whoever will start it again; every rank may be the one that tells of its end."""
-    THIS_RUN.places = tuple(_places(cfg, settings))
+    THIS_RUN.places = tuple(_places(settings))
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
-            run_file.begin(place, command_to_go_on(), checkpoint_directory(cfg, settings), start.serial)
+            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), start.serial)
 
 
-def checkpoint_directory(cfg: DictConfig, settings: Settings) -> Path:
-    section = components.require(cfg, "checkpointer")
+def checkpoint_directory(settings: Settings) -> Path:
+    section = components.require(settings.config, "checkpointer")
     return Path(section.get("output_dir", None) or settings.output_dir)
 
 
-def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
+def decide(settings: Settings, recipe: str) -> Start:
     """On rank 0: looks at the output directory, and prepares it for what the run will write."""
-    directory = checkpoint_directory(cfg, settings)
+    directory = checkpoint_directory(settings)
     check_names_are_free(directory)
     found = folders.find_checkpoints(directory)
     serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
     mode = settings.resume_from_checkpoint
-    chosen = _newest(found, cfg, settings, recipe, directory) if mode == AUTO else None
+    chosen = _newest(found, settings, recipe, directory) if mode == AUTO else None
     files: Files | None = None
     manifest: Manifest | None = None
     if chosen is not None and chosen.manifest is not None:
         files, manifest = files_of(chosen.path, chosen.manifest), chosen.manifest
     elif mode is True:
         files, manifest = named_files(
-            cfg, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
+            settings.config, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
         )
-        _check_rest_of_epoch(cfg, recipe, manifest)
+        _check_rest_of_epoch(settings.config, recipe, manifest)
     else:
-        check_fresh_start(cfg, found, settings, directory)
+        check_fresh_start(found, settings, directory)
     if files is not None:
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     _prepare(directory)
@@ -128,7 +128,7 @@ def decide(cfg: DictConfig, settings: Settings, recipe: str) -> Start:
     return Start(run=run, serial=serial, files=files, overwrites=len(found) if files is None else 0)
 
 
-def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe: str, directory: Path) -> Found | None:
+def _newest(found: Sequence[Found], settings: Settings, recipe: str, directory: Path) -> Found | None:
     """The newest intact checkpoint, if it is one of this run."""
     chosen, passed_over = folders.newest_intact(found)
     for each in passed_over:
@@ -137,10 +137,10 @@ def _newest(found: Sequence[Found], cfg: DictConfig, settings: Settings, recipe:
         if not found:
             logger.info("fresh start: %s holds no checkpoint yet", directory)
         return None
-    check_same_run(chosen.manifest, cfg, recipe, directory)
+    check_same_run(chosen.manifest, settings.config, recipe, directory)
     _check_unfinished(chosen, chosen.manifest, settings)
     told = chosen.manifest.told
-    if told is not None and (changes := differences(told_values(cfg), told)):
+    if told is not None and (changes := differences(told_values(settings.config), told)):
         logger.warning("changed since the checkpoint was saved: %s", "; ".join(changes))
     return chosen
 

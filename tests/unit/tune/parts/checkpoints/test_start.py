@@ -43,7 +43,7 @@ def config(directory: Path, *overrides: str) -> DictConfig:
 
 def start(directory: Path, *overrides: str, recipe: str = "full") -> Start:
     cfg = config(directory, *overrides)
-    return decide(cfg, read_full_settings(cfg), recipe)
+    return decide(read_full_settings(cfg), recipe)
 
 
 def saved(
