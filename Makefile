@@ -52,6 +52,7 @@ crash: $(READY)
 # beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
 bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
+	$(BIN)/python -m tools.measured
 
 # the same for one GPU, in less than 8 minutes
 bench-gpu: $(READY)

@@ -1,4 +1,4 @@
-"""Predicts the batch size of every mirrored config for a few cards: docs/coverage.json, and the table in README.md.
+"""Predicts the batch size of every mirrored config for a few cards: docs/coverage.json and docs/coverage.md.
 
 python tools/coverage.py [NAME ...]      # predicts these, by default all: about a minute of CPU time each
 python tools/coverage.py --table         # only writes the table anew
@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.start.configs import locate
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "coverage.json"
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "coverage.md"
 RANKS, TOKENS = 8, 4096
 CARDS = ("4090", "a100-40", "h100", "h200")
 BEGIN, END = "<!-- coverage: made by tools/coverage.py -->\n", "<!-- end of coverage -->"
@@ -59,9 +59,9 @@ def table(rows: dict[str, dict[str, int]]) -> str:
 
 
 def write_table(rows: dict[str, dict[str, int]]) -> None:
-    text = README.read_text()
+    text = PAGE.read_text()
     before, rest = text.split(BEGIN)
-    README.write_text(before + BEGIN + table(rows) + END + rest.split(END, 1)[1])
+    PAGE.write_text(before + BEGIN + table(rows) + END + rest.split(END, 1)[1])
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.results import save
 from tests.distributed.failing import fail_there, over_ranks
 from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
@@ -94,8 +95,11 @@ class Outcome(NamedTuple):
     wrong: int = 0
 
     def __str__(self) -> str:
-        counts = f"injected {self.injected}, recovered {self.recovered}, hung {self.hung}"
-        return f"{counts}, wrong gradient {self.wrong}"
+        return ", ".join(f"{name} {count}" for name, count in zip(FIGURES, self, strict=True))
+
+
+FIGURES = ("injected", "recovered", "hung", "wrong gradient")
+"""Of an outcome, as a record of results names them."""
 
 
 class Step(NamedTuple):
@@ -238,13 +242,16 @@ def main() -> int:
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
     options = arguments.parse_args()
-    total = Outcome()
+    total, rows = Outcome(), []
     for case in (case for case in (*CASES, *STAGE_CASES) if options.case in case.name):
         started = time.monotonic()
         outcome = run(case, options.at_most, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))
+        rows.append({"case": case.name, "every": case.stride, **dict(zip(FIGURES, outcome, strict=True))})
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
     print(total)
+    if not options.case and options.at_most == sys.maxsize:
+        save("faults", rows, "every: 1 is every operation of a step, 3 every third")
     return 0 if total.injected == total.recovered > 0 and not total.hung and not total.wrong else 1
 
 

@@ -29,9 +29,9 @@ def test_more_memory_never_fits_less(coverage: dict[str, Any]) -> None:
         assert in_order == sorted(in_order), name
 
 
-def test_the_readme_shows_the_record(coverage: dict[str, Any]) -> None:
+def test_the_page_shows_the_record(coverage: dict[str, Any]) -> None:
     table = coverage["table"](coverage["read_record"]()["rows"])
-    assert coverage["BEGIN"] + table + coverage["END"] in (ROOT / "README.md").read_text()
+    assert coverage["BEGIN"] + table + coverage["END"] in coverage["PAGE"].read_text()
 
 
 def test_a_prediction_of_today_is_that_of_the_record(coverage: dict[str, Any]) -> None:

@@ -88,7 +88,7 @@ def option(
 ) -> Any:
     """A field of a section; required when it has no default.
 
-    `means` is what README's table and `tune-adaptive keys` say of it; torchtune's own keys have none.
+    `means` is what docs/keys.md and `tune-adaptive keys` say of it; torchtune's own keys have none.
     `convert` takes the value and what errors call it.
     """
     return dataclasses.field(default=default, metadata={"rule": rule, "means": means, "convert": convert or _frozen})

@@ -1,0 +1,40 @@
+"""README's table of what was measured is that of the results, and every figure in it comes from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.results import RESULTS
+from tools import measured
+
+
+def test_the_readme_shows_what_was_measured() -> None:
+    readme = measured.README.read_text(encoding="utf-8")
+    assert measured.renewed(readme) == readme, "it has drifted: python -m tools.measured"
+
+
+@pytest.mark.parametrize("name", [line.__name__ for line in measured.LINES])
+def test_a_line_follows_its_results(name: str, tmp_path: Path) -> None:
+    for stored in RESULTS.glob("*.json"):
+        (tmp_path / stored.name).write_bytes(stored.read_bytes())
+    content = json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8"))
+    content["rows"] = [
+        {key: 10 * at * value if isinstance(value, (int, float)) else value for key, value in row.items()}
+        for at, row in enumerate(content["rows"], 1)
+    ]
+    if name == "advice":  # of which only the order is shown
+        content["rows"] = [{**row, "predicted": -row["predicted"]} for row in content["rows"]]
+    (tmp_path / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    before, after = measured.table().splitlines(), measured.table(tmp_path).splitlines()
+    changed = [at for at, (one, other) in enumerate(zip(before, after, strict=True)) if one != other]
+    assert changed == [2 + [line.__name__ for line in measured.LINES].index(name)]
+
+
+@pytest.mark.parametrize(
+    ("values", "digits", "words"), [([1, 3, 2], 0, "1 to 3"), ([2.04, 1.96], 1, "2.0"), ([0.5], 2, "0.50")]
+)
+def test_a_span_is_said_once_where_it_is_none(values: list[float], digits: int, words: str) -> None:
+    assert measured.span(values, digits) == words
