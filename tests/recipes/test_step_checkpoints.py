@@ -159,20 +159,21 @@ NUMBERED = (
 )
 
 
-def train_numbered(folder: Path, stop_before: int | None) -> None:
+def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
     """Collective: with a note for each rank."""
     notes = Numbers(folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl")
-    train("full", demo_config("full", folder, *RUN, *NUMBERED), stop_before, notes)
+    train("full", demo_config("full", folder, *RUN, *NUMBERED, *options), stop_before, notes)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("options", [(), ("adaptive.token_budget=512",)], ids=["rows", "dealt"])
 def test_another_number_of_ranks_trains_on_the_rest_of_the_epoch_and_on_nothing_twice(
-    tmp_path: Path, ranks: int
+    tmp_path: Path, ranks: int, options: tuple[str, ...]
 ) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
-    run_on_ranks(2, train_numbered, folder, 13, timeout_s=120, in_group=False)
-    run_on_ranks(ranks, train_numbered, folder, None, timeout_s=120, in_group=False)
+    run_on_ranks(2, train_numbered, folder, 13, options, timeout_s=120, in_group=False)
+    run_on_ranks(ranks, train_numbered, folder, None, options, timeout_s=120, in_group=False)
     before, after = numbers(folder, 2), numbers(folder, ranks)
     first = Counter(number for step, found in before if step <= 10 for number in found)
     epoch_ends = 10 + (SAMPLES - 40) // (2 * ranks)
