@@ -14,12 +14,15 @@ from pathlib import Path
 from omegaconf import DictConfig
 from tqdm import tqdm
 
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
+from torchtune_adaptive.record.files import reason
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
 from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
-from torchtune_adaptive.tune.plan.settings import PlanSettings, read_plan_settings
+from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
 
@@ -59,11 +62,14 @@ def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers,
     """Settings by their speed where that was asked for, else what fits."""
     first = found.answers[0]
     title = heading(cfg, settings, first)
-    if advice is None or not advice.by_speed:
-        draw(path, first, frontier(found), title)
-        return
-    names = [report.name_of(each, settings.ranks) for each in advice.outcomes]
-    draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
+    try:
+        if advice is None or not advice.by_speed:
+            draw(path, first, frontier(found), title)
+            return
+        names = [report.name_of(each, settings.ranks) for each in advice.outcomes]
+        draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
+    except OSError as error:
+        raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; give another place") from error
 
 
 def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:

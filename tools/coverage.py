@@ -18,7 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.prediction import Budget, limit_bytes
 from torchtune_adaptive.tune.plan.answers import predict
-from torchtune_adaptive.tune.plan.settings import MANY_RANKS_OVERHEAD, PlanSettings
+from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.settings import MANY_RANKS_OVERHEAD
 from torchtune_adaptive.tune.start.configs import locate
 
 ROOT = Path(__file__).parent.parent

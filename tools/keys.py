@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchtune_adaptive.command.keys import Key, at_the_top, of_the_section
+from torchtune_adaptive.command.keys import Key, at_the_top, of_adaptive_plan, of_the_section
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-TABLES = {"at the top": at_the_top, "under adaptive": of_the_section}
+TABLES = {"at the top": at_the_top, "under adaptive": of_the_section, "of adaptive_plan": of_adaptive_plan}
 END = "<!-- end of keys -->"
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 class Remedy(Enum):
@@ -48,6 +51,30 @@ class AdaptiveError(Exception):
 
 class ConfigError(AdaptiveError, ValueError):
     """A value cannot work; the message names its key or argument, the value and what is allowed."""
+
+
+class SeveralErrors(ConfigError):
+    """Values that cannot work, each by itself."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        super().__init__("\n       ".join(map(str, errors)))
+        self.errors = errors
+
+
+def together(checks: Iterable[Callable[[], T]]) -> list[T]:
+    """What all of the checks return; those that refuse something are told at once."""
+    results: list[T] = []
+    errors: list[ConfigError] = []
+    for each in checks:
+        try:
+            results.append(each())
+        except SeveralErrors as several:
+            errors += several.errors
+        except ConfigError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else SeveralErrors(errors)
+    return results
 
 
 class IncreaseError(ConfigError):

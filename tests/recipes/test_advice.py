@@ -15,8 +15,8 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.tune.plan.advice import Alternatives, what_fits, what_is_fastest
 from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed
-from torchtune_adaptive.tune.plan.settings import PlanSettings
 
 TOKENS = 256
 TOO_LITTLE = 11 * 2**20

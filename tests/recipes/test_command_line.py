@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.recipes.running import STOCK, Finished, run_command, tune_run
 
+ROOT = Path(__file__).parents[2]
 FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
 SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out", "use_maximum_batch_size=False", "adaptive=null")
 STOCK_ON_A_LAPTOP = (
@@ -63,6 +64,24 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     assert ended.output.count("ignored config keys: my_note") == 1
     (log,) = (tmp_path / "out" / "logs").glob("*.txt")
     assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4
+
+
+def test_the_readme_begins_with_lines_that_its_command_prints(tmp_path: Path) -> None:
+    """But for the time that a probe took, and losses, which may differ from CPU to CPU in their last digits."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, block = re.findall(r"^    \$ tune run (.+)\n\n((?:    .+\n)+)", text, re.MULTILINE)[0]
+    launcher, number, recipe, *config = command.split()
+    assert (launcher, number) == ("--nproc_per_node", "2")
+    ended = tune_run(recipe, *config, "epochs=1", ranks=2, cwd=tmp_path, timeout_s=180)
+    block = block.replace("2 epochs", "1 epoch")
+    *printed, last = [re.sub(r"\d\.\d s ", "", line).strip() for line in block.splitlines()]
+    seen = [re.sub(r"\d\.\d s ", "", line).strip() for line in ended.output.splitlines()]
+    assert [
+        line.replace("2 epochs", "1 epoch") for line in printed if line.replace("2 epochs", "1 epoch") not in seen
+    ] == []
+    begin = re.match(r"trained: loss \d+\.\d", last)
+    assert begin is not None
+    assert any(line.startswith(begin[0]) and line.endswith("checkpoints in runs/demo/full") for line in seen)
 
 
 def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: Path) -> None:

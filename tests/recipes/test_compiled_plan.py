@@ -34,8 +34,8 @@ from tests.recipes.test_plan import (
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.rows import most_rows
-from torchtune_adaptive.tune.plan.settings import PlanSettings
 
 CONFIGS = {
     "full": ("full",),

@@ -257,7 +257,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("memory_limit=0.9",), "fraction of no known device"),
+        (("memory_limit=0.9",), "a fraction needs a device"),
         (("memory_limit=2MiB", "device=cuda", "dtype=bf16"), "are not for tensors"),
         (("adaptive=null",), "nothing to fit into"),
         (("sequence_length=4096",), "takes at most 2048"),

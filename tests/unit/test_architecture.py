@@ -87,7 +87,7 @@ ROOMS: dict[str, set[str]] = {
         "tune/rl",
         "tune/plan",
     },
-    "command": {"tune/start", "tune/check", "tune/parts/checkpoints"},
+    "command": {"tune/start", "tune/check", "tune/plan", "tune/parts/checkpoints"},
     "demo": set(),
     # nothing imports it but tests, ours and those of users
     "testing": {"limits", "memory", "comm", "step"},
@@ -112,6 +112,7 @@ WITHOUT_TORCH = {
     "command.keys",
     "command.ls",
     "command.status",
+    "tune.plan.keys",
     "tune.start.settings",
     "tune.parts.checkpoints.folders",
     "tune.parts.checkpoints.lock",

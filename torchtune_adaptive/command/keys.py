@@ -2,6 +2,7 @@
 
 tune-adaptive keys                 # all of them
 tune-adaptive keys search memory   # those that have one of these words in their name
+tune-adaptive keys adaptive_plan   # those of what is asked of adaptive_plan
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.catalogue import PLAN
 from torchtune_adaptive.wording import did_you_mean
 
 WIDEST = 110
@@ -28,6 +30,8 @@ class Key:
     default: str
     """As it is written in a config."""
     means: str
+    of: str = ""
+    """The recipe that alone knows it."""
 
 
 INCREASE = Key(
@@ -54,8 +58,15 @@ def of_the_section() -> tuple[Key, ...]:
     return _keys_of(AdaptiveConfig, "adaptive.")
 
 
+def of_adaptive_plan() -> tuple[Key, ...]:
+    """Keys of what is asked of `adaptive_plan`, which stand beside those of the config that it is asked about."""
+    from torchtune_adaptive.tune.plan.keys import PlanSettings
+
+    return tuple(dataclasses.replace(key, of=PLAN) for key in _keys_of(PlanSettings))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="word", help="only keys that have one of these words in their name")
+    parser.add_argument("words", nargs="*", metavar="word", help="only keys with one of these words in their name")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -65,8 +76,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def chosen(words: Sequence[str]) -> list[Key]:
-    everything = (*at_the_top(), *of_the_section())
-    found = [key for key in everything if not words or any(word in key.name for word in words)]
+    everything = (*at_the_top(), *of_the_section(), *of_adaptive_plan())
+    found = [key for key in everything if not words or any(word in key.name or word == key.of for word in words)]
     if not found:
         hint = did_you_mean(words[0], [key.name for key in everything], likeness=0.4)
         raise ConfigError(
@@ -76,7 +87,8 @@ def chosen(words: Sequence[str]) -> list[Key]:
 
 
 def explained(key: Key, width: int) -> str:
-    lines = [f"{key.name}: {key.default}", f"allowed: {key.allowed}", key.means]
+    alone = f"   ({key.of} only)" if key.of else ""
+    lines = [f"{key.name}: {key.default}{alone}", f"allowed: {key.allowed}", key.means]
     first, *others = (
         textwrap.wrap(line, width, initial_indent="    " * bool(at), subsequent_indent="    ")
         for at, line in enumerate(lines)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from torchtune_adaptive.command import cp, keys, ls, show, status, validate
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.tune.start.endings import answering
 from torchtune_adaptive.tune.start.remedies import in_keys
 
 COMMANDS: dict[str, ModuleType] = {
@@ -23,21 +23,18 @@ COMMANDS: dict[str, ModuleType] = {
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status.
 One that takes any number of words has them in `options.words`."""
 
-FAILED, INTERRUPTED, NOBODY_READS = 1, 130, 141
-"""Exit statuses: the last two are those that shells give for Ctrl-C and for a pipe that was closed."""
+FAILED, INTERRUPTED = 1, 130
+"""Exit statuses: the second is what shells give for Ctrl-C."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     try:
-        status = options.run(options)
-        sys.stdout.flush()
+        with answering():
+            status = options.run(options)
     except AdaptiveError as error:
         print(f"error: {in_keys(error)}", file=sys.stderr)
         status = FAILED
-    except BrokenPipeError:  # as in `| head`, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = NOBODY_READS
     except KeyboardInterrupt:
         status = INTERRUPTED
     sys.exit(status)

@@ -88,6 +88,6 @@ def amount_bytes(size: MemorySize, key: str) -> int:
     """Bytes of an amount that has to be known without a device."""
     if size.is_fraction:
         raise ConfigError(
-            f"{key}: {size.amount:g} is a fraction of no known device; give an amount (24GiB) or a card (h100)"
+            f"{key} is {size.amount:g}: a fraction needs a device; give an amount (24GiB) or a card (h100)"
         )
     return int(size.amount)

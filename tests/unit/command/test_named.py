@@ -15,8 +15,10 @@ import yaml
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.command import keys
-from torchtune_adaptive.command.main import COMMANDS, NOBODY_READS, main
+from torchtune_adaptive.command.main import COMMANDS, main
+from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.start.catalogue import RECIPES, our_configs, recipe_files
+from torchtune_adaptive.tune.start.endings import NOBODY_READS
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 ROOT = Path(__file__).parents[3]
@@ -56,6 +58,7 @@ def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes
     assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
     assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
     assert "knowledge_distillation_distributed" in told(capsys, "ls", "--all")[1]
+    assert lines[-1] == ("adaptive_plan", "<any of full and LoRA finetuning, but for images and tensor parallelism>")
 
 
 def test_ls_finds_lines_with_all_words_also_behind_an_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -150,7 +153,16 @@ def test_keys_explains_every_key_of_ours(capsys: pytest.CaptureFixture[str]) -> 
 def test_keys_finds_by_a_part_of_the_name_and_knows_slips(capsys: pytest.CaptureFixture[str]) -> None:
     names = [line.split(":")[0] for line in told(capsys, "keys", "search")[1].splitlines() if line[:1] != " "]
     assert list(filter(None, names)) == ["adaptive.search", "adaptive.reuse_search"]
-    assert "did you mean adaptive.memory_limit?" in refused(capsys, "keys", "memory_limt")
+    assert "did you mean memory_limit?" in refused(capsys, "keys", "memory_limt")
+
+
+def test_keys_knows_those_of_adaptive_plan_and_that_no_other_recipe_does(capsys: pytest.CaptureFixture[str]) -> None:
+    of_the_plan = told(capsys, "keys", "adaptive_plan")[1]
+    for field in dataclasses.fields(PlanSettings):
+        assert f"{field.name}: " in of_the_plan
+    assert "adaptive.regrow_after" not in of_the_plan
+    assert "memory_limit: null   (adaptive_plan only)\n" in told(capsys, "keys", "memory_limit")[1]
+    assert "adaptive.memory_limit: null\n" in told(capsys, "keys", "memory_limit")[1]
 
 
 def test_the_tables_of_keys_say_what_the_keys_say_of_themselves() -> None:
@@ -178,15 +190,43 @@ def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: py
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = f"{sys.executable} -c 'from torchtune_adaptive.command.main import main; main([\"ls\"])'"
-    ended = subprocess.run(
-        ["bash", "-c", f"{command} | true; echo ${{PIPESTATUS[0]}}"],
-        capture_output=True,
-        text=True,
-        timeout=20 * PATIENCE,
-        check=False,
-    )
+    ended = shell(f"{command} | true; echo ${{PIPESTATUS[0]}}")
     assert ended.stderr == ""
     assert int(ended.stdout) in (0, NOBODY_READS)
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+
+
+UNWRITTEN = "the answer cannot be written: No space left on device"
+LAUNCHED = """
+import sys
+from torchtune_adaptive.tune.start.launch import answer
+sys.argv = ["plan", "--config", "adaptive/demo/full"]
+answer(lambda cfg: print("an answer\\n" * 100_000), keys=[])
+"""
+
+
+@pytest.mark.parametrize(
+    ("into", "status", "said"),
+    [
+        ("| head -n 1", NOBODY_READS, ""),
+        ("> /dev/full", 1, f"\nerror: {UNWRITTEN}"),
+    ],
+    ids=["head", "a full disk"],
+)
+def test_an_answer_that_cannot_be_written_is_no_traceback(into: str, status: int, said: str) -> None:
+    ended = shell(f"{sys.executable} -c '{LAUNCHED}' {into}; echo ${{PIPESTATUS[0]}}")
+    assert ended.stderr.partition(";")[0] == said
+    assert ended.stdout.splitlines()[-1] == str(status)
+
+
+def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
+    command = f"{sys.executable} -c 'from torchtune_adaptive.command.main import main; main([\"keys\"])'"
+    ended = shell(f"{command} > /dev/full; echo $?")
+    assert ended.stderr == f"error: {UNWRITTEN}; send it to another place\n"
+    assert ended.stdout == "1\n"
 
 
 @pytest.mark.parametrize(

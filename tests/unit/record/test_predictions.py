@@ -58,7 +58,7 @@ def test_lines_that_are_one_need_no_names() -> None:
     assert (len(axes.lines), len(axes.texts)) == (1, 0)
 
 
-@pytest.mark.parametrize("name", ["plan.xyz", "/proc/none/plan.png", "folder", "plan.png/plan.png"])
+@pytest.mark.parametrize("name", ["plan.xyz", "/proc/none/plan.png", "/proc/plan.png", "folder", "plan.png/plan.png"])
 def test_what_cannot_be_saved_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "plan.png").touch()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,12 +44,16 @@ def check_drawable(path: Path, key: str) -> None:
         raise ConfigError(
             f"{key} is '{path}', and matplotlib draws no '{path.suffix}': let the name end in .png, .svg or .pdf"
         )
+    if path.is_dir():
+        raise ConfigError(f"{key} is '{path}', which is a folder: give a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent):  # permissions do not tell of /proc, or of a full disk
+            pass
     except OSError as error:
-        raise ConfigError(f"{key} is '{path}', which cannot be written to: {error.strerror}") from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"{key} is '{path}', which cannot be written to: give a file in a folder of yours")
+        raise ConfigError(
+            f"{key} is '{path}', which cannot be written to: {error.strerror}; give a file in a folder of yours"
+        ) from error
 
 
 def draw(path: Path, answer: Answer, frontier: Sequence[Answer], title: str) -> Path | None:

@@ -19,8 +19,9 @@ from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obst
 from torchtune_adaptive.tune.parts.process_group import check_divides
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.predict import read_settings
-from torchtune_adaptive.tune.plan.settings import PlanSettings, budget, lengths, read_plan_settings
+from torchtune_adaptive.tune.plan.settings import budget, lengths, read_plan_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences

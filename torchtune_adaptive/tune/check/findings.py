@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from torchtune_adaptive.errors import AdaptiveError, RunFinished
+from torchtune_adaptive.errors import AdaptiveError, RunFinished, SeveralErrors
 from torchtune_adaptive.tune.start.remedies import in_keys
 
 T = TypeVar("T")
@@ -25,6 +25,8 @@ class Findings:
         """What the work returns; None where a run would refuse it, which is noted."""
         try:
             return work()
+        except SeveralErrors as several:
+            self.wrong += map(in_keys, several.errors)
         except AdaptiveError as error:
             self.wrong.append(in_keys(error))
         except RunFinished as finished:

@@ -12,6 +12,7 @@ from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, outcome_of
 from torchtune_adaptive.tune.plan.answers import Answers, Traced, predict
+from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.plan.overrides import (
     Overrides,
     changed,
@@ -25,7 +26,6 @@ from torchtune_adaptive.tune.plan.overrides import (
     starts,
 )
 from torchtune_adaptive.tune.plan.predict import on_gpu, read_settings
-from torchtune_adaptive.tune.plan.settings import MOST_RANKS, PlanSettings
 
 ENOUGH = 2
 """Combinations that fit, after which no more are tried."""

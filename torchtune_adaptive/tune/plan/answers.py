@@ -17,11 +17,11 @@ from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_t
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw, fit_work
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, on_gpu, read_settings
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
     Lengths,
-    PlanSettings,
     allocator_settings,
     budget,
     card_of,

@@ -15,33 +15,10 @@ from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, amount_bytes, card_named, limit_bytes
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes
+from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
 from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.sections import (
-    BOOL,
-    COUNT_OR_0,
-    MOST_TOKENS,
-    NULL,
-    NUMBER,
-    TEXT,
-    AdaptiveConfig,
-    Rule,
-    count_up_to,
-    one_of,
-    option,
-)
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
-TOKENS = count_up_to(MOST_TOKENS)
-COUNTS = Rule(
-    lambda v: isinstance(v, list) and bool(v) and all(TOKENS.accepts(each) for each in v),
-    f"a list of whole numbers from 1 to {MOST_TOKENS}",
-)
-MOST_RANKS = 65_536
-RANKS = count_up_to(MOST_RANKS)
-SEVERAL_RANKS = Rule(
-    lambda v: isinstance(v, list) and bool(v) and all(RANKS.accepts(each) for each in v),
-    f"a list of whole numbers from 1 to {MOST_RANKS}",
-)
-ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
 ASSUMED_TOKENS = 4096
 """Of a row, where nothing says how long rows are."""
 RANKS_OF_A_MACHINE = 8
@@ -49,37 +26,6 @@ NETWORK = 50e9
 """Bytes a second between machines, for each rank: 400 Gbit."""
 ONE_PROCESS_OVERHEAD = "1GiB"
 MANY_RANKS_OVERHEAD = "3GiB"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    world_size: int | tuple[int, ...] = option(RANKS | SEVERAL_RANKS, 1)
-    """Ranks, on any number of machines; or several numbers of them, to compare."""
-    memory_limit: str | float | None = option(TEXT | NUMBER | NULL, None)
-    """What each rank has: an amount (24GiB, 80GB) or a card (h100); null: adaptive.memory_limit."""
-    memory_overhead: str | int | None = option(TEXT | ZERO | NULL, None)
-    """Of it, what is not for tensors, or 0; null: 3GiB with NCCL, 1GiB in one process, nothing on a CPU."""
-    sequence_length: int | tuple[int, ...] | None = option(TOKENS | COUNTS | NULL, None)
-    """Tokens of every row, or several lengths; null: adaptive.sequence_length, else tokenizer.max_seq_len, else
-    4096 or the most that the model takes."""
-    expandable_segments: bool | None = option(BOOL | NULL, None)
-    """How CUDA's caching allocator will be set; null: as PYTORCH_CUDA_ALLOC_CONF sets it here, else False."""
-    format: str = option(one_of("table", "csv", "json"), "table")
-    advise: bool | None = option(BOOL | NULL, None)
-    """True: which settings are fastest. null: what fits, where nothing does as it is. False: neither."""
-    link_bandwidth: str | None = option(TEXT | NULL, None)
-    """A second, between ranks, in one direction (50GB); null: the card's, or 50GB where there are several machines."""
-    picture: str | None = option(TEXT | NULL, None)
-    """Where to draw the answer: a file of matplotlib's, say plan.png."""
-
-    @property
-    def ranks(self) -> int:
-        """Of an answer, which is for one number of them."""
-        return self.several_ranks[0]
-
-    @property
-    def several_ranks(self) -> tuple[int, ...]:
-        return (self.world_size,) if isinstance(self.world_size, int) else self.world_size
 
 
 def read_plan_settings(cfg: DictConfig) -> PlanSettings:

@@ -7,10 +7,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 HEAD_START_S = 0.8
@@ -19,6 +20,8 @@ FOR_THE_CAUSE_S = 1.5
 """How long a rank that may only have lost a peer waits for that peer to say why."""
 UNTIL_ENDED_S = 10.0
 """How long a rank without a message waits to be ended by the launcher, so that the rank that spoke ends first."""
+NOBODY_READS = 141
+"""The exit status that shells give to a command whose pipe was closed."""
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
@@ -51,6 +54,27 @@ def end_silently() -> None:
     if not THIS_RUN.asked_to_stop():  # else the launcher has done what it can
         time.sleep(UNTIL_ENDED_S)
     sys.exit(1)
+
+
+@contextmanager
+def answering() -> Iterator[None]:
+    """Around what prints an answer: a reader who has seen enough, as `| head`, or a full disk, is no traceback."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _print_nowhere()
+        sys.exit(NOBODY_READS)
+    except OSError as error:
+        if error.filename is not None:  # a file, and not what is printed
+            raise
+        _print_nowhere()
+        raise AdaptiveError(f"the answer cannot be written: {error.strerror}; send it to another place") from error
+
+
+def _print_nowhere() -> None:
+    """What is still to be flushed would fail once more when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def end_with_the_launcher() -> None:

@@ -25,6 +25,7 @@ from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.endings import (
     FOR_THE_CAUSE_S,
     HEAD_START_S,
+    answering,
     end_silently,
     end_with_the_launcher,
     speaks_first,
@@ -112,7 +113,7 @@ def _who_was_asked() -> str:
 def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
     cfg = read_command_line(sys.argv)
     check_keys(cfg, keys, aloud=True)
-    with refusing_early_exits():
+    with answering(), refusing_early_exits():
         question(cfg)
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, together
 from torchtune_adaptive.limits.rungs import ROUNDINGS
 from torchtune_adaptive.schedules.accumulation import ACCUMULATION_MODES, LR_SCALINGS
 from torchtune_adaptive.schedules.growth import BEYOND_MEMORY
@@ -218,17 +219,27 @@ def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
     """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
     values = _plain(section, "adaptive")
     known = keys_of(AdaptiveConfig)
-    for key in values:
+
+    def check_known(key: Any) -> None:
         if key not in known:
             hint = did_you_mean(str(key), known)
             raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
-    return read(AdaptiveConfig, values, prefix="adaptive.")
+
+    def read_known() -> AdaptiveConfig:
+        return read(AdaptiveConfig, values, prefix="adaptive.")
+
+    checks: list[Callable[[], AdaptiveConfig | None]] = [*(partial(check_known, key) for key in values), read_known]
+    adaptive = together(checks)[-1]
+    assert adaptive is not None
+    return adaptive
 
 
 def read(kind: type[T], values: Mapping[Any, Any] | DictConfig | None, prefix: str = "") -> T:
     """The dataclass `kind`, filled with the keys of `values` that it names and checked rule by rule."""
     plain = _plain(values, prefix.rstrip("."))
-    return kind(**{field.name: _checked(field, plain, prefix) for field in options_of(kind)})
+    options = options_of(kind)
+    checked = together(partial(_checked, field, plain, prefix) for field in options)
+    return kind(**{field.name: value for field, value in zip(options, checked, strict=True)})
 
 
 def keys_of(kind: type) -> list[str]:

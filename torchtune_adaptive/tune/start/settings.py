@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, together
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import (
     ABOVE_ZERO,
@@ -23,6 +25,8 @@ from torchtune_adaptive.tune.start.sections import (
     some_of,
 )
 
+NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
+NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim", "collate_fn")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
@@ -102,31 +106,29 @@ class LoraSettings:
 def read_full_settings(cfg: DictConfig) -> Settings:
     """Settings of a full finetune; refuses the combinations that torchtune refuses."""
     settings = _read_settings(cfg)
-    _check_offloading(settings)
-    _check_optimizer_in_bwd(settings)
-    _check_tensor_parallel(settings)
+    checks = (_check_offloading, _check_no_clipping, _check_no_accumulation, _check_tensor_parallel)
+    together(partial(check, settings) for check in checks)
     return settings
 
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Settings of a LoRA finetune, some of them from its model's section."""
     settings = _read_settings(cfg)
-    for key, value, allowed in (
-        ("optimizer_in_bwd", settings.optimizer_in_bwd, False),
-        ("enable_async_checkpointing", settings.enable_async_checkpointing, False),
-        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
-    ):
-        if value != allowed:
-            raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: set it to {allowed}")
-    _check_offloading(settings)
-    return settings, sections.read(LoraSettings, cfg.get("model"), prefix="model.")
+    adapters: list[LoraSettings] = []
+
+    def read_adapters() -> None:
+        adapters.append(sections.read(LoraSettings, cfg.get("model"), prefix="model."))
+
+    checks: list[Callable[[], None]] = [partial(_check_lora, settings, key) for key in NOT_FOR_LORA]
+    checks += [partial(_check_offloading, settings), read_adapters]
+    together(checks)
+    return settings, adapters[0]
 
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Settings of full preference training."""
     settings = _read_settings(cfg)
-    _check_offloading(settings)
-    _check_preference(settings)
+    together(partial(check, settings) for check in (_check_offloading, _check_preference))
     return settings
 
 
@@ -137,11 +139,20 @@ def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     return settings, lora
 
 
+def _check_lora(settings: Settings, key: str) -> None:
+    value, allowed = getattr(settings, key), getattr(Settings, key)
+    if value != allowed:
+        raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: set it to {allowed}")
+
+
 def _check_preference(settings: Settings) -> None:
-    for key in ("optimizer_in_bwd", "tensor_parallel_dim", "collate_fn"):
-        value, allowed = getattr(settings, key), getattr(Settings, key)
-        if value != allowed:
-            raise ConfigError(f"{key} is {value}, which preference training does not support: allowed is {allowed}")
+    together(partial(_check_pairs, settings, key) for key in NOT_FOR_PAIRS)
+
+
+def _check_pairs(settings: Settings, key: str) -> None:
+    value, allowed = getattr(settings, key), getattr(Settings, key)
+    if value != allowed:
+        raise ConfigError(f"{key} is {value}, which preference training does not support: allowed is {allowed}")
 
 
 def _read_settings(cfg: DictConfig) -> Settings:
@@ -182,15 +193,16 @@ def _check_offloading(settings: Settings) -> None:
         )
 
 
-def _check_optimizer_in_bwd(settings: Settings) -> None:
-    if not settings.optimizer_in_bwd:
-        return
-    if settings.clip_grad_norm is not None:
+def _check_no_clipping(settings: Settings) -> None:
+    if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
         raise ConfigError(
             f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
             "they could be clipped; set one of them to null or False"
         )
-    if settings.gradient_accumulation_steps > 1:
+
+
+def _check_no_accumulation(settings: Settings) -> None:
+    if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
         raise ConfigError(
             f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "
             "which updates in every backward: allowed is 1"

@@ -138,6 +138,29 @@ def test_three_mistakes_are_three_lines(validate: Validate) -> None:
     ]
 
 
+def told_of(errors: str) -> list[str]:
+    return [line.split()[1].rstrip(":") for line in errors.splitlines() if line.startswith("error: ")]
+
+
+def test_mistakes_of_one_section_do_not_hide_each_other(validate: Validate) -> None:
+    at_the_top = ("batch_size=0", "epochs=0", "dtype=fp8")
+    status, _, errors = validate(
+        DEMO["full"], *at_the_top, "adaptive.serch=1", "adaptive.deal=7", "adaptive.oversize=x"
+    )
+    assert status == 1
+    keys = ["dtype", "batch_size", "epochs", "adaptive.serch", "adaptive.deal", "adaptive.oversize"]
+    assert told_of(errors) == keys
+
+
+def test_what_a_recipe_does_not_support_is_told_at_once(validate: Validate) -> None:
+    unlike = ("optimizer_in_bwd=True", "tensor_parallel_dim=2", "fsdp_cpu_offload=True", "model.lora_rank=0")
+    _, _, errors = validate(DEMO["lora"], *unlike)
+    expected = ["optimizer_in_bwd", "tensor_parallel_dim", "fsdp_cpu_offload", "model.lora_rank"]
+    assert told_of(errors)[:4] == expected
+    _, _, errors = validate(DEMO["full"], "optimizer_in_bwd=True")
+    assert told_of(errors) == ["clip_grad_norm", "gradient_accumulation_steps"]
+
+
 def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
     assert (status, errors) == (0, "")

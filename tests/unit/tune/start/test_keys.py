@@ -10,7 +10,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.plan.settings import PlanSettings
+from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.start.keys import check_keys
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 

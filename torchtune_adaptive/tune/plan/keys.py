@@ -1,0 +1,91 @@
+"""The keys of what is asked of `adaptive_plan`; nothing here waits for torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchtune_adaptive.tune.start.sections import (
+    BOOL,
+    COUNT_OR_0,
+    MOST_TOKENS,
+    NULL,
+    NUMBER,
+    TEXT,
+    Rule,
+    count_up_to,
+    one_of,
+    option,
+)
+
+TOKENS = count_up_to(MOST_TOKENS)
+COUNTS = Rule(
+    lambda v: isinstance(v, list) and bool(v) and all(TOKENS.accepts(each) for each in v),
+    f"a list of whole numbers from 1 to {MOST_TOKENS}",
+)
+MOST_RANKS = 65_536
+RANKS = count_up_to(MOST_RANKS)
+SEVERAL_RANKS = Rule(
+    lambda v: isinstance(v, list) and bool(v) and all(RANKS.accepts(each) for each in v),
+    f"a list of whole numbers from 1 to {MOST_RANKS}",
+)
+ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    world_size: int | tuple[int, ...] = option(
+        RANKS | SEVERAL_RANKS,
+        1,
+        means="ranks, on any number of machines: none of them is started, and more of them take no longer; or several "
+        "numbers to compare: `[1,2,4,8]`",
+    )
+    memory_limit: str | float | None = option(
+        TEXT | NUMBER | NULL,
+        None,
+        means="what a rank has: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null: "
+        "`adaptive.memory_limit`, of a list the smallest",
+    )
+    memory_overhead: str | int | None = option(
+        TEXT | ZERO | NULL,
+        None,
+        means="of it, what is not for tensors: CUDA's context, NCCL, libraries; or `0`. null: `3GiB`, in one process "
+        "`1GiB`, on a CPU nothing",
+    )
+    sequence_length: int | tuple[int, ...] | None = option(
+        TOKENS | COUNTS | NULL,
+        None,
+        means="tokens of a row, or several lengths: `[2048,8192]`. null: `adaptive.sequence_length`, else "
+        "`tokenizer.max_seq_len`, else 4096 or the most that the model takes",
+    )
+    expandable_segments: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="how CUDA's caching allocator will be set; null: as `PYTORCH_CUDA_ALLOC_CONF` says here, else False",
+    )
+    format: str = option(one_of("table", "csv", "json"), "table", means="of the answer")
+    advise: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="`True`: which settings are fastest. null: where not even one row fits, which settings would. `False`: "
+        "neither",
+    )
+    link_bandwidth: str | None = option(
+        TEXT | NULL,
+        None,
+        means="a second, between ranks, in one direction: `50GB`. null: the card's; between machines `50GB`",
+    )
+    picture: str | None = option(
+        TEXT | NULL,
+        None,
+        means="a file to draw the answer into, for example `plan.png`; with `advise=True`, speed over memory of every "
+        "setting",
+    )
+
+    @property
+    def ranks(self) -> int:
+        """Of an answer, which is for one number of them."""
+        return self.several_ranks[0]
+
+    @property
+    def several_ranks(self) -> tuple[int, ...]:
+        return (self.world_size,) if isinstance(self.world_size, int) else self.world_size
