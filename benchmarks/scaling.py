@@ -169,7 +169,7 @@ def time_ledger(modules: int, rounds: int) -> dict[str, float]:
         stopwatch.seconds = 0.0
         began = time.thread_time()
         stopwatch.around(ledger.begin_step)(1)
-        stopwatch.around(ledger.begin_microbatch)()
+        stopwatch.around(ledger.begin_microbatch)(0)
         model(torch.ones(1, 2)).sum().backward()
         stopwatch.around(ledger.end_microbatch)()
         passes.append(1e3 * (time.thread_time() - began))

@@ -47,7 +47,7 @@ class AdaptiveFullDPODistributed:
         check_preferences(self._adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
-        self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
+        self._mesh = process_group.mesh_of(self._device, self._settings)
         self._ranks = self._mesh["dp"].size()
         self._start = find_start(self._settings, recipe="full_dpo")
         contents = FullContents(recipe="full_dpo")

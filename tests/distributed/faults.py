@@ -37,8 +37,6 @@ from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector
 
-SAMPLES_PER_STEP = 4
-
 
 @dataclass(frozen=True)
 class Case:
@@ -49,7 +47,8 @@ class Case:
     world_size: int = 2
     failing: tuple[int, ...] = (1,)
     rows: int = 2
-    """At first; SAMPLES_PER_STEP are two microbatches of two rows."""
+    """At first; four samples are two microbatches of two rows."""
+    samples: int = 4
     again: str = "never"
     """Whether it fails once more: "never", in the "retry" or in the "drain"."""
     first_pass: bool = False
@@ -61,6 +60,7 @@ class Case:
 
 
 JOINED = ModelConfig(joined=True, dropout=0.0)
+HYBRID = ModelConfig(replicas=2)
 
 CASES = (
     Case("plain"),
@@ -85,6 +85,19 @@ CASES = (
     Case("without padding, full checkpointing", replace(JOINED, checkpointing="full")),
     Case("without padding, lora", replace(JOINED, lora=True)),
     Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
+    Case("hybrid", HYBRID, 4),
+    Case("hybrid, rank 0 fails", HYBRID, 4, (0,), stride=3),
+    Case("hybrid, a rank of each replica fails", HYBRID, 4, (0, 3), stride=3),
+    Case("hybrid, both ranks of a replica fail", HYBRID, 4, (2, 3), stride=5),
+    Case("hybrid, fails in the retry too", HYBRID, 4, rows=4, again="retry", stride=3),
+    Case("hybrid, fails in the drain too", HYBRID, 4, samples=8, rows=4, again="drain", stride=3),
+    Case("hybrid, first pass", HYBRID, 4, first_pass=True, stride=3),
+    Case("hybrid, first pass, fails in the drain too", HYBRID, 4, (2,), 4, 8, "drain", first_pass=True, stride=5),
+    Case("hybrid, one microbatch", HYBRID, 4, rows=4, stride=5),
+    Case("hybrid, no reshard after forward", replace(HYBRID, reshard_after_forward=False), 4, stride=5),
+    Case("hybrid, bf16", replace(HYBRID, bf16=True), 4, stride=3),
+    Case("hybrid, lora, full checkpointing", replace(HYBRID, lora=True, checkpointing="full"), 4, stride=5),
+    Case("hybrid, whole replicas", ModelConfig(replicas=4), 4, stride=5),
 )
 
 
@@ -125,7 +138,7 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.samples = samples_of(dist.get_rank(), SAMPLES_PER_STEP)
+        self.samples = samples_of(dist.get_rank(), case.samples)
         self._steps = count()
         self._renew()
 
@@ -137,7 +150,9 @@ class Bench:
         """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
         self._start()
         loss_sum, target_tokens = torch.zeros(()), 0
-        for start in range(0, SAMPLES_PER_STEP, rows):
+        for start in range(0, self.case.samples, rows):
+            # as a loop for replicas is written: they cost a message a step, and not a microbatch
+            self.model.set_requires_all_reduce(start + rows >= self.case.samples)
             totals = self.forward_backward(self.samples[start : start + rows])
             loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
         over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)

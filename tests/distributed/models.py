@@ -2,13 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtune import modules, training
@@ -41,6 +41,8 @@ class ModelConfig:
     sharded: bool = True
     joined: bool = False
     """Samples one after another in one row, without padding."""
+    replicas: int = 1
+    """Of the sharded model: more than one are hybrid sharding."""
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -74,11 +76,20 @@ def _shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     """What training.shard_model does, which cannot pass on a mixed precision policy."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if config.bf16 else MixedPrecisionPolicy()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = mesh_of(config.replicas)
     for name, module in reversed(list(model.named_modules())):
         if name == "" or training.get_shard_conditions(name, module):
             fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, mp_policy=policy)
     return model
+
+
+@cache  # a mesh keeps its groups for good
+def mesh_of(replicas: int) -> DeviceMesh:
+    """Collective: all ranks in one dimension, or in two."""
+    ranks = dist.get_world_size()
+    if replicas == 1:
+        return init_device_mesh("cpu", (ranks,))
+    return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))
 
 
 def samples_of(rank: int, count: int, seed: int = 0, longest: int = 8) -> list[Tensor]:

@@ -157,6 +157,7 @@ class StageCase:
 
 
 GATHERED, CHECKPOINTED = ModelConfig(reshard_after_forward=False), ModelConfig(checkpointing="full")
+HYBRID = ModelConfig(replicas=2)
 
 STAGE_CASES = (
     StageCase("stages, dpo, reference", preferring, REFERENCE),
@@ -170,6 +171,8 @@ STAGE_CASES = (
     StageCase("stages, dpo, policy, no reshard, first pass", preferring, TRAIN, GATHERED, first_pass=True, stride=3),
     StageCase("stages, dpo, policy, checkpointing", preferring, TRAIN, CHECKPOINTED, stride=3),
     StageCase("stages, dpo, policy, 3 ranks, two fail", preferring, TRAIN, world_size=3, failing=(0, 2), stride=7),
+    StageCase("stages, dpo, reference, hybrid", preferring, REFERENCE, HYBRID, world_size=4, stride=5),
+    StageCase("stages, dpo, policy, hybrid", preferring, TRAIN, HYBRID, world_size=4, stride=5),
     StageCase("stages, dpo at once", preferring_at_once, TRAIN),
     StageCase("stages, dpo at once, first pass", preferring_at_once, TRAIN, first_pass=True, stride=3),
     StageCase("stages, dpo at once, no reshard", preferring_at_once, TRAIN, GATHERED, stride=3),
@@ -231,6 +234,8 @@ class StageBench:
     def _starts(self, rows: int) -> Iterator[int]:
         """Where microbatches begin. What a pass without a backward leaves gathered is sharded again after each."""
         for start in range(0, SAMPLES_PER_STEP, rows):
+            for model in self.work.models:
+                model.set_requires_all_reduce(start + rows >= SAMPLES_PER_STEP)
             yield start
             for module in (each for model in self.work.models for each in model.modules()):
                 if isinstance(module, FSDPModule):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
@@ -117,8 +118,8 @@ def test_without_recovery_out_of_memory_passes_through():
 class Miscounting(CollectiveLedger):
     """Counts one collective more in every microbatch of rank 1."""
 
-    def begin_microbatch(self) -> None:
-        super().begin_microbatch()
+    def begin_microbatch(self, number: int) -> None:
+        super().begin_microbatch(number)
         self.position += dist.get_rank()
 
 
@@ -178,10 +179,8 @@ def reasons() -> dict[str, str | None]:
     def linear() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4))
 
-    flat, two_dimensional = (
-        init_device_mesh("cpu", (2,)),
-        init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b")),
-    )
+    flat = init_device_mesh("cpu", (2,))
+    two_dimensional = init_device_mesh("cpu", (1, 2), mesh_dim_names=("a", "b"))
     hooked = fully_shard(linear(), mesh=flat)
     hooked[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
     reduced = fully_shard(linear(), mesh=flat)
@@ -190,7 +189,12 @@ def reasons() -> dict[str, str | None]:
     fully_shard(inner_only[0], mesh=flat)
     return {
         "sharded": why_recovery_is_off(fully_shard(linear(), mesh=flat)),
-        "two-dimensional": why_recovery_is_off(fully_shard(linear(), mesh=two_dimensional)),
+        "hybrid": why_recovery_is_off(fully_shard(linear(), mesh=two_dimensional)),
+        "replicated": why_recovery_is_off(replicate(linear())),
+        "some ranks": why_recovery_is_off(fully_shard(linear(), mesh=two_dimensional["a"])),
+        "tensor parallel inside": why_recovery_is_off(
+            fully_shard(distribute_module(linear(), two_dimensional["b"]), mesh=two_dimensional["a"])
+        ),
         "not sharded": why_recovery_is_off(linear()),
         "root not sharded": why_recovery_is_off(inner_only),
         "tensor parallel": why_recovery_is_off(distribute_module(linear(), flat)),
@@ -201,8 +205,9 @@ def reasons() -> dict[str, str | None]:
 
 def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
     for found in run_on_ranks(2, reasons):
-        assert found.pop("sharded") is None
-        assert "mesh has more than one dimension" in found["two-dimensional"]
+        assert [found.pop(name) for name in ("sharded", "hybrid", "replicated")] == [None] * 3
+        assert "dimensions besides those of its shards and replicas" in found["tensor parallel inside"]
+        assert "some of the ranks" in found["some ranks"]
         assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]
         assert all(found.values())

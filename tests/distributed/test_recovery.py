@@ -32,8 +32,9 @@ SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputatio
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
 def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
-    for outcome in run_on_ranks(case.world_size, sweep, case, SAMPLED, timeout_s=120):
-        assert outcome == (SAMPLED, SAMPLED, 0, 0)
+    sampled = SAMPLED // 2 if case.world_size > 3 else SAMPLED
+    for outcome in run_on_ranks(case.world_size, sweep, case, sampled, timeout_s=120):
+        assert outcome == (sampled, sampled, 0, 0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,10 +43,10 @@ def test_running_out_of_memory_is_recovered_from_however_it_is_said(kind: str):
         assert outcome == (3, 3, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["plain", "first pass"])
+@pytest.mark.parametrize("name", ["plain", "first pass", "hybrid", "hybrid, first pass"])
 def test_a_collective_may_fail_before_it_is_issued_and_after_peers_have_matched_it(name: str):
     case = next(case for case in CASES if case.name == name)
-    outcome, _ = run_on_ranks(2, sweep, case, sys.maxsize, True, timeout_s=120)
+    outcome, *_ = run_on_ranks(case.world_size, sweep, case, sys.maxsize, True, timeout_s=120)
     assert outcome.injected > 40
     assert outcome == (outcome.injected, outcome.injected, 0, 0)
 

@@ -125,9 +125,9 @@ class RealStep:
 
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: in the recipe's order, with weights made up, in the process group that there is."""
-    mesh = process_group.data_and_tensor_mesh(device, tensor_parallel_dim=1)
-    torch.manual_seed(0)
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
+    mesh = process_group.mesh_of(device, settings)
+    torch.manual_seed(0)
     checkpoint = made_up_checkpoint(cfg, settings)
     if lora is None:
         model = build_full_model(cfg, settings, device, mesh, checkpoint)

@@ -36,7 +36,7 @@ ROOMS: dict[str, set[str]] = {
     "record/charts": {"record", "limits", "search", "prediction"},
     "prediction": {"memory"},
     "tune": set(),
-    "tune/start": {"limits.rungs", "schedules", "search.strategies", "comm.collectives"},
+    "tune/start": {"limits.rungs", "schedules", "search.strategies", "comm.collectives", "comm.heartbeat"},
     "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
     "tune/parts/unpadded": {"tune/start", "comm"},
     "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory", "comm.collectives"},

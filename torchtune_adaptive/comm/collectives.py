@@ -81,6 +81,8 @@ class Agreement:
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         needs_group = dist.is_initialized() and backend_for("cpu") != "gloo"
         self._group = aside(dist.new_group(backend="gloo")) if needs_group else None
+        self.waited_s = 0.0
+        """Seconds in which this rank has waited for the others to agree, all in all."""
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: the rows of all ranks, in order of rank."""
@@ -88,8 +90,10 @@ class Agreement:
         cells[:] = array("d", bytes(8 * len(cells)))
         cells[rank() * width : (rank() + 1) * width] = array("d", row)
         if world_size() > 1:
+            began = time.perf_counter()
             with explaining_failures("the agreement at the end of a step"):
                 dist.all_reduce(self._tensor, group=self._group)  # rows do not overlap: the sum is the table
+            self.waited_s += time.perf_counter() - began
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 

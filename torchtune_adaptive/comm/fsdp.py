@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
@@ -27,8 +28,10 @@ __all__ = [
     "awaits_backward",
     "computing_on",
     "cutting_for_rank_0",
+    "has_replicas",
     "initialize",
     "is_idle",
+    "reduce_over_replicas",
     "replace_collectives",
     "reset",
     "settle",
@@ -40,19 +43,29 @@ def replace_collectives(
     root: FSDPModule,
     gather_through: Callable[[AllGather], AllGather],
     scatter_through: Callable[[ReduceScatter], ReduceScatter],
+    reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back."""
+    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back.
+
+    The reduction over replicas has no setter: what it runs on is replaced, the group of the module's mesh.
+    """
     originals = []
+    replicas: dict[int, tuple[Any, dist.ProcessGroup]] = {}
     for module in _modules(root):
         for group in _groups(module):
-            gather, scatter = group._all_gather_comm, group._reduce_scatter_comm
+            gather, scatter, mesh = group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info
             originals.append((group, gather, scatter))
             module.set_custom_all_gather(gather_through(gather))
             module.set_custom_reduce_scatter(scatter_through(scatter))
+            if isinstance(mesh, DDPMeshInfo) and id(mesh) not in replicas:  # groups of one module may share it
+                replicas[id(mesh)] = mesh, mesh.replicate_process_group
+                mesh.replicate_process_group = reduce_through(mesh.replicate_process_group, scatter)
 
     def put_back() -> None:
         for group, gather, scatter in originals:
             group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
+        for mesh, own in replicas.values():
+            mesh.replicate_process_group = own
 
     return put_back
 
@@ -78,9 +91,11 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
 
 
 def _why_group_is_unsupported(group: Any) -> str | None:
-    if any(parameter.sharded_param.device_mesh.ndim > 1 for parameter in group.fsdp_params):
-        return "its mesh has more than one dimension (tensor parallel or HSDP)"
-    if group.mesh_info.shard_process_group.size() != world_size():
+    mesh = group.mesh_info
+    known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))
+    if any(parameter.sharded_param.device_mesh.ndim > known for parameter in group.fsdp_params):
+        return "its mesh has dimensions besides those of its shards and replicas (tensor parallel)"
+    if mesh.mesh.size() != world_size():
         return "it is sharded over some of the ranks only"
     if group._all_reduce_hook is not None:
         return "it has an all-reduce hook, whose collectives are not known"
@@ -98,6 +113,16 @@ def _groups(module: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def has_replicas(root: FSDPModule) -> bool:
+    """Whether gradients are summed over replicas too: a mesh of two dimensions, or `replicate()`."""
+    return any(isinstance(group.mesh_info, DDPMeshInfo) for module in _modules(root) for group in _groups(module))
+
+
+def reduce_over_replicas(root: Any, now: bool) -> None:
+    """Whether the next backward sums gradients over replicas, or leaves its sums for a later one to add."""
+    root.set_requires_all_reduce(now)
 
 
 def initialize(root: FSDPModule) -> None:
@@ -133,6 +158,7 @@ def reset(root: Any) -> None:
         root.reset_iter_state()
     else:
         _reset_iter_state(root)
+    reduce_over_replicas(root, True)
     for module in _modules(root):
         for group in _groups(module):
             _reset_parameters(group)
@@ -169,6 +195,8 @@ def _reset_group(group: Any) -> None:
         group._all_gather_result = None
     group._post_reduce_event = None
     group._all_reduce_state = None
+    # What was left for the last microbatch to sum over replicas: the next pass would add it to its own.
+    group._partial_reduce_output = None
     group._reshard_after_forward_event = None
     group._post_forward_indices.clear()
     group._training_state = TrainingState.IDLE

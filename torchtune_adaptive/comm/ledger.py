@@ -6,44 +6,43 @@ FSDP2 and its collectives, counts them, knows from an earlier microbatch what fo
 issues the rest with zeros.
 """
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-
-import torch
-import torch.distributed as dist
+from typing import Any, NamedTuple
 
 from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.comm.collectives import backend_for, explaining_failures, world_size
+from torchtune_adaptive.comm.counting import (
+    Collective,
+    CountedAllGather,
+    CountedReduceScatter,
+    CountedReplicas,
+    Sent,
+    issue_zeros,
+)
 from torchtune_adaptive.comm.foreign import Listener, MessageCount, refusal, what_is_foreign
-from torchtune_adaptive.comm.fsdp import AllGather, FSDPModule, ReduceScatter
+from torchtune_adaptive.comm.fsdp import FSDPModule
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective, with all that a partner without the data needs to take part in it."""
+class _Schedule(NamedTuple):
+    """What one microbatch communicates, on every rank alike."""
 
-    kind: type[AllGather] | type[ReduceScatter]
-    numel: int
-    """Elements on the unsharded side."""
-    dtype: torch.dtype
-    device: torch.device
-    group: dist.ProcessGroup
-    # Some reductions compare by identity; which one it is follows from the dtype and the group.
-    op: Any = field(compare=False)
-    comm: Any = field(compare=False)
+    collectives: tuple[Collective, ...]
+    messages: tuple[int, ...]
+    """How many messages the process groups count for each of them."""
 
 
 @dataclass
 class _Record:
-    """What one microbatch of a stage communicates, on every rank and in every microbatch alike."""
+    """What the microbatches of a stage communicate."""
 
-    collectives: tuple[Collective, ...] | None = None
-    messages: tuple[int, ...] = ()
-    """How many messages the process groups count for each of them."""
+    schedules: dict[bool, _Schedule] = field(default_factory=dict)
+    """Of the last microbatch of a step, and of all others. Only where gradients are summed over replicas, which has
+    time until the last, do they differ: else all of them count as last."""
     varies: bool = False
     foreign: int = 0
     """Messages of one microbatch that are not FSDP's."""
@@ -60,22 +59,38 @@ class CollectiveLedger:
     run the same models share one ledger, which keeps a record for each of them.
     """
 
-    def __init__(self, *roots: Any) -> None:
-        """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing."""
+    def __init__(self, *roots: Any, watches: bool = True) -> None:
+        """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
+
+        Without `watches` it only sees to it that gradients are summed over replicas once a step.
+        """
         self.position = 0
+        self.sent = Sent()
+        """Since the step began."""
+        self.waited_s = 0.0
+        """Seconds in which this rank has waited for collectives, all in all. NCCL lets the GPU wait, which counts
+        nothing here."""
         self._microbatches = 0
         self._records: dict[str, _Record] = {}  # by stage
         self._record = _Record()  # of the stage that runs
-        self._current: list[Collective] = []  # what the running microbatch has communicated
+        self._number = -1  # of the running microbatch
+        self._current: list[Collective] = []  # what it has communicated
         self._already_issued = 0  # collectives that a replay leaves out
         self._issuing = False
         self._messages = MessageCount()
-        self._messages_of: list[int] = []  # of each collective of a stage's first microbatch
+        self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
         self._begun_at = (0, 0)  # messages and position when the running microbatch began
-        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        sharded = [root for root in roots if isinstance(root, FSDPModule)]
+        self._replicated = [root for root in sharded if world_size() > 1 and fsdp.has_replicas(root)]
+        self._roots = sharded if watches else []
         self._watches = bool(self._roots) and world_size() > 1
         self._put_back = [
-            fsdp.replace_collectives(root, partial(_CountedAllGather, self), partial(_CountedReduceScatter, self))
+            fsdp.replace_collectives(
+                root,
+                partial(CountedAllGather, self),
+                partial(CountedReduceScatter, self),
+                partial(CountedReplicas, self),
+            )
             for root in self._roots
             if self._watches
         ]
@@ -85,13 +100,14 @@ class CollectiveLedger:
         for put_back in self._put_back:
             put_back()
         self._watches = False
+        for root in self._replicated:
+            fsdp.reduce_over_replicas(root, True)
 
     def begin_step(self, microbatches: int, stage: str = "") -> None:
         """Starts counting, from a state in which every microbatch communicates the same."""
-        self.position = 0
-        self._microbatches = microbatches
+        self.position, self.sent = 0, Sent()
+        self._microbatches, self._number = microbatches, -1
         self._record = self._records.setdefault(stage, _Record())
-        self._messages_of = []
         if self._watches:
             self._messages.look_for_groups()
         for root in self._roots:
@@ -101,8 +117,13 @@ class CollectiveLedger:
             if not fsdp.is_idle(root):
                 fsdp.reset(root)
 
-    def begin_microbatch(self) -> None:
-        self._current = []
+    def begin_microbatch(self, number: int) -> None:
+        """Before each microbatch of a step, which count from 0. Only in the last are gradients summed over replicas."""
+        if number != self._number:  # else it goes on, as a replay
+            self._messages_of = []
+        self._current, self._number = [], number
+        for root in self._replicated:
+            fsdp.reduce_over_replicas(root, self._is_last(number))
         self._begun_at = self._messages(), self.position
 
     def end_microbatch(self) -> None:
@@ -115,16 +136,20 @@ class CollectiveLedger:
         self._compare(complete=False)
 
     def _compare(self, *, complete: bool) -> None:
-        record, seen = self._record, tuple(self._current)
-        if record.collectives is None:
-            if complete:
-                record.collectives, record.messages = seen, tuple(self._messages_of)
-        elif seen != (record.collectives if complete else record.collectives[: len(seen)]):
+        record, seen, last = self._record, tuple(self._current), self._is_last(self._number)
+        schedule = record.schedules.get(last) or _Schedule(seen, tuple(self._messages_of))
+        if complete:
+            record.schedules[last] = schedule
+        if seen != (schedule.collectives if complete else schedule.collectives[: len(seen)]):
             record.varies = True
             return
         messages, position = self._begun_at
-        of_fsdp = (record.messages or self._messages_of)[: self.position - position]
+        of_fsdp = schedule.messages[: self.position - position]
         record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
+
+    def _is_last(self, number: int) -> bool:
+        """Whether a microbatch communicates what the last of a step does; without replicas, every one does."""
+        return not self._replicated or number == self._microbatches - 1
 
     @property
     def foreign_messages(self) -> int:
@@ -169,17 +194,20 @@ class CollectiveLedger:
         # gloo handles tensors inside wait(), which may run out of memory after peers matched the collective.
         # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
         wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
-        learns = self._record.collectives is None
+        learns = self._is_last(self._number) not in self._record.schedules
         before = self._messages() if learns else 0
         self._issuing = True
         try:
             with explaining_failures("a collective of FSDP"):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
+                self.sent = self.sent.plus(collective)
                 if learns:
                     self._messages_of.append(self._messages() - before)
                 if wait_here:
+                    began = time.perf_counter()
                     work.wait()
+                    self.waited_s += time.perf_counter() - began
                     return None
             return work
         finally:
@@ -188,7 +216,7 @@ class CollectiveLedger:
     def drain(self, replay: Callable[[], object]) -> None:
         """Collective: issues all that is left of this step, so that every peer finishes it.
 
-        Without a record, `replay` (a forward and backward of any size) first finishes the running microbatch.
+        A microbatch without a record is run as `replay`, a forward and backward of any size.
         """
         if not self._watches:
             return
@@ -201,83 +229,33 @@ class CollectiveLedger:
             )
         if self._record.foreign:
             raise refusal(what_is_foreign(self._record.foreign, self._record.names))
-        record = self._record.collectives or self._record_by_replay(replay)
-        # Every microbatch communicates the same, so the position alone says what peers expect next. Zeros will do:
-        # they go into this attempt's gradients, which all ranks throw away at the agreement.
-        for collective in (record * self._microbatches)[self.position :]:
-            self._issue_zeros(collective)
+        # The position alone says what peers expect next. Zeros will do: they go into this attempt's gradients, which
+        # all ranks throw away at the agreement.
+        begins_at = 0
+        for number in range(self._microbatches):
+            schedule = self._record.schedules.get(self._is_last(number))
+            if schedule is None:
+                schedule = self._record_by_replay(number, max(0, self.position - begins_at), replay)
+            for collective in schedule.collectives[max(0, self.position - begins_at) :]:
+                issue_zeros(collective, self)
+            begins_at += len(schedule.collectives)
 
-    def _record_by_replay(self, replay: Callable[[], object]) -> tuple[Collective, ...]:
-        """Collective: finishes the step's first microbatch, leaving out what it has already communicated."""
+    def _record_by_replay(self, number: int, issued: int, replay: Callable[[], object]) -> _Schedule:
+        """Collective: finishes a microbatch unlike any before, leaving out what of it has been issued already."""
         # The failed pass has issued the first of these, and peers have matched them: a second time nobody would.
-        self._already_issued = self.position
-        self.begin_microbatch()
+        self._already_issued = issued
+        self.begin_microbatch(number)
         try:
             with Listener(self._refuse):  # before it is issued: peers may be waiting for something else
                 replay()
         finally:
             self._already_issued = 0
         self._settle()
-        self._record.collectives = record = tuple(self._current)
-        self._record.messages = tuple(self._messages_of)
-        return record
-
-    def _issue_zeros(self, collective: Collective) -> None:
-        group, comm = collective.group, collective.comm
-        # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
-        whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
-        whole.zero_()
-        shard = whole.chunk(group.size())[group.rank()]
-        if collective.kind is AllGather:
-            call = partial(comm, output_tensor=whole, input_tensor=shard, group=group)
-        else:
-            sums = torch.empty_like(shard)
-            call = partial(comm, output_tensor=sums, input_tensor=whole, group=group, op=collective.op)
-        self.issue(collective, call, async_op=False)
+        schedule = _Schedule(tuple(self._current), tuple(self._messages_of))
+        self._record.schedules[self._is_last(number)] = schedule
+        return schedule
 
     def reset(self) -> None:
         """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
         for root in self._roots:
             fsdp.reset(root)
-
-
-class _Counted:
-    """A collective of FSDP that tells the ledger before it communicates."""
-
-    def __init__(self, ledger: CollectiveLedger, comm: Any) -> None:
-        self._ledger, self._comm = ledger, comm
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
-        return buffer
-
-
-class _CountedAllGather(_Counted, AllGather):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> Any:
-        """Collective: FSDP's own all-gather."""
-        whole = output_tensor
-        this = Collective(AllGather, whole.numel(), whole.dtype, whole.device, group, None, self._comm)
-        call = partial(self._comm, output_tensor=whole, input_tensor=input_tensor, group=group)
-        return self._ledger.issue(this, call, async_op)
-
-
-class _CountedReduceScatter(_Counted, ReduceScatter):
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> Any:
-        """Collective: FSDP's own reduce-scatter."""
-        whole = input_tensor
-        this = Collective(ReduceScatter, whole.numel(), whole.dtype, whole.device, group, op, self._comm)
-        call = partial(self._comm, output_tensor=output_tensor, input_tensor=whole, group=group, op=op)
-        return self._ledger.issue(this, call, async_op)

@@ -13,6 +13,7 @@ from torch import nn
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.comm.replicas import compare_replicas
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.memory.device import forget_frames, is_oom, release
@@ -51,21 +52,26 @@ class PlanRunner(Generic[Sample]):
             _check_recovery(models)
         self.around_pass: AroundPass = lambda _: nullcontext()
         self._forward_backward = forward_backward
-        self.ledger = CollectiveLedger(*(models if recover else ())) if ledger is None else ledger
+        self.ledger = CollectiveLedger(*models, watches=recover) if ledger is None else ledger
         self._models = models
         self._stand_in = stand_in
         self._filler = filler
         self._recover = recover
         self._stage = stage
+        self._compared = False
 
     def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
+        if not self._compared:  # not before: weights may be loaded until the first step
+            compare_replicas(self._models)
+            self._compared = True
         totals: Totals | None = None
         self._began = time.perf_counter()
         self.ledger.begin_step(len(plan), self._stage)
         for number, rows in enumerate(plan):
             before = totals
-            totals = self._run_microbatch([samples[index] for index in rows] or self._nothing(samples), before)
+            microbatch = [samples[index] for index in rows] or self._nothing(samples)
+            totals = self._run_microbatch(number, microbatch, before)
             if totals is None:  # outside of `except`, whose traceback would keep the failed pass alive
                 self._drain(samples[rows[0] if rows else 0])
                 return None, number
@@ -102,10 +108,10 @@ class PlanRunner(Generic[Sample]):
             )
         return [self._filler(samples[0])]
 
-    def _run_microbatch(self, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
+    def _run_microbatch(self, number: int, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
         try:
-            self.ledger.begin_microbatch()
+            self.ledger.begin_microbatch(number)
             with self.around_pass("microbatch"), self.ledger.listening():
                 totals = self._forward_backward(samples)
             self.ledger.end_microbatch()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.comm.collectives import Agreement, sum_over_ranks
+from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
@@ -64,6 +65,9 @@ class StepResult:
     """None where nothing measures it."""
     asked_to_stop: bool = False
     """Whether some rank was asked to end the run: all of them know it at the same step."""
+    sent: Sent = field(default_factory=Sent)
+    """What this rank has sent for parameters and gradients, in the attempt that counts; nothing without recovery, where
+    nobody counts."""
 
 
 class Attempt(NamedTuple):
@@ -96,6 +100,8 @@ class Report(NamedTuple):
     most_tokens: float = 0
     seconds: float = 0
     """Seconds since the last step that counted."""
+    worked: float = 1
+    """Share of the time since the last report that this rank has not waited for others."""
     retries: float = 0
     peak_bytes: float = 0
     budget_bytes: float = 0
@@ -193,7 +199,7 @@ def exchange(agreement: Agreement, report: Report) -> Reports:
     return Reports(Report(*row) for row in agreement.gather(report))
 
 
-def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
+def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int, sent: Sent) -> StepResult:
     """Collective: for sums, and on CUDA for the loss, which did not ride on the agreement."""
     assert totals is not None, "a rank that ran out of memory has said so, and nobody asks for a result"
     names = sorted(totals.sums)
@@ -214,6 +220,7 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
         asked_to_stop=reports.asked_to_stop,
+        sent=sent,
     )
 
 

@@ -24,6 +24,7 @@ from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.step.attempt import AroundPass, PlanRunner
+from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
@@ -96,14 +97,13 @@ class StepRunner(Generic[Sample]):
         self._asked_to_stop = asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
-        models = (model, *frozen)
-        self._plans = PlanRunner(
-            models, forward_backward, ledger, stand_in=stand_in, filler=filler, recover=recover, stage=stage
-        )
+        roles: Any = {"stand_in": stand_in, "filler": filler}
+        self._plans = PlanRunner((model, *frozen), forward_backward, ledger, **roles, recover=recover, stage=stage)
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement, padded=padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge(shared=bool(stage))
+        self._pace = Pace()
 
     @property
     def limit(self) -> Limit:
@@ -180,9 +180,10 @@ class StepRunner(Generic[Sample]):
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
             if not reports.failed:
                 self._gauge.end_step()
+                self._pace.tell(step, [report.worked for report in reports])
                 self._planner.keep(ahead, reports.upcoming_microbatches)
                 self._reconsider(reports, step)
-                return result_of(totals, reports, len(plan), recoveries)
+                return result_of(totals, reports, len(plan), recoveries, self._plans.ledger.sent)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
             lost_seconds = self._plans.discard()
@@ -214,7 +215,8 @@ class StepRunner(Generic[Sample]):
         if reports.failed:
             self._plans.discard()
             return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
-        return Attempt(result_of(totals, reports, len(plan), recoveries=0), (), reports.asked_to_stop)
+        result = result_of(totals, reports, len(plan), 0, self._plans.ledger.sent)
+        return Attempt(result, (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
         if not samples:
@@ -249,6 +251,7 @@ class StepRunner(Generic[Sample]):
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths, padded=self.padded, rows=rows)._asdict(),
             **reading._asdict(),
+            worked=self._pace.worked(self._plans.ledger.waited_s + self._agreement.waited_s),
             asked_to_stop=self._asked_to_stop(),
             foreign_messages=self._plans.ledger.foreign_messages,
         )

@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.check.places import check_output, check_weights
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
-from torchtune_adaptive.tune.parts.process_group import check_divides
+from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
@@ -97,7 +97,7 @@ def _check_together(settings: Settings, adaptive: AdaptiveConfig, model: nn.Modu
 def _check_ranks(settings: Settings, adaptive: AdaptiveConfig, ranks: int | None, findings: Findings) -> None:
     if ranks is None:
         return
-    findings.of(lambda: check_divides(settings.tensor_parallel_dim, ranks))
+    findings.of(lambda: mesh_shape(settings, ranks))
     if (limits := adaptive.memory_limit) is not None:
         findings.of(lambda: size_for_rank(limits, 0, ranks, "adaptive.memory_limit"))
 

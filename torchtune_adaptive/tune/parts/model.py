@@ -21,9 +21,11 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
 
+from torchtune_adaptive.comm.replicas import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.process_group import sharding_mesh
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
@@ -92,6 +94,7 @@ def build_lora_model(
         adapter_keys = _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
     else:
         _init_adapters(model, settings, device, dtype)
+        make_replicas_alike(each for each in model.parameters() if each.requires_grad)
     _init_rope(model, device, dtype)
     base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
@@ -143,6 +146,11 @@ def _is_sharded(settings: Settings, mesh: DeviceMesh) -> bool:
 def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
     if not _is_sharded(settings, mesh):
         return
+    if settings.data_parallel_replicate_dim > 1 and _is_quantized(model):
+        raise ConfigError(
+            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
+            "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
+        )
     layers = list(settings.custom_sharded_layers or ())
     try:
         training.shard_model(
@@ -150,7 +158,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
             shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
             cpu_offload=settings.fsdp_cpu_offload,
             reshard_after_forward=settings.fsdp_reshard_after_forward,
-            dp_mesh=mesh["dp"],
+            dp_mesh=sharding_mesh(mesh),
         )
     except AssertionError as error:
         if not _is_quantized(model):

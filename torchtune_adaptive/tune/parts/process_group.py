@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.settings import Settings
+
+HYBRID = ("dp_replicate", "dp_shard")
+LEFT = -1
+"""As many as are left, as a dimension of a mesh."""
 
 
 def join(device: torch.device) -> None:
@@ -41,20 +46,52 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def data_and_tensor_mesh(device: torch.device, tensor_parallel_dim: int) -> DeviceMesh:
-    """Collective: the mesh of data parallel × tensor parallel ranks."""
-    world_size = dist.get_world_size()
-    check_divides(tensor_parallel_dim, world_size)
-    shape = (world_size // tensor_parallel_dim, tensor_parallel_dim)
-    return init_device_mesh(device.type, mesh_shape=shape, mesh_dim_names=("dp", "tp"))
+class MeshShape(NamedTuple):
+    """How the ranks of a run share its model."""
+
+    replicas: int
+    shards: int
+    tensor_parallel: int
 
 
-def check_divides(tensor_parallel_dim: int, world_size: int) -> None:
-    if world_size % tensor_parallel_dim != 0:
-        raise ConfigError(
-            f"tensor_parallel_dim is {tensor_parallel_dim}, but the world size is {world_size}: "
-            "the world size must be a multiple of it; change tensor_parallel_dim or --nproc_per_node"
-        )
+def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
+    """That of so many ranks; refuses what does not come out even."""
+    replicas, given, tensor_parallel = (
+        settings.data_parallel_replicate_dim,
+        settings.data_parallel_shard_dim,
+        settings.tensor_parallel_dim,
+    )
+    shards = ranks // (replicas * tensor_parallel) if given in (None, LEFT) else int(given)
+    if replicas * shards * tensor_parallel == ranks and shards > 0:
+        return MeshShape(replicas, shards, tensor_parallel)
+    dims = {
+        "data_parallel_replicate_dim": replicas,
+        "data_parallel_shard_dim": given,
+        "tensor_parallel_dim": tensor_parallel,
+    }
+    told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in (None, LEFT, 1))
+    raise ConfigError(
+        f"{told}, but the world size is {ranks}: it must be their product, or a multiple where "
+        "data_parallel_shard_dim is -1; change one of them or --nproc_per_node"
+    )
+
+
+def mesh_of(device: torch.device, settings: Settings) -> DeviceMesh:
+    """Collective: the mesh of this run, whose "dp" are the ranks that have data of their own.
+
+    Where there are several replicas, its first two dimensions are those, and the ranks that share one.
+    """
+    replicas, shards, tensor_parallel = mesh_shape(settings, dist.get_world_size())
+    if replicas == 1:
+        return init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=HYBRID)
+    mesh._flatten("dp")
+    return mesh
+
+
+def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The part of a run's mesh that its model is sharded over, and replicated."""
+    return mesh[HYBRID] if HYBRID[0] in (mesh.mesh_dim_names or ()) else mesh["dp"]
 
 
 def _accelerator_backend(device: torch.device) -> str:

@@ -30,6 +30,7 @@ from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.process_group import mesh_of, mesh_shape
 from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
 from torchtune_adaptive.tune.plan.inputs import collate_of, is_packed, made_up_checkpoint, on_host
 from torchtune_adaptive.tune.plan.shims import (
@@ -158,13 +159,18 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
             stack.enter_context(offloading_activations())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
-        # without a dimension for tensor parallelism, which would be a group of one for each rank
-        mesh = init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
-        step = _build(settings, lora, mesh, on_gpu=on_gpu(settings))
+        step = _build(settings, lora, _mesh_of(settings, world_size), on_gpu=on_gpu(settings))
         step.run_first_step()
         if compiles_itself(cfg):
             step.compile_update()
         yield step
+
+
+def _mesh_of(settings: Settings, world_size: int) -> DeviceMesh:
+    if mesh_shape(settings, world_size).replicas > 1:
+        return mesh_of(HOST, settings)
+    # without a dimension for tensor parallelism, which would be a group of one for each rank
+    return init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
 
 
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:

@@ -6,6 +6,7 @@ None of it changes what a step allocates. What does is in prediction/shims.py.
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -160,7 +161,8 @@ def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
 
 def own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """What rank 0 keeps of a tensor. To distribute it would make the shards of all other ranks too."""
-    shard = whole.new_empty((-(-len(whole) // mesh.size()), *whole.shape[1:]))
+    shards = math.prod(mesh.size(dim) for dim, placement in enumerate(placements) if not placement.is_replicate())
+    shard = whole.new_empty((-(-len(whole) // shards), *whole.shape[1:]))
     return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 

@@ -1,7 +1,7 @@
 """The arithmetic of PPO: pure functions of what the models have said of some answers.
 
-Rows are answers, columns their tokens. Everything up to the advantages needs the answers of all ranks, so it comes before
-anything is split. The losses are sums over tokens, so that they add up to the same whatever the split.
+Rows are answers, columns their tokens. Everything up to the advantages needs the answers of all ranks, so it comes
+before anything is split. The losses are sums over tokens, so that they add up to the same whatever the split.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def rewards_of(scores: Tensor, log_probs: Tensor, reference: Tensor, ends: Answe
 
 
 def whitened(values: Tensor, mask: Tensor) -> Tensor:
-    """Values of unit variance over the mask, about the mean that they had. One value alone has no variance, and stays."""
+    """Values of unit variance over the mask, about the mean that they had. One value alone stays as it is."""
     count = mask.sum()
     mean = (values * mask).sum() / (count + EPSILON)
     variance = (((values - mean) * mask) ** 2).sum() / (count - 1).clamp(min=1)

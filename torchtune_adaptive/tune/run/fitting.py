@@ -67,6 +67,8 @@ SEARCHED = (
     "fsdp_cpu_offload",
     "fsdp_reshard_after_forward",
     "tensor_parallel_dim",
+    "data_parallel_replicate_dim",
+    "data_parallel_shard_dim",
 )
 """Keys of the config that change what a microbatch needs."""
 

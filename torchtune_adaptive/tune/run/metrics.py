@@ -99,6 +99,7 @@ class Metrics:
         samples = self._sizes.samples_per_step * dist.get_world_size()
         tokens = result.target_tokens
         run = {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": tokens_per_second, **memory}
+        run |= {f"sent_{where}_bytes": sent for where, sent in result.sent._asdict().items() if sent}
         self._journal.step(step, {**figures, **run})
 
     def _to_logger(self, figures: Mapping[str, float], step: int) -> None:

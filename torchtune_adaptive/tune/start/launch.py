@@ -32,7 +32,9 @@ from torchtune_adaptive.tune.start.endings import (
 )
 from torchtune_adaptive.tune.start.keys import check_keys
 from torchtune_adaptive.tune.start.remedies import in_keys
+from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.signals import listen, stop_listening
+from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, command_to_go_on
 
 logger = logging.getLogger(__name__)
@@ -68,7 +70,9 @@ def _run(recipe_type: type[Recipe]) -> None:
         config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:
         with refusing_early_exits():
-            _live(recipe_type(cfg))
+            recipe = recipe_type(cfg)
+            with ending_when_a_rank_is_silent(read_adaptive(cfg.get("adaptive")).silent_rank_timeout):
+                _live(recipe)
     except RunFinished as finished:
         let_go()
         if _rank() == 0:

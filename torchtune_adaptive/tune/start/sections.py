@@ -56,6 +56,7 @@ INTEGER = Rule(_is_int, "a whole number")
 COUNT_OR_0 = Rule(lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
+A_SECOND = Rule(lambda v: NUMBER.accepts(v) and v >= 1, "a number of at least 1")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 PATH = Rule(lambda v: TEXT.accepts(v) and _is_path(v), "a path of names of at most 255 bytes")
@@ -123,6 +124,13 @@ class AdaptiveConfig:
         "warn",
         means="the first step whose loss, or norm of the gradient, is NaN or infinite: `warn` says so and goes on, "
         "`stop` ends the run on all ranks",
+    )
+    silent_rank_timeout: float | None = option(
+        A_SECOND | NULL,
+        120,
+        means="seconds after which the other ranks end, with its name, when one has stopped answering: a process that "
+        "is stopped, a machine that hangs. One that is only busy, with a save, a compilation or its dataset, answers. "
+        "null: they wait until the process group gives up",
     )
     memory_limit: tuple[MemorySize, ...] | None = option(
         SIZES,

@@ -82,6 +82,15 @@ class Settings:
     fsdp_cpu_offload: bool = option(BOOL, False)
     fsdp_reshard_after_forward: bool = option(BOOL, True)
     tensor_parallel_dim: int = option(COUNT, 1)
+    data_parallel_replicate_dim: int = option(
+        COUNT,
+        1,
+        means="replicas of the model, each sharded over ranks of its own: as many as nodes, so that only gradients, "
+        "once a step, travel between nodes. Parameters travel inside of a replica, whose ranks follow one another",
+    )
+    data_parallel_shard_dim: int | None = option(
+        COUNT | one_of(-1) | NULL, -1, means="ranks that share a replica; -1 or null: as many as are left"
+    )
 
     log_every_n_steps: int = option(COUNT, 1)
     log_peak_memory_stats: bool = option(BOOL, False)
@@ -221,4 +230,9 @@ def _check_tensor_parallel(settings: Settings) -> None:
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
             "set optimizer.fused: False"
+        )
+    if settings.data_parallel_replicate_dim > 1:
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and data_parallel_replicate_dim is "
+            f"{settings.data_parallel_replicate_dim}, which do not go together here: set one of them to 1"
         )

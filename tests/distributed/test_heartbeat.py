@@ -1,0 +1,105 @@
+"""A rank that stops answering is named on all others; one that is busy is not."""
+
+import os
+import threading
+import time
+from unittest import mock
+
+import torch.distributed as dist
+
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
+
+TIMEOUT_S = 4.0
+
+
+class Told:
+    """What a rank hears, and when."""
+
+    def __init__(self) -> None:
+        self.silent: list[Silent] = []
+        self.heard = threading.Event()
+
+    def __call__(self, silent: Silent) -> None:
+        self.silent.append(silent)
+        self.heard.set()
+        threading.Event().wait(1)  # as long as a process takes to end
+
+
+def hear_of(silent_ranks: tuple[int, ...]) -> tuple[tuple[int, ...], str, float] | None:
+    """Some ranks beat no more, as if they were stopped; what the others hear, and after how long."""
+    told = Told()
+    heartbeat = Heartbeat(TIMEOUT_S, told)
+    time.sleep(1)
+    began = time.monotonic()
+    if dist.get_rank() in silent_ranks:
+        stopped = mock.Mock(side_effect=RuntimeError)
+        heartbeat._on_silence = lambda silent: None
+        heartbeat._store = mock.Mock(set=stopped)
+        time.sleep(2 * TIMEOUT_S)
+        return None
+    assert told.heard.wait(10 * TIMEOUT_S)
+    (silent, *_) = told.silent
+    return silent.ranks, silent.where, time.monotonic() - began
+
+
+def test_all_others_hear_the_name_of_a_silent_rank_in_time():
+    first, silent, third = run_on_ranks(3, hear_of, (1,))
+    assert silent is None
+    for ranks, where, seconds in (first, third):
+        assert ranks == (1,)
+        assert where.startswith("pid ")
+        assert where.endswith(f" on {os.uname().nodename}")
+        assert seconds < 1.5 * TIMEOUT_S  # the test's own start, and a crowded machine
+
+
+def test_a_whole_machine_that_is_silent_is_named_with_all_its_ranks():
+    for heard in run_on_ranks(4, hear_of, (2, 3)):
+        assert heard is None or heard[0] == (2, 3)
+
+
+def be_busy() -> list[Silent]:
+    """Longer than the time-out in what holds up the main thread, but not the process."""
+    told = Told()
+    heartbeat = Heartbeat(TIMEOUT_S, told)
+    if dist.get_rank() == 1:
+        until = time.monotonic() + 1.5 * TIMEOUT_S
+        while time.monotonic() < until:  # a slow dataset, in Python
+            sum(range(10_000))
+    dist.barrier()
+    heartbeat.stop()
+    return told.silent
+
+
+def test_a_rank_that_is_only_busy_is_not_silent():
+    assert run_on_ranks(2, be_busy) == [[], []]
+
+
+def end_early() -> list[Silent]:
+    told = Told()
+    heartbeat = Heartbeat(TIMEOUT_S, told)
+    if dist.get_rank() == 1:
+        heartbeat.stop()
+    time.sleep(2 * TIMEOUT_S)
+    heartbeat.stop()
+    return told.silent
+
+
+def test_a_rank_that_has_ended_as_it_should_is_not_silent():
+    assert run_on_ranks(2, end_early) == [[], []]
+
+
+def lose_the_store() -> list[Silent]:
+    told = Told()
+    heartbeat = Heartbeat(TIMEOUT_S, told)
+    if dist.get_rank() == 1:
+        heartbeat._store = mock.Mock(set=mock.Mock(side_effect=lambda *_: threading.Event().wait()))
+        assert told.heard.wait(10 * TIMEOUT_S)
+    else:
+        told.heard.wait(2 * TIMEOUT_S)
+    return told.silent
+
+
+def test_a_store_that_does_not_answer_is_silent_too():
+    _, told = run_on_ranks(2, lose_the_store)
+    assert told[0].ranks == ()

@@ -1,0 +1,172 @@
+"""Shards inside of a node and replicas across nodes, in loops that know nothing of torchtune."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.distributed.failing import over_ranks
+from tests.distributed.models import ModelConfig, build, forward_backward_of, mesh_of, samples_of
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.comm import make_replicas_alike
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
+
+SAMPLES = 8
+
+
+def plain_model(seed: int = 1) -> nn.Module:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)]
+    return nn.Sequential(nn.Embedding(64, 32), *blocks, nn.Linear(32, 64))
+
+
+def sharded_in_nodes(model: nn.Module) -> nn.Module:
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh_of(2))
+    return model
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("replicate",))
+    for module in (*model, model):
+        replicate(module, mesh=mesh)
+    return model
+
+
+def loss_of(model: nn.Module, samples: Sequence[Tensor]) -> Tensor:
+    tokens = nn.utils.rnn.pad_sequence(list(samples), batch_first=True)
+    labels = nn.utils.rnn.pad_sequence(list(samples), batch_first=True, padding_value=-100)[:, 1:]
+    return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), labels.flatten(), reduction="sum")
+
+
+def runner_of(model: nn.Module, rows: int = 4) -> StepRunner[Tensor]:
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        loss = loss_of(model, samples)
+        loss.backward()
+        return Totals(loss.detach(), sum(map(len, samples)))
+
+    return StepRunner(model, forward_backward, limit=RowLimit(rows), length_of=len, stand_in=lambda s: s[:2])
+
+
+def whole_gradients(model: nn.Module) -> Tensor:
+    """Collective."""
+    found = [parameter.grad for parameter in model.parameters()]
+    return torch.cat([(each.full_tensor() if isinstance(each, DTensor) else each).flatten() for each in found])
+
+
+def gradients_of_one_process() -> Tensor:
+    """What all ranks' samples come to without any of this, averaged over ranks as FSDP does."""
+    model = plain_model()
+    for rank in range(dist.get_world_size()):
+        for sample in samples_of(rank, SAMPLES):
+            (loss_of(model, [sample]) / dist.get_world_size()).backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def recover_in_a_loop(spread: Callable[[nn.Module], nn.Module], failing: int, rows: int) -> tuple[int, float]:
+    """How many of some failures were recovered from, and the worst relative error of their gradients."""
+    expected, worst, recovered = gradients_of_one_process(), 0.0, 0
+    for step, operation in enumerate((3, 40, 90, 140, 170), 1):
+        runner = runner_of(spread(plain_model()), rows)
+        with FaultInjector(runner).fail_at(rank=failing, step=step, operation=operation) as faults:
+            runner.run(samples_of(dist.get_rank(), SAMPLES), step=step)
+        assert over_ranks(faults.fired) == 1
+        error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
+        worst, recovered = max(worst, error.item()), recovered + runner.recoveries
+        runner.close()
+    return recovered, worst
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
+def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process(spread: Callable, rows: int):
+    for failing in (1, 2):
+        for recovered, worst in run_on_ranks(4, recover_in_a_loop, spread, failing, rows, timeout_s=60):
+            assert recovered == 5
+            assert worst < 1e-5
+
+
+def bytes_of_a_step(rows: int) -> tuple[int, int, int]:
+    model = build(ModelConfig(replicas=2, dropout=0.0))
+    limit, samples = RowLimit(rows), samples_of(dist.get_rank(), 4)
+    runner = StepRunner(model, forward_backward_of(model), limit=limit, length_of=len, stand_in=lambda s: s[:2])
+    sent = runner.run(samples, step=1).sent
+    shard = sum(parameter.to_local().numel() for parameter in model.parameters())
+    return sent.within_shards, sent.across_replicas, 4 * shard
+
+
+def test_replicas_exchange_gradients_once_a_step_however_many_microbatches_it_has():
+    (one, across, shard), *_ = run_on_ranks(4, bytes_of_a_step, 4)
+    (four, across_four, _), *_ = run_on_ranks(4, bytes_of_a_step, 1)
+    assert across == across_four
+    assert across == pytest.approx(shard, rel=0.02)  # a ring of two sends each part once
+    assert four == 4 * one > 0
+
+
+def step_of_unlike_replicas(alike: bool) -> str:
+    model = sharded_in_nodes(plain_model(seed=dist.get_rank() // 2))
+    if alike:
+        make_replicas_alike(model.parameters())
+    runner = runner_of(model)
+    try:
+        runner.run(samples_of(dist.get_rank(), 2), step=1)
+    except UnrecoverableError as error:
+        return str(error)
+    return ""
+
+
+def test_replicas_that_begin_unlike_are_refused_on_all_ranks():
+    messages = run_on_ranks(4, step_of_unlike_replicas, False)
+    assert messages == messages[:1] * 4
+    assert messages[0].startswith("the weights on rank 2 are not those on rank 0, which holds the same shard")
+
+
+def test_replicas_can_be_made_alike():
+    assert run_on_ranks(4, step_of_unlike_replicas, True) == [""] * 4
+
+
+def use_the_model_after_the_runner() -> bool:
+    """Collective: whether a backward of the user's own sums over replicas again, after a step that broke off."""
+    model, samples = sharded_in_nodes(plain_model()), samples_of(dist.get_rank(), SAMPLES)
+    runner = runner_of(model, rows=2)
+
+    def broken(inside: str):
+        raise KeyError("in the first of four microbatches")
+
+    runner.around_pass = broken
+    with pytest.raises(KeyError):
+        runner.run(samples, step=1)
+    runner.close()
+    loss_of(model, samples).backward()
+    error = (whole_gradients(model) - gradients_of_one_process()).abs().max()
+    return error.item() < 1e-3
+
+
+def test_a_closed_runner_leaves_a_model_that_sums_over_replicas_in_every_backward():
+    assert run_on_ranks(4, use_the_model_after_the_runner) == [True] * 4
+
+
+def lose_a_replica() -> str:
+    runner = runner_of(sharded_in_nodes(plain_model()))
+    samples = samples_of(dist.get_rank(), SAMPLES)
+    runner.run(samples, step=0)
+    runner.model.zero_grad()
+    if dist.get_rank() == 3:
+        raise KeyError("gone")
+    runner.run(samples, step=1)
+    return ""
+
+
+def test_a_replica_that_is_gone_ends_the_others():
+    with pytest.raises(RankFailed, match=r"gone|failed on rank"):
+        run_on_ranks(4, lose_a_replica, timeout_s=30)

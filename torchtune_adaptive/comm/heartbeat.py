@@ -1,0 +1,152 @@
+"""Which rank has stopped answering: each beats into the store that all of them share, and looks after one other.
+
+A thread beats, so a rank that is only busy is heard: it may save, compile or wait for its dataset for as long as it
+likes. What is not heard is a process that is stopped, or a machine that hangs, and so would never end what its peers
+wait for.
+"""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+BEATS_PER_TIMEOUT = 8
+LONGEST_INTERVAL_S = 5.0
+LEFT = "left"
+"""The last beat of a rank that has ended as it should."""
+SILENT = "silent"
+
+
+class Silent(NamedTuple):
+    """Who was not heard of for too long."""
+
+    ranks: tuple[int, ...]
+    """None where it is the store that does not answer, which lives on the machine of rank 0."""
+    where: str
+    seconds: float
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return f"the machine of rank 0, where all ranks meet, has not answered for {self.seconds:.0f} s"
+        ranks = "rank" if len(self.ranks) == 1 else "ranks"
+        named = ", ".join(map(str, self.ranks))
+        has = "has" if len(self.ranks) == 1 else "have"
+        return f"{ranks} {named} ({self.where}) {has} not answered for {self.seconds:.0f} s"
+
+
+class Silence:
+    """For how long something has not changed, in the time that was spent looking at it.
+
+    Who was away longer than between two looks, because the whole machine slept, say, counts that as two looks: what he
+    watches may have been away just as long, and gets the time to beat again.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._longest_s = 2 * interval_s
+        self._value: object = None
+        self._looked_at_s: float | None = None
+        self._unchanged_s = 0.0
+
+    def seconds(self, value: object, now_s: float) -> float:
+        passed = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, self._longest_s)
+        self._unchanged_s = self._unchanged_s + passed if value == self._value else 0.0
+        self._value, self._looked_at_s = value, now_s
+        return self._unchanged_s
+
+
+class Heartbeat:
+    """Beats for this rank until it is stopped, and tells of a silent one, on every rank that is not."""
+
+    def __init__(self, timeout_s: float, on_silence: Callable[[Silent], None]) -> None:
+        """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
+        self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
+        # Two looks to be sure, and one until the last rank has heard of it, are part of the time.
+        self._limit_s = timeout_s - 3 * self._interval_s
+        self._on_silence = on_silence
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        # Other attempts at this run may have left their beats in the same store.
+        attempt = [uuid.uuid4().hex]
+        dist.broadcast_object_list(attempt)
+        self._store = dist.PrefixStore(attempt[0], _own_connection(timeout_s))  # type: ignore[attr-defined]
+        self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
+        self._stopping = threading.Event()
+        self._rounds = 0
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_the_store)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """The rank ends, and may be silent from now on."""
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(2 * self._interval_s)  # no longer: the store may be gone, and with it its answer
+
+    def _beat(self) -> None:
+        watched = (self._rank + 1) % self._ranks
+        silence = Silence(self._interval_s)
+        try:
+            while not self._stopping.wait(self._interval_s):
+                self._rounds += 1
+                self._store.set(_beat_of(self._rank), str(self._rounds))
+                if self._store.check([SILENT]):
+                    self._tell([int(rank) for rank in self._text(SILENT).split()])
+                beat = self._text(_beat_of(watched))
+                if beat != LEFT and silence.seconds(beat, time.monotonic()) > self._limit_s:
+                    self._find_silent()
+            self._store.set(_beat_of(self._rank), LEFT)
+        except RuntimeError:  # of a store that is gone: the other thread sees that there are no more rounds
+            return
+
+    def _watch_the_store(self) -> None:
+        silence = Silence(self._interval_s)
+        while not self._stopping.wait(self._interval_s):
+            if (silent_s := silence.seconds(self._rounds, time.monotonic())) > self._limit_s:
+                self._on_silence(Silent((), "", silent_s))
+                return
+
+    def _find_silent(self) -> None:
+        """Looks at all ranks twice: where one has stopped, a whole machine may have."""
+        before = [self._text(_beat_of(rank)) for rank in range(self._ranks)]
+        self._stopping.wait(2 * self._interval_s)
+        self._store.set(_beat_of(self._rank), str(self._rounds + 1))
+        after = [self._text(_beat_of(rank)) for rank in range(self._ranks)]
+        pairs = enumerate(zip(before, after, strict=True))
+        silent = [rank for rank, (was, beat) in pairs if was == beat != LEFT and rank != self._rank]
+        if silent:
+            self._store.set(SILENT, " ".join(map(str, silent)))
+            self._stopping.wait(self._interval_s)  # until all have heard of it, and none takes this rank's end for it
+            self._tell(silent)
+
+    def _tell(self, ranks: list[int]) -> None:
+        if self._rank not in ranks:  # it was away, and is back: its peers are gone
+            where = ", ".join(dict.fromkeys(self._text(_where(rank)) for rank in ranks))
+            self._on_silence(Silent(tuple(ranks), where, self._limit_s))
+
+    def _text(self, key: str) -> str:
+        """What the store has; nothing where it has nothing yet, for which `get` would wait."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _beat_of(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _where(rank: int) -> str:
+    return f"where/{rank}"
+
+
+def _own_connection(timeout_s: float) -> Any:
+    """To the store of the process group: on the group's own one, a wait of the main thread would hold up the beats."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        return store
+    timeout = timedelta(seconds=timeout_s)
+    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -1,0 +1,41 @@
+"""What happens when a rank stops answering: the others end, and say which it was and how to go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+
+from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
+from torchtune_adaptive.tune.start.endings import speaks_first
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on
+
+
+@contextmanager
+def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
+    """Collective, where there are several ranks: while open, no rank waits longer than that for one that hangs."""
+    if timeout_s is None or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    heartbeat = Heartbeat(timeout_s, _end)
+    try:
+        yield
+    finally:
+        heartbeat.stop()
+
+
+def _end(silent: Silent) -> None:
+    """In a thread of its own: the main thread is in a collective that will never end."""
+    if speaks_first(wait_s=0):
+        without = "them" if len(silent.ranks) > 1 else "it"
+        with suppress(OSError):
+            print(
+                f"\nerror: {silent} (adaptive.silent_rank_timeout), and the others cannot go on without {without}; "
+                f"{THIS_RUN.saved}. To go on: {command_to_go_on()}",
+                file=sys.stderr,
+                flush=True,
+            )
+    os._exit(1)
