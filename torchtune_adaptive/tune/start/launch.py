@@ -5,6 +5,7 @@ config  ->  Recipe(cfg)  ->  setup()  ->  train()  ->  cleanup()
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import signal
@@ -54,6 +55,7 @@ def main(recipe_type: type[Recipe]) -> None:
     """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act."""
     end_with_the_launcher()
     listen()
+    faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
     _ending_well(lambda: _run(recipe_type))
 
 
