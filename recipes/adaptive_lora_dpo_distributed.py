@@ -102,9 +102,8 @@ class AdaptiveLoraDPODistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, preferences = LossWatch(self._adaptive.on_nan_loss), PreferenceFigures(self._settings)
+        losses, preferences, stopping = LossWatch(self._adaptive.on_nan_loss), PreferenceFigures(self._settings), False
         self._profiler.start()
-        stopping = False
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * self.course.most_samples_per_step
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
@@ -136,6 +135,7 @@ class AdaptiveLoraDPODistributed:
                             self.save_checkpoint()
                         self._checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
+                preferences.end_epoch()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
                 self._checkpoints.end_if_asked(self.progress, stopping)

@@ -2,7 +2,7 @@
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
-Takes every config of full_finetune_distributed and lora_finetune_distributed, torchtune's and ours, unchanged.
+Takes every config of the recipes for finetuning and preference training, torchtune's and ours, unchanged.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig
 from tqdm import tqdm
@@ -34,7 +35,7 @@ def answer(cfg: DictConfig) -> None:
 
 def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
     """What fits, and advice."""
-    with tqdm(desc="tracing", total=traces(), unit=" steps", leave=False) as bar:
+    with tqdm(desc="tracing", total=traces(cfg), unit=" steps", leave=False) as bar:
         found = predict(cfg, settings, traced=bar.update)
         advice = advise(cfg, settings, found, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, found, advice))
@@ -47,7 +48,7 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
 
 def compare(cfg: DictConfig, settings: PlanSettings) -> None:
     """The same question for several numbers of ranks, in one table."""
-    with tqdm(desc="tracing", total=traces() * len(settings.several_ranks), unit=" steps", leave=False) as bar:
+    with tqdm(desc="tracing", total=traces(cfg) * len(settings.several_ranks), unit=" steps", leave=False) as bar:
         outcomes, notes = on_ranks(cfg, settings, traced=bar.update)
     rows = report.alternatives(outcomes)
     if settings.format == "json":
@@ -61,7 +62,7 @@ def compare(cfg: DictConfig, settings: PlanSettings) -> None:
 def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> None:
     """Settings by their speed where that was asked for, else what fits."""
     first = found.answers[0]
-    title = heading(cfg, settings, first)
+    title = heading(cfg, settings, first, next(iter(found.stages(0))))
     try:
         if advice is None or not advice.by_speed:
             draw(path, first, frontier(found), title)
@@ -74,11 +75,13 @@ def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers,
 
 def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
     parts = []
-    for each in found.answers:
-        parts += [heading(cfg, settings, each), report.table(each)]
-        parts += [report.choice(each) if each.chosen_rows or advice is None else report.shortfall(each)]
-        if each.chosen_rows:
-            parts += [f"measure it with: {command(cfg, settings, config_name(), each.chosen_rows)}"]
+    for at in range(len(found.answers)):
+        for stage, each in found.stages(at).items():
+            parts += [heading(cfg, settings, each, stage), report.table(each)]
+            key = f"rows of {stage}" if stage else "batch_size"
+            parts += [report.choice(each, key) if each.chosen_rows or advice is None else report.shortfall(each)]
+        if rows := found.batch_size(at):
+            parts += [f"measure it with: {command(cfg, settings, config_name(), rows)}"]
     parts += [] if advice is None else advice.lines(settings.ranks)
     parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
     parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
@@ -86,13 +89,19 @@ def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Ad
 
 
 def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    return report.as_csv([row for each in found.answers for row in report.figures(each)])
+    return report.as_csv(rows_of(found))
 
 
 def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    rows = [row for each in found.answers for row in report.figures(each)]
+    rows = rows_of(found)
     outcomes = report.alternatives(advice.outcomes) if advice else []
     return report.as_json(rows, [*found.notes, *(advice.notes if advice else ())], outcomes)
+
+
+def rows_of(found: Answers) -> list[dict[str, Any]]:
+    """For programs: of every length and stage."""
+    stages = [stage for at in range(len(found.answers)) for stage in found.stages(at).items()]
+    return [{**({"stage": name} if name else {}), **row} for name, each in stages for row in report.figures(each)]
 
 
 FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}

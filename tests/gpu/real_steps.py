@@ -38,7 +38,7 @@ from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_mod
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint
-from torchtune_adaptive.tune.plan.predict import is_lora
+from torchtune_adaptive.tune.plan.recipes import is_lora
 from torchtune_adaptive.tune.run.fitting import training_step
 from torchtune_adaptive.tune.start.settings import Settings, read_full_settings, read_lora_settings
 
@@ -128,15 +128,15 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
     mesh = process_group.mesh_of(device, settings)
     torch.manual_seed(0)
-    checkpoint = made_up_checkpoint(cfg, settings)
+    checkpoint = made_up_checkpoint(settings)
     if lora is None:
-        model = build_full_model(cfg, settings, device, mesh, checkpoint)
+        model = build_full_model(settings, device, mesh, checkpoint)
     else:
-        model = build_lora_model(cfg, settings, lora, device, mesh, checkpoint)
+        model = build_lora_model(settings, lora, device, mesh, checkpoint)
     _fill(model)
-    optimization = build_optimization(cfg, settings, model, {}, device)
-    loss_fn = build_loss(cfg, settings, model)
-    collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False)
+    optimization = build_optimization(settings, model, {}, device)
+    loss_fn = build_loss(settings, model)
+    collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn.ignore_index, packed=False)
     del checkpoint
     devices.start_clean(device)
     return RealStep(settings, model, loss_fn, collate, optimization, device)

@@ -60,6 +60,6 @@ def stopped_before(epoch: int) -> Iterator[None]:
 def to_resume(kind: str, epoch: int, *, asynchronous: bool = False) -> list[str]:
     """What a user adds to the command to go on with this epoch; asynchronous checkpoints are found without names."""
     resume = ["resume_from_checkpoint=True"]
-    if kind == "full" and not asynchronous:
+    if kind.startswith("full") and not asynchronous:
         resume.append(f"checkpointer.checkpoint_files=[epoch_{epoch - 1}/model-00001-of-00001.bin]")
     return resume

@@ -31,7 +31,8 @@ from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step
+from torchtune_adaptive.tune.plan.fakes import FakeStep
+from torchtune_adaptive.tune.plan.predict import fake_step
 from torchtune_adaptive.tune.start.configs import locate, read_command_line
 
 TOLERANCE = 0.001
@@ -283,7 +284,7 @@ def predicted_phases(cfg: DictConfig, world_size: int) -> tuple[dict[str, int], 
 
 
 def weights_and_state(step: FakeStep) -> int:
-    tensors = resident_tensors(step.model, step.optimization.optimizers)
+    tensors = resident_tensors(step.model, step.optimizers)
     buffers = {id(buffer) for buffer in step.model.buffers()}
     plain = [each for tensor in tensors if id(tensor) not in buffers for each in plain_tensors(tensor)]
     return sum(each.untyped_storage().nbytes() for each in plain)

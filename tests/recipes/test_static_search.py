@@ -45,6 +45,13 @@ def test_two_ranks_measure_what_was_predicted_and_nothing_else(kind: str, tmp_pa
     assert [probe["rows"] for probe in static["probes"]] == [static["rows"]]
 
 
+def test_each_stage_measures_what_was_predicted_for_it(tmp_path: Path) -> None:
+    found("full_dpo", tmp_path, "static")
+    for stage in ("", "reference"):
+        record = json.loads((tmp_path / "static" / "out" / stage / "batch_search.json").read_text())["result"]
+        assert [probe["rows"] for probe in record["probes"]] == [record["rows"]], stage
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     process_group.join(torch.device("cpu"))

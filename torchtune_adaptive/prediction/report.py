@@ -21,16 +21,16 @@ def table(answer: Answer) -> str:
     return "\n".join(lines)
 
 
-def choice(answer: Answer) -> str:
-    """The batch size to train with, or what to do where there is none."""
+def choice(answer: Answer, key: str = "batch_size") -> str:
+    """The batch size to train with, or the rows of one of several stages; or what to do where there is none."""
     if not answer.chosen_rows:
         return (
             "one row does not fit: lower sequence_length, set enable_activation_checkpointing: True, "
             "or train on more ranks"
         )
     if answer.chosen_rows == answer.most_rows:
-        return f"batch_size: {answer.chosen_rows}"
-    return f"batch_size: {answer.chosen_rows} ({answer.most_rows} fit, rounded down as adaptive.round_to says)"
+        return f"{key}: {answer.chosen_rows}"
+    return f"{key}: {answer.chosen_rows} ({answer.most_rows} fit, rounded down as adaptive.round_to says)"
 
 
 def shortfall(answer: Answer) -> str:

@@ -89,8 +89,9 @@ def _probing(
     named = steps if isinstance(steps, Mapping) else {"": steps}
     _check(named, strategy)
     memory = CudaMemory() if memory is None else memory
-    models = [step.runner.model for step in named.values()]
-    optimizers = [optimizer for step in named.values() for optimizer in step.optimizers]
+    run = [*named.values(), *(beside for step in named.values() for beside in step.beside)]
+    models = list({id(step.runner.model): step.runner.model for step in run}.values())
+    optimizers = [optimizer for step in run for optimizer in step.optimizers]
     with leaving_no_trace(models, optimizers):
         yield Prober(named, memory)
     memory.reset_peak()

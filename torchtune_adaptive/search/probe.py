@@ -44,6 +44,8 @@ class TrainingStep(Generic[Sample]):
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules whose outputs cut the step into phases, in the order of the forward, each under the name of the part
     that it ends: {"layers": final_norm, "head and loss": loss}. Without them a search may take more probes."""
+    beside: "Sequence[TrainingStep[Any]]" = ()
+    """Other stages, which are not measured with this one, but keep in training what they keep: optimizer state, say."""
 
     @property
     def length(self) -> int:
@@ -133,6 +135,8 @@ class Prober:
         Returns the room of the tightest rank. Raises OneRowDoesNotFitError if not even the shortest sample is within
         the budget: a rank that ran out of memory could not keep its peers company then.
         """
+        for beside in (each for step in self._steps.values() for each in step.beside):
+            self._make_resident(beside)
         self._probe(1, {name: [[step.runner.stand_in(step.sample)]] for name, step in self._steps.items()})
         self._room = self._reports[rank()].room
         if self._failed is None:
@@ -142,6 +146,16 @@ class Prober:
                 return min((report.room for report in self._reports), key=_free_bytes)
             self._probe_rows(1)  # tells what the user needs to know
         raise self.refuse(*NEEDS_LESS)
+
+    def _make_resident(self, step: TrainingStep[Any]) -> None:
+        """Collective: runs a stage once, as small as can be."""
+        with _explaining(1):
+            _, failed_ranks = self._run(step, [[step.runner.stand_in(step.sample)]], limited=False)
+        if failed_ranks:
+            raise UnrecoverableError(
+                f"rank {failed_ranks[0]} ran out of memory in the smallest microbatch of another stage",
+                *NEEDS_LESS,
+            )
 
     def measure(self, rows: int, length: int | None = None) -> Peak:
         """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -89,7 +89,7 @@ def check_loss(cfg: DictConfig, settings: Settings | None) -> None:
     """With the collate function, which is given the label that the loss ignores."""
     loss = checked_loss(cfg)
     if settings is not None and not _is_packed(cfg):
-        build_collate(settings, SimpleNamespace(pad_id=0), loss, packed=False)
+        build_collate(settings, SimpleNamespace(pad_id=0), cast(int, loss.ignore_index), packed=False)
 
 
 def check_pairs(cfg: DictConfig) -> None:

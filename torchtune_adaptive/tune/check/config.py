@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.predict import read_settings
+from torchtune_adaptive.tune.plan.recipes import read_settings, trains_on_pairs
 from torchtune_adaptive.tune.plan.settings import budget, lengths, read_plan_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
@@ -57,7 +57,8 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     findings.of(lambda: check_keys(cfg, more, aloud=True))
     settings = findings.of(lambda: READERS[recipe](cfg))
     adaptive = findings.of(lambda: read_adaptive(cfg.get("adaptive")))
-    model = check_components(cfg, settings, findings, of_pairs=recipe in OF_PAIRS)
+    of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
+    model = check_components(cfg, settings, findings, of_pairs=of_pairs)
     if settings is None or adaptive is None:
         return findings
     if recipe == PLAN:

@@ -49,8 +49,8 @@ class Data:
 def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
     """Samples of text, for finetuning."""
     dataset, packed = build_dataset(settings.config, tokenizer)
-    collate = build_collate(settings, tokenizer, loss_fn, packed=packed)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
+    collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
     return _data(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
@@ -106,7 +106,7 @@ def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:
     return joined, bool(getattr(joined, "packed", False))
 
 
-def build_collate(settings: Settings, tokenizer: Any, loss_fn: nn.Module, *, packed: bool) -> Collate:
+def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, packed: bool) -> Collate:
     """Samples -> batch, padded to the longest of them; packed rows are of one length already."""
     if packed:
         collate: Collate = padded_collate_packed
@@ -118,7 +118,7 @@ def build_collate(settings: Settings, tokenizer: Any, loss_fn: nn.Module, *, pac
     except (ValueError, ImportError, AttributeError) as error:
         raise ConfigError(f"collate_fn is {settings.collate_fn!r}, which cannot be imported: {error}") from error
     _check_callable(function, settings.collate_fn)
-    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=loss_fn.ignore_index)
+    return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 
 def _check_callable(function: Any, path: str) -> None:

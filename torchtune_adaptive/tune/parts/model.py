@@ -226,10 +226,12 @@ def _check_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool
             )
 
 
-def phase_boundaries(model: nn.Module, loss_fn: nn.Module) -> dict[str, nn.Module]:
-    """What cuts a step into phases; nothing for models whose parts are not known."""
+def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:
+    """What cuts a step into phases, or a pass that has no loss; nothing for models whose parts are not known."""
     decoder: Any = getattr(model, "decoder", model)
-    return {"layers": decoder.norm, "head": loss_fn} if hasattr(decoder, "norm") else {}
+    if not hasattr(decoder, "norm"):
+        return {}
+    return {"layers": decoder.norm, **({} if loss_fn is None else {"head": loss_fn})}
 
 
 def _check_lora_keys(lora: LoraSettings, base_keys: Any, adapter_keys: Any) -> None:

@@ -33,6 +33,7 @@ from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
 from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.arguments import COMPONENT
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import shown
@@ -46,6 +47,11 @@ KEPT = "reference_log_probs"
 
 PAIRS = "pairs"
 ANSWERS = ("chosen", "rejected")
+EMPTY, IDENTICAL = "pairs/empty", "pairs/identical"
+"""Sums: pairs with an answer that has no label, and pairs whose answers are the same."""
+
+Pass = Callable[[Sequence[Sample]], Totals]
+"""One microbatch of a stage."""
 
 
 class Scores(NamedTuple):
@@ -126,6 +132,7 @@ class PolicyPass:
             scores = self.score(self.model, pairs)
         losses, *rewards = self.loss_fn(*scores.log_probs, *reference)
         sums = _sums_over_pairs(scores, rewards, counted)
+        sums |= {name: counted.new_tensor(count) for name, count in _flaws(self.score.kind, pairs).items()}
         target_tokens = scores.target_tokens
         del scores  # or the logits would live through the backward
         loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
@@ -148,6 +155,15 @@ def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor)
         for answer, logits in zip(ANSWERS, scores.logits.chunk(2), strict=True):
             sums[f"padded_logits/{answer}"] = logits.mean() * counted.amax()
     return sums
+
+
+def _flaws(kind: Kind, pairs: Sequence[Sample]) -> dict[str, int]:
+    """Pairs of which little can be learned: torchtune trains on them too."""
+    own = [pair for pair in pairs if kind.counts(pair)]
+    return {
+        EMPTY: sum(0 in kind.learned_tokens(pair) for pair in own),
+        IDENTICAL: sum(kind.repeats_itself(pair) for pair in own),
+    }
 
 
 def _logits_of_rows(scores: Scores) -> list[tuple[Tensor, Tensor]]:
@@ -179,6 +195,21 @@ class Stages(NamedTuple):
         return sum(stage.recoveries for stage in self if stage is not None)
 
 
+def passes_of(
+    policy: nn.Module, reference: nn.Module, loss_fn: nn.Module, score: Scorer, settings: Settings
+) -> tuple[Pass, Pass]:
+    """What runs a microbatch of each stage, in their order.
+
+    Where the reference is the policy itself, its adapters are off while it is one.
+    """
+    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
+    train: Pass = PolicyPass(model=policy, loss_fn=loss_fn, score=score, activations=activations)
+    if isinstance(activations, OffloadActivations):
+        train = leaving_nothing_offloaded(train, activations)
+    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
+    return ReferencePass(model=reference, score=score, as_reference=as_reference), train
+
+
 def build_stages(
     policy: nn.Module,
     reference: nn.Module,
@@ -189,20 +220,10 @@ def build_stages(
     device: torch.device,
     on_event: Callable[[Event], None],
 ) -> Stages:
-    """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with.
-
-    Where the reference is the policy itself, its adapters are off while it is one.
-    """
+    """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with."""
     kind, collate = planned(data, policy, settings, adaptive, device)
     score = Scorer(kind=kind, collate=collate, device=device)
-    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
-    train: Callable[[Sequence[Sample]], Totals] = PolicyPass(
-        model=policy, loss_fn=loss_fn, score=score, activations=activations
-    )
-    if isinstance(activations, OffloadActivations):
-        train = leaving_nothing_offloaded(train, activations)
-    as_reference = partial(without_adapters, policy) if reference is policy else nullcontext
-    refer = ReferencePass(model=reference, score=score, as_reference=as_reference)
+    refer, train = passes_of(policy, reference, loss_fn, score, settings)
     if adaptive.precompute_reference and reference is not policy:  # which is gone before training begins
         ledgers = CollectiveLedger(reference), CollectiveLedger(policy)
     else:
@@ -243,8 +264,10 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
     except Exception as error:  # noqa: BLE001 - a loss of another kind can fail in any way
         fits, found = False, components.reason(error)
     if not fits:
+        given = ", ".join(f"{key}: {value!r}" for key, value in cfg.loss.items() if key != COMPONENT)
         raise ConfigError(
-            f"loss is {cfg.loss.get('_component_')}, which does not make a loss and two rewards for each pair out of "
-            f"log-probabilities of policy and reference ({shown(found)}): give one such as torchtune.rlhf.loss.DPOLoss"
+            f"loss is {cfg.loss.get(COMPONENT)}{given and f' with {given}'}, which does not make a loss and two "
+            f"rewards for each pair out of log-probabilities of policy and reference ({shown(found)}): give one such "
+            "as torchtune.rlhf.loss.DPOLoss"
         )
     return loss_fn

@@ -98,6 +98,17 @@ class Kind:
         """Whether a sample is one of the step's own, and not a filler."""
         return self.uncounted is None or self.uncounted not in sample
 
+    def learned_tokens(self, sample: Sample) -> tuple[int, ...]:
+        """Labels of each sequence that the loss counts; the first is nobody's next token."""
+        return tuple(
+            sum(label != self.ignored_label for label in list(sample[fields.labels])[1:]) for fields in self.sequences
+        )
+
+    def repeats_itself(self, sample: Sample) -> bool:
+        """Whether all sequences are the same."""
+        first, *others = [list(sample[fields.tokens]) for fields in self.sequences]
+        return any(others) and all(first == other for other in others)
+
     def rows_of(self, samples: Sequence[Sample]) -> list[Sample]:
         """The rows of a microbatch, each as a sample of text: the first sequences of all samples, then the second.
 

@@ -11,6 +11,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, outcome_of
+from torchtune_adaptive.tune.parts.preference import POLICY
 from torchtune_adaptive.tune.plan.answers import Answers, Traced, predict
 from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.plan.overrides import (
@@ -25,7 +26,7 @@ from torchtune_adaptive.tune.plan.overrides import (
     savers,
     starts,
 )
-from torchtune_adaptive.tune.plan.predict import on_gpu, read_settings
+from torchtune_adaptive.tune.plan.recipes import on_gpu, read_settings, trains_on_pairs
 
 ENOUGH = 2
 """Combinations that fit, after which no more are tried."""
@@ -48,14 +49,14 @@ class Advice:
 
 def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) -> Advice | None:
     """What is asked for, or, unless it is declined, what fits where nothing does as it is."""
-    if plan.advise is False or (plan.advise is None and found.answers[0].chosen_rows):
+    if plan.advise is False or (plan.advise is None and found.batch_size(0)):
         return None
     others = Alternatives(cfg, plan, found, traced)
     by_speed = bool(plan.advise and found.time)
     outcomes = what_is_fastest(others) if by_speed else what_fits(others)
     if by_speed and not any(each.fits for each in outcomes):
         outcomes, by_speed = what_fits(others), False
-    return Advice(by_speed, outcomes, _notes(plan, found))
+    return Advice(by_speed, outcomes, _notes(cfg, plan, found))
 
 
 def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> tuple[list[Outcome], list[str]]:
@@ -65,11 +66,13 @@ def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> tuple[list[
         one = replace(plan, world_size=ranks)
         found = predict(cfg, one, traced)
         outcomes += [outcome_of("", ranks, each, found.time, found.time) for each in found.answers]
-        notes.update(dict.fromkeys([*found.notes, *_notes(one, found)]))
+        notes.update(dict.fromkeys([*found.notes, *_notes(cfg, one, found)]))
     return outcomes, list(notes)
 
 
-def _notes(plan: PlanSettings, found: Answers) -> list[str]:
+def _notes(cfg: DictConfig, plan: PlanSettings, found: Answers) -> list[str]:
+    if trains_on_pairs(cfg):
+        return [f"this is the {POLICY}'s stage, and times of two stages are not told"]
     if found.time is None:
         return ["times are not told: other numbers of rows run other kernels"]
     timing = found.time.timing

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, PredictionError
 from torchtune_adaptive.limits.rungs import rungs_up_to
-from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
-from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
+from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw, fit_work
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.predict import FakeStep, fake_step, is_lora, on_gpu, read_settings
+from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
+from torchtune_adaptive.tune.plan.predict import fake_steps
+from torchtune_adaptive.tune.plan.recipes import is_lora, on_gpu, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
     Lengths,
-    allocator_settings,
     budget,
     card_of,
     lengths,
@@ -56,30 +57,59 @@ class Answers:
     notes: Sequence[str]
     """What the answer assumes, and what is not modelled."""
     time: StepTime | None
-    """How long a step takes, where its kernels follow a law."""
+    """How long a step takes, where its kernels follow a law and all of them are in one stage."""
+    earlier: Sequence[Answer] = ()
+    """For each length, that of the stage before training, where a step has two."""
+
+    def stages(self, at: int) -> dict[str, Answer]:
+        """The answers for one of the lengths, by stage; a step of one has no name."""
+        return {POLICY: self.answers[at], REFERENCE: self.earlier[at]} if self.earlier else {"": self.answers[at]}
+
+    def batch_size(self, at: int) -> int:
+        """What the config says for all stages together; 0 where nothing fits."""
+        return min(answer.chosen_rows for answer in self.stages(at).values())
 
 
 def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True) -> Answers:
     """What fits at each length; `traced` is called after each of `traces(...)` traces.
 
-    Without `check`, the first answer is not traced itself.
+    Without `check`, the first answer is not traced itself, and the stage before training is left out.
     """
     adaptive = read_adaptive(cfg.get("adaptive"))
     given = lengths(cfg, adaptive, plan)
     have = budget(plan, adaptive, on_gpu=on_gpu(read_settings(cfg)[0]))
-    with fake_step(cfg, plan.ranks) as step:
-        longest = _longest(step, given)
+    with fake_steps(cfg, plan.ranks) as steps:
+        training, *before = steps.values()
+        longest = _longest(training, given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
-        rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, step.settings.samples_per_step)
+        rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, training.settings.samples_per_step)
 
         def answer_by(law: MemoryLaw) -> Answer:
             return Answer(law, wanted[0], have, rungs)
 
-        law, work = laws_of(step, wanted[0], traced)
-        first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
-        answers = [first, *map(first.at, wanted[1:])]
-        notes = [*_notes_on_question(plan, given, wanted), *_notes(cfg, step, have)]
-        return Answers(answers, longest, error, notes, _time(step, plan, work))
+        def answered(step: FakeStep) -> _Answered:
+            law, work = laws_of(step, wanted[0], traced)
+            first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
+            return _Answered([first, *map(first.at, wanted[1:])], error, work)
+
+        found, *earlier = map(answered, [training, *(before if check else [])])
+        return Answers(
+            answers=found.answers,
+            longest=longest,
+            largest_error=max((each.error for each in (found, *earlier)), key=abs),
+            notes=[*notes_on_question(plan, given, wanted), *notes_on_answer(cfg, training, have)],
+            time=None if before else _time(training, plan, found.work),
+            earlier=earlier[0].answers if earlier else (),
+        )
+
+
+class _Answered(NamedTuple):
+    """One stage of a step."""
+
+    answers: list[Answer]
+    error: float
+    """Of the law against a step that was traced directly, as a share."""
+    work: WorkLaw | None
 
 
 def _time(step: FakeStep, plan: PlanSettings, work: WorkLaw | None) -> StepTime | None:
@@ -110,8 +140,8 @@ def _checked(
     return answer, error
 
 
-def traces() -> int:
-    return 2 * len(TRACED_ROWS) + 1
+def traces(cfg: DictConfig) -> int:
+    return (2 * len(TRACED_ROWS) + 1) * (2 if trains_on_pairs(cfg) else 1)
 
 
 def frontier(found: Answers) -> list[Answer]:
@@ -121,11 +151,12 @@ def frontier(found: Answers) -> list[Answer]:
     return [first.at(tokens) for tokens in lengths if 1 <= tokens <= found.longest]
 
 
-def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
+def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer, stage: str = "") -> str:
     have = answer.budget
     parts = [
         str(cfg.model.get("_component_")).rpartition(".")[2],
         "lora" if is_lora(cfg) else "full",
+        *([stage] if stage else []),
         count_of(plan.ranks, "rank"),
         *(["compiled"] if cfg.get("compile") else []),
         *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
@@ -138,7 +169,8 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer) -> str:
 
 def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) -> str:
     """What trains with the answer."""
-    recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_finetune_distributed"
+    way = "dpo" if trains_on_pairs(cfg) else "finetune"
+    recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_{way}_distributed"
     ranks = plan.ranks
     on_one_machine = ranks <= 8 or ranks % 8
     nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
@@ -160,7 +192,7 @@ def laws_of(
     """The same, and what the kernels of the step do."""
     if step.settings.compile:
         step.compile_for(rows, tokens)
-    multiple = getattr(step.loss_fn, "num_output_chunks", 1)
+    multiple = step.tokens_multiple
     longest = _traced_length(step, multiple)
     recordings = {}
 
@@ -211,37 +243,3 @@ def _error(step: FakeStep, answer: Answer) -> float:
     recording = step.record(rows, answer.tokens)
     direct = peak_of(recording.phases, sizes_of(recording), caches=step.on_gpu).peak_bytes or 0
     return (answer.peak(rows).peak_bytes or 0) / direct - 1
-
-
-def _notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
-    notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
-    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and plan.ranks == 1:
-        notes.append(f"this is for 1 rank, though the launcher starts {started}: give world_size={started} for those")
-    if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
-        notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")
-    return notes
-
-
-def _notes(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
-    """What the answer assumes and what it does not cover, said with it."""
-    notes = []
-    if step.on_gpu:
-        assumed = format_bytes(have.overhead_bytes)
-        notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")
-        notes += _notes_on_allocator(have)
-    if not step.padded:
-        notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is rows × tokens")
-    if step.settings.fsdp_cpu_offload:
-        host = format_bytes(step.host_bytes)
-        notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
-    if is_packed(cfg):
-        notes.append("the block masks of packed rows are not counted (some MiB)")
-    if step.on_gpu and step.settings.dtype == "fp32":
-        notes.append("dtype fp32: norms are counted unfused, an upper bound")
-    return notes
-
-
-def _notes_on_allocator(have: Budget) -> list[str]:
-    ignored = [f"{key}:{value}" for key, value in allocator_settings(os.environ) if key != "expandable_segments"]
-    notes = [f"PYTORCH_CUDA_ALLOC_CONF: {','.join(ignored)} is not modelled"] if ignored else []
-    return [*notes, f"the caching allocator is replayed with expandable_segments:{have.expandable_segments}"]

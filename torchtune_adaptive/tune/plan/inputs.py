@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
@@ -18,7 +19,7 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune_adaptive.prediction.shims import HOST, META
 from torchtune_adaptive.tune.parts.data import Collate, build_collate
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.samples import Sample
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start import components
@@ -31,14 +32,14 @@ def is_packed(cfg: DictConfig) -> bool:
     return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
 
 
-def collate_of(settings: Settings, model: nn.Module, loss_fn: nn.Module) -> tuple[Collate, bool]:
-    """What makes batches, and whether it pads them: as in training."""
+def planned(settings: Settings, model: nn.Module, kind: Kind) -> tuple[Kind, Collate]:
+    """The kind of sample as training plans it, padded or not, and what makes batches of them."""
     packed, adaptive = is_packed(settings.config), read_adaptive(settings.config.get("adaptive"))
     if not is_padded(model, settings, adaptive, torch.device(settings.device), packed=packed):
-        return partial(joined, ignored=cast(int, loss_fn.ignore_index)), False
+        return replace(kind, padded=False), on_host(partial(joined, ignored=kind.ignored_label))
     if packed:
-        return stacked, True
-    return build_collate(settings, SimpleNamespace(pad_id=0), loss_fn, packed=False), True
+        return kind, on_host(stacked)
+    return kind, on_host(build_collate(settings, SimpleNamespace(pad_id=0), kind.ignored_label, packed=False))
 
 
 def made_up_checkpoint(settings: Settings) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.tune.plan.predict import compiles_itself, is_lora, on_gpu, read_settings
+from torchtune_adaptive.tune.plan.recipes import compiles_itself, is_lora, keeps_reference, on_gpu, read_settings
 from torchtune_adaptive.tune.start.settings import Settings
 
 Overrides = tuple[str, ...]
@@ -58,7 +58,7 @@ def savers(cfg: DictConfig, world_size: int) -> list[Overrides]:
         found += [() if settings.ac_mode == "selective" else every_second, everywhere]
     if world_size > 1 and not settings.fsdp_reshard_after_forward:
         found.append(("fsdp_reshard_after_forward=True",))
-    found.append(_smaller_rank(cfg))
+    found += [_without_reference(cfg), _smaller_rank(cfg)]
     if on_gpu(settings):
         found += [in_8_bits(cfg), offloaded_activations(settings), _quantized(cfg), _on_host(settings)]
     return [each for each in found if each]
@@ -67,7 +67,7 @@ def savers(cfg: DictConfig, world_size: int) -> list[Overrides]:
 def save_resident(overrides: Overrides) -> bool:
     """Whether these take less for weights, gradients and optimizer state, and not only for activations."""
     keys = {each.partition("=")[0] for each in overrides}
-    resident = {"optimizer._component_", "model.quantize_base", "fsdp_cpu_offload"}
+    resident = {"optimizer._component_", "model.quantize_base", "fsdp_cpu_offload", "adaptive.precompute_reference"}
     return bool(keys & resident)
 
 
@@ -117,6 +117,11 @@ def _chunked_loss(cfg: DictConfig) -> Overrides:
         "ignore_index",
     }
     return (f"loss._component_={CHUNKED}",) if plain else ()
+
+
+def _without_reference(cfg: DictConfig) -> Overrides:
+    """What it says is found before training, and its model freed."""
+    return ("adaptive.precompute_reference=True",) if keeps_reference(cfg) else ()
 
 
 def _smaller_rank(cfg: DictConfig) -> Overrides:

@@ -5,34 +5,54 @@ The process group is a fake one of any size, of which this process is rank 0.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
-from omegaconf import DictConfig, OmegaConf
-from torch import Tensor, nn
+from omegaconf import DictConfig
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torchtune import training
 
+from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.memory.phases import measuring_phases
 from torchtune_adaptive.prediction.compilation import without_kernels
-from torchtune_adaptive.prediction.recorder import Recorder, Recording
-from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
-from torchtune_adaptive.prediction.work import WorkCounter
+from torchtune_adaptive.prediction.shims import HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.loss import build_loss
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
-from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model, phase_boundaries
+from torchtune_adaptive.tune.parts.model import (
+    build_full_model,
+    build_lora_model,
+    build_reference_model,
+    drop_nothing,
+    phase_boundaries,
+)
 from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.preference import (
+    KEPT,
+    PAIRS,
+    POLICY,
+    REFERENCE,
+    Pass,
+    Scorer,
+    build_preference_loss,
+    passes_of,
+)
 from torchtune_adaptive.tune.parts.process_group import mesh_of, mesh_shape
-from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
-from torchtune_adaptive.tune.plan.inputs import collate_of, is_packed, made_up_checkpoint, on_host
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Sample
+from torchtune_adaptive.tune.plan.fakes import FakeStep
+from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint, planned
+from torchtune_adaptive.tune.plan.recipes import (
+    compiles_itself,
+    keeps_reference,
+    on_gpu,
+    read_settings,
+    trains_on_pairs,
+)
 from torchtune_adaptive.tune.plan.shims import (
     apart_from_host,
     fake_tables,
@@ -43,109 +63,20 @@ from torchtune_adaptive.tune.plan.shims import (
     working_on_fakes,
 )
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, read_full_settings, read_lora_settings
-
-
-@dataclass(frozen=True)
-class FakeStep:
-    """A training step without data, built once and recorded for any number of rows and tokens."""
-
-    settings: Settings
-    model: nn.Module
-    loss_fn: nn.Module
-    optimization: Optimization
-    forward_backward: Callable[[Sequence[Sample]], Totals]
-    fakes: FakeTensorMode
-    device_stand_in: DeviceStandIn
-    kind: Kind
-    padded: bool
-    """Whether a microbatch is rows, and not samples one after another."""
-    device: torch.device
-    """Where fakes count: what is offloaded is on another."""
-    on_gpu: bool
-
-    def record(self, rows: int, tokens: int, *, counting: bool = False) -> Recording:
-        """What one step allocates, beginning with what is resident; `counting`: what its kernels do, too."""
-        recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {}, WorkCounter() if counting else None)
-        gc.collect()
-        with self.fakes, recorder, self.device_stand_in:
-            recorder.count(self._resident(()))
-            weights = recorder.events
-            recorder.count(self._resident(self.optimization.optimizers))
-            resident = {"weights": weights, "optimizer state": recorder.events}
-            with measuring_phases(_Clock(recorder), self.model, phase_boundaries(self.model, self.loss_fn)) as meter:
-                target_tokens = self.run_microbatches(rows, tokens)
-                meter.begin_update()
-                self.optimization.update(target_tokens)
-                meter.end_phase()
-        return recorder.recording(resident | meter.peaks)
-
-    @property
-    def host_bytes(self) -> int:
-        """What is offloaded to the host between two steps, gradients included."""
-        gradients = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        tensors = [*resident_tensors(self.model, self.optimization.optimizers), *gradients]
-        plain = [each for tensor in tensors for each in plain_tensors(tensor) if each.device != self.device]
-        return sum(each.untyped_storage().nbytes() for each in plain)
-
-    def _resident(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
-        """What is on the device between two steps."""
-        return [tensor for tensor in resident_tensors(self.model, optimizers) if tensor.device == self.device]
-
-    def run_microbatches(self, rows: int, tokens: int) -> int:
-        """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
-        sample: Sample = {"tokens": [0] * tokens, "labels": [0] * tokens, "input_pos": [0] * tokens}
-        target_tokens = 0
-        if self.settings.gradient_accumulation_steps > 1:
-            # eager where all else is compiled: a program of its own for this size would take longer than all others
-            with torch.compiler.set_stance("force_eager"):
-                target_tokens = self.forward_backward([self.kind.stand_in(sample)]).target_tokens
-        return target_tokens + self.forward_backward([sample] * rows).target_tokens
-
-    def run_first_step(self) -> None:
-        """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
-        with self.fakes, self.device_stand_in, torch.compiler.set_stance("force_eager"):
-            self.device_stand_in.calibrate()
-            self._step(rows=1, tokens=16)
-
-    def compile_update(self) -> None:
-        """For an optimizer that compiles what it does to each parameter."""
-        with self.fakes, self.device_stand_in:
-            states = [each.state.values() for each in self.optimization.optimizers]
-            fake_tables((value for state in states for values in state for value in values.values()), self.fakes)
-            self._step(rows=1, tokens=16)
-
-    def compile_for(self, rows: int, tokens: int) -> None:
-        """Compiles anew, for any size, but as is best for this one: the order in which gradients are computed, say.
-
-        Dynamo makes sizes variable where it meets a second one; the first is small, and other in both.
-        """
-        torch.compiler.reset()
-        with self.fakes, self.device_stand_in:
-            self._step(rows + 1, tokens=16)
-            self._step(rows, tokens)
-
-    def _step(self, rows: int, tokens: int) -> None:
-        self.optimization.update(self.run_microbatches(rows, tokens))
-
-
-class _Clock:
-    """Counts events in place of bytes, so that the peak of a phase is where it ends."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-
-    @property
-    def peak_bytes(self) -> int:
-        return self._recorder.events
-
-    def reset_peak(self) -> None:
-        pass
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
 
 @contextmanager
 def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
-    """The step of the recipe that this config is for."""
+    """The step of the recipe that this config is for; where that has several stages, the one that trains."""
+    with fake_steps(cfg, world_size) as steps:
+        yield next(iter(steps.values()))
+
+
+@contextmanager
+def fake_steps(cfg: DictConfig, world_size: int) -> Iterator[dict[str, FakeStep]]:
+    """The stages of that step by name, the one that trains first; a step of one stage has no name."""
     settings, lora = read_settings(cfg)
     with META, quantizing_at_once():
         _check_model(components.build("model", cfg))
@@ -159,11 +90,12 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
             stack.enter_context(offloading_activations())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
-        step = _build(settings, lora, _mesh_of(settings, world_size), on_gpu=on_gpu(settings))
-        step.run_first_step()
+        steps = _build(settings, lora, _mesh_of(settings, world_size))
+        for step in steps.values():
+            step.run_first()
         if compiles_itself(cfg):
-            step.compile_update()
-        yield step
+            next(iter(steps.values())).compile_update()
+        yield steps
 
 
 def _mesh_of(settings: Settings, world_size: int) -> DeviceMesh:
@@ -171,40 +103,6 @@ def _mesh_of(settings: Settings, world_size: int) -> DeviceMesh:
         return mesh_of(HOST, settings)
     # without a dimension for tensor parallelism, which would be a group of one for each rank
     return init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
-
-
-def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
-    """Settings of the recipe that this config is for, if its step can be traced."""
-    lora = None
-    if cfg.get("ref_checkpointer") is not None or "rlhf" in str(OmegaConf.select(cfg, "loss._component_")):
-        raise ConfigError(
-            "the config is one of preference training, whose steps have two stages, which a prediction does not cover "
-            "yet: measure on the device, with use_maximum_batch_size: True"
-        )
-    if is_lora(cfg):
-        settings, lora = read_lora_settings(cfg)
-    else:
-        settings = read_full_settings(cfg)
-    for key, value, allowed in (
-        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
-        ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
-    ):
-        if value != allowed:
-            raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
-    return settings, lora
-
-
-def on_gpu(settings: Settings) -> bool:
-    return not settings.device.startswith("cpu")
-
-
-def is_lora(cfg: DictConfig) -> bool:
-    return "lora_attn_modules" in components.require(cfg, "model")
-
-
-def compiles_itself(cfg: DictConfig) -> bool:
-    """Whether the optimizer is one that compiles its update, whatever `compile` says."""
-    return str(components.require(cfg, "optimizer").get("_component_")).startswith("torchao.optim.")
 
 
 def _check_model(model: nn.Module) -> None:
@@ -221,44 +119,111 @@ def _device_of(settings: Settings) -> torch.device:
     return UPLOAD if settings.fsdp_cpu_offload else HOST
 
 
-def _build(settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh, *, on_gpu: bool) -> FakeStep:
+@dataclass(frozen=True)
+class _Built:
+    """What all stages share."""
+
+    settings: Settings
+    model: nn.Module
+    """That is trained."""
+    optimization: Optimization
+    common: dict[str, Any]
+    """Of a FakeStep."""
+
+    @property
+    def batches_go_to(self) -> torch.device:
+        return UPLOAD if on_gpu(self.settings) else HOST
+
+
+def _build(settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh) -> dict[str, FakeStep]:
     """In the recipes' order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    device_stand_in = DeviceStandIn(host_is_device=not on_gpu, offloads=settings.fsdp_cpu_offload)
-    device = _device_of(settings)
+    device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
+    device, pairs = _device_of(settings), trains_on_pairs(settings.config)
     with fakes, device_stand_in:
-        checkpoint = made_up_checkpoint(settings)
-        model = _build_model(settings, lora, device, mesh, checkpoint)
+        if lora is None:
+            model = build_full_model(settings, device, mesh, made_up_checkpoint(settings))
+        else:
+            model = build_lora_model(settings, lora, device, mesh, made_up_checkpoint(settings))
+        reference = model
+        if pairs and lora is None:
+            drop_nothing(model)
+            weights = made_up_checkpoint(settings)[training.MODEL_KEY]
+            reference = build_reference_model(settings, device, mesh, weights)
         optimization = build_optimization(settings, model, {}, HOST)
-        loss_fn = build_loss(settings, model)
     if settings.compile:
-        fake_tables(model.parameters(), fakes)
-    collate, padded = collate_of(settings, model, loss_fn)
-    kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index), padded=padded)
+        for each in {model, reference}:
+            fake_tables(each.parameters(), fakes)
+    common = {
+        "settings": settings,
+        "fakes": fakes,
+        "device_stand_in": device_stand_in,
+        "device": device,
+        "on_gpu": on_gpu(settings),
+    }
+    built = _Built(settings, model, optimization, common)
+    return _preferring(built, reference) if pairs else {"": _finetuning(built)}
+
+
+def _finetuning(built: _Built) -> FakeStep:
+    model, settings, optimization = built.model, built.settings, built.optimization
+    with built.common["fakes"], built.common["device_stand_in"]:
+        loss_fn = build_loss(settings, model)
+    text = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
+    kind, collate = planned(settings, model, text)
     return FakeStep(
-        settings=settings,
         model=model,
-        loss_fn=loss_fn,
-        optimization=optimization,
-        forward_backward=build_forward_backward(
-            model, loss_fn, on_host(collate), kind, settings, UPLOAD if on_gpu else HOST
-        ),
-        fakes=fakes,
-        device_stand_in=device_stand_in,
-        device=device,
-        on_gpu=on_gpu,
+        run=build_forward_backward(model, loss_fn, collate, kind, settings, built.batches_go_to),
+        update=lambda totals: optimization.update(totals.target_tokens),
+        optimizers=optimization.optimizers,
+        boundaries=phase_boundaries(model, loss_fn),
+        tokens_multiple=getattr(loss_fn, "num_output_chunks", 1),
         kind=kind,
-        padded=padded,
+        **built.common,
     )
 
 
-def _build_model(
-    settings: Settings,
-    lora: LoraSettings | None,
-    device: torch.device,
-    mesh: DeviceMesh,
-    checkpoint: dict[str, Any],
-) -> nn.Module:
-    if lora is None:
-        return build_full_model(settings, device, mesh, checkpoint)
-    return build_lora_model(settings, lora, device, mesh, checkpoint)
+def _preferring(built: _Built, reference: nn.Module) -> dict[str, FakeStep]:
+    """The policy's stage, then that of the reference, though it runs first."""
+    model, optimization = built.model, built.optimization
+    with built.common["fakes"], built.common["device_stand_in"]:
+        loss_fn = build_preference_loss(built.settings.config)
+    kind, collate = planned(built.settings, model, PAIR)
+    score = Scorer(kind=kind, collate=collate, device=built.batches_go_to)
+    refer, train = passes_of(model, reference, loss_fn, score, built.settings)
+    asked_before = read_adaptive(built.settings.config.get("adaptive")).precompute_reference
+    policy = FakeStep(
+        model=model,
+        beside=(reference,) if keeps_reference(built.settings.config) else (),
+        run=train,
+        update=lambda totals: optimization.update(totals.sums[PAIRS]),
+        optimizers=optimization.optimizers,
+        boundaries=phase_boundaries(model, loss_fn),
+        kind=kind,
+        found_before={KEPT: torch.zeros(2)},
+        **built.common,
+    )
+    referring = FakeStep(
+        model=reference,
+        beside=() if reference is model else (model,),
+        run=_resharding(reference, refer),
+        update=lambda totals: None,
+        # before training there is no state yet
+        optimizers=() if asked_before else optimization.optimizers,
+        boundaries=phase_boundaries(reference, None),
+        kind=kind,
+        **built.common,
+    )
+    return {POLICY: policy, REFERENCE: referring}
+
+
+def _resharding(model: nn.Module, run: Pass) -> Pass:
+    """What a runner sees to after a pass that has no backward."""
+
+    def run_and_reshard(samples: Sequence[Sample]) -> Totals:
+        totals = run(samples)
+        if isinstance(model, fsdp.FSDPModule) and fsdp.awaits_backward(model):
+            fsdp.settle(model)
+        return totals
+
+    return run_and_reshard

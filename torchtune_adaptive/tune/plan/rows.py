@@ -11,20 +11,20 @@ from omegaconf import OmegaConf
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction.answer import Answer, Budget
 from torchtune_adaptive.tune.plan.answers import law_of
-from torchtune_adaptive.tune.plan.predict import fake_step
+from torchtune_adaptive.tune.plan.predict import fake_steps
 from torchtune_adaptive.tune.start.remedies import in_keys
 
 
-def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int) -> int:
-    """As a search would find: its probes leave gradients behind before they measure, so this does too.
+def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int, stage: str = "") -> int:
+    """As a search of this stage would find: its probes leave gradients behind before they measure, so this does too.
 
     The law is not checked against another trace: the search measures its answer.
     """
     config = OmegaConf.create(cfg)
     if not config.get("optimizer_in_bwd"):
         config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
-    with fake_step(config, world_size) as step:
-        law = law_of(step, tokens, traced=lambda: None)
+    with fake_steps(config, world_size) as steps:
+        law = law_of(steps[stage], tokens, traced=lambda: None)
     return Answer(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
 
 

@@ -131,7 +131,8 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
 
     def measure() -> SearchResult:
         static = adaptive.search == "static"
-        expected_rows = predicted_rows(request.settings.config, step.length, memory.budget_bytes) if static else 0
+        budget_bytes, stage = memory.budget_bytes, request.stage
+        expected_rows = predicted_rows(request.settings.config, step.length, budget_bytes, stage) if static else 0
         with _progress_bar() as progress:
             return find_max_batch_size(
                 step,
@@ -205,16 +206,18 @@ def training_step(
     )
 
 
-def forward_step(runner: StepRunner[Sample], kind: Kind, sample: Sample) -> TrainingStep[Sample]:
-    """A stage without a backward, as a search runs it."""
-    decoder: Any = getattr(runner.model, "decoder", runner.model)
+def forward_step(
+    runner: StepRunner[Sample], kind: Kind, sample: Sample, *beside: TrainingStep[Sample]
+) -> TrainingStep[Sample]:
+    """A stage without a backward, as a search runs it, `beside` those that train."""
     return TrainingStep(
         runner=runner,
         sample=sample,
         update=lambda result: None,
         optimizers=(),
-        boundaries={"layers": decoder.norm} if hasattr(decoder, "norm") else {},
+        boundaries=phase_boundaries(runner.model, None),
         cut=kind.cut,
+        beside=beside,
     )
 
 

@@ -67,7 +67,9 @@ class Parts:
     def worst_reference_step(self) -> TrainingStep[Sample]:
         """Collective: the same for the stage before training."""
         assert self.reference is not None
-        return forward_step(self.reference, self.kind, self._worst_sample())
+        # asked before training, it runs when there is no optimizer state yet, and never again
+        training = [] if self.adaptive.precompute_reference else [self.worst_step()]
+        return forward_step(self.reference, self.kind, self._worst_sample(), *training)
 
     def _worst_sample(self) -> Sample:
         sample = worst_sample(self.settings.config, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)

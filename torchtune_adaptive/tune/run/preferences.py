@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 
+from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.step.reports import StepResult
-from torchtune_adaptive.tune.parts.preference import ANSWERS, PAIRS
+from torchtune_adaptive.tune.parts.preference import ANSWERS, EMPTY, IDENTICAL, PAIRS
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
+logger = logging.getLogger(__name__)
+
+FLAWS = {EMPTY: "an answer without any label", IDENTICAL: "two identical answers"}
+
 
 def check_preferences(adaptive: AdaptiveConfig) -> None:
     """Refuses what no stage of preference training can do yet."""
-    if adaptive.search == "static":
-        raise ConfigError(
-            "adaptive.search is static, but adaptive_plan does not predict preference training yet: set it to linear, "
-            "which measures"
-        )
-
     if adaptive.precompute_reference and adaptive.oversize == "truncate":
         raise ConfigError(
             "adaptive.precompute_reference is True and adaptive.oversize is truncate: what the reference says of a "
@@ -43,11 +43,14 @@ class PreferenceFigures:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._said = False
+        self._told = False
+        self._seen = dict.fromkeys((PAIRS, EMPTY, IDENTICAL), 0.0)
 
     def of(self, reference: StepResult | None, result: StepResult) -> dict[str, float]:
         """Collective in nothing, but it waits for the GPU."""
         sums = {name: float(value) for name, value in result.sums.items()}
         pairs = max(1.0, sums[PAIRS])
+        self._count(sums)
         figures = {name: sums[name] / pairs for name in ("rewards/chosen", "rewards/rejected", "rewards/accuracies")}
         figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
         figures.update({f"log_probs/{answer}": sums[f"log_probs/{answer}"] / pairs for answer in ANSWERS})
@@ -56,6 +59,24 @@ class PreferenceFigures:
             figures["reference_microbatches"] = reference.microbatches
             figures["reference_microbatch_rows"] = reference.load.most_rows
         return figures
+
+    def _count(self, sums: Mapping[str, float]) -> None:
+        """Says once that there are pairs of which little is learned; how many there are, an epoch tells."""
+        new = sum(sums[flaw] for flaw in FLAWS)
+        if new and not any(self._seen[flaw] for flaw in FLAWS) and rank() == 0:
+            logger.warning(
+                "a pair of the dataset has %s: such pairs are trained on, as in torchtune, and teach nothing or one "
+                "answer alone; how many there are is told at the end of the epoch",
+                " or ".join(what for flaw, what in FLAWS.items() if sums[flaw]),
+            )
+        self._seen = {name: count + sums[name] for name, count in self._seen.items()}
+
+    def end_epoch(self) -> None:
+        """Tells how many pairs there were of which little is learned, once."""
+        counts = [f"{self._seen[flaw]:.0f} have {what}" for flaw, what in FLAWS.items() if self._seen[flaw]]
+        if counts and not self._told and rank() == 0:
+            logger.warning("of %.0f pairs so far, %s", self._seen[PAIRS], ", ".join(counts))
+        self._told |= bool(counts)
 
     def _logits(self, sums: Mapping[str, float], result: StepResult) -> dict[str, float]:
         """Mean logits: over padded positions, microbatch by microbatch, where the split is torchtune's; else over

@@ -27,14 +27,15 @@ TIME_LIMIT_S = 300.0
 OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int) -> int:
-    """Collective: the most rows of this length that are predicted to fit on every rank; 0 without a prediction."""
+def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int, stage: str = "") -> int:
+    """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
+    has several; 0 without a prediction."""
     tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
     answer = [0]
     if dist.get_rank() == 0:
         started = time.perf_counter()
         try:
-            answer = [_in_a_process(cfg, dist.get_world_size(), tokens, tightest_bytes)]
+            answer = [_in_a_process(cfg, dist.get_world_size(), tokens, tightest_bytes, stage)]
             seconds = time.perf_counter() - started
             logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer[0], seconds)
         except (AdaptiveError, OSError, ValueError) as error:  # of which the other ranks would never learn
@@ -43,12 +44,13 @@ def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int) -> int:
     return answer[0]
 
 
-def _in_a_process(cfg: DictConfig, world_size: int, tokens: int, budget_bytes: int) -> int:
+def _in_a_process(cfg: DictConfig, world_size: int, tokens: int, budget_bytes: int, stage: str) -> int:
     question = {
         "cfg": OmegaConf.to_container(cfg, resolve=True),
         "world_size": world_size,
         "tokens": tokens,
         "budget_bytes": budget_bytes,
+        "stage": stage,
     }
     kept = {key: value for key, value in os.environ.items() if key not in OF_THE_LAUNCHER}
     try:

@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import _check_are_pairs
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.plan.predict import read_settings
+from torchtune_adaptive.tune.plan.recipes import keeps_reference, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.run import preferences
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
 from torchtune_adaptive.tune.start.configs import locate
@@ -47,6 +47,12 @@ def test_another_loss_is_refused(loss: str) -> None:
         build_preference_loss(OmegaConf.create({"loss": {"_component_": loss}}))
 
 
+def test_a_loss_that_cannot_be_computed_is_told_with_its_arguments() -> None:
+    loss = {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": "abc"}
+    with pytest.raises(ConfigError, match=r"loss is torchtune.rlhf.loss.DPOLoss with beta: 'abc', which does not make"):
+        build_preference_loss(OmegaConf.create({"loss": loss}))
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2), ("collate_fn", "torchtune.data.padded_collate_dpo")],
@@ -73,6 +79,8 @@ RESULT = StepResult(
         name: torch.tensor(value)
         for name, value in {
             "pairs": 12.0,
+            "pairs/empty": 0.0,
+            "pairs/identical": 0.0,
             "microbatches": 6.0,
             "rewards/chosen": 24.0,
             "rewards/rejected": 6.0,
@@ -107,19 +115,38 @@ def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: p
     assert len(said) == 1
 
 
+def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str]:
+    """What is warned of in these steps, and at the end of two epochs."""
+    said: list[str] = []
+    monkeypatch.setattr(preferences.logger, "warning", lambda text, *values: said.append(text % values))
+    figures = PreferenceFigures(Settings(**KEYS))
+    for result in results:
+        figures.of(None, result)
+    figures.end_epoch()
+    figures.end_epoch()
+    return said
+
+
+def test_pairs_of_which_little_is_learned_are_told_once_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    flaws = {"pairs/identical": torch.tensor(2.0), "pairs/empty": torch.tensor(1.0)}
+    flawed = replace(RESULT, sums={**RESULT.sums, **flaws})
+    first, count = told(monkeypatch, [RESULT, flawed, RESULT, flawed])
+    assert "a pair of the dataset has an answer without any label or two identical answers" in first
+    assert count == "of 48 pairs so far, 2 have an answer without any label, 4 have two identical answers"
+    assert told(monkeypatch, [RESULT]) == []
+
+
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
-def test_predictions_refuse_what_they_do_not_cover(name: str) -> None:
+def test_predictions_know_the_recipe_by_the_reference_or_the_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
-    with pytest.raises(ConfigError, match=r"preference training, whose steps have two stages, .* not cover yet"):
-        read_settings(cfg)
+    assert trains_on_pairs(cfg)
+    assert (read_settings(cfg)[1] is not None) == ("lora" in name)
+    assert keeps_reference(cfg) == ("lora" not in name)
+    cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
+    assert trains_on_pairs(cfg) == ("lora" not in name)
 
 
 def test_what_a_reference_says_of_a_whole_pair_does_not_hold_for_its_beginning() -> None:
     check_preferences(AdaptiveConfig(precompute_reference=True, oversize="skip"))
     with pytest.raises(ConfigError, match=r"precompute_reference is True and adaptive.oversize is truncate"):
         check_preferences(AdaptiveConfig(precompute_reference=True, oversize="truncate"))
-
-
-def test_a_search_measures_since_nothing_is_predicted() -> None:
-    with pytest.raises(ConfigError, match=r"adaptive.search is static, .* set it to linear"):
-        check_preferences(AdaptiveConfig(search="static"))

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo, padded_collate_sft
@@ -50,6 +51,16 @@ def test_what_is_cut_is_no_longer_than_it_may_be_and_no_shorter_than_it_has_to(a
         cut = kind.cut(sample, length)
         assert kind.length_of(cut) == min(length, kind.length_of(sample))
         assert all(left <= whole for left, whole in zip(kind.lengths_of(cut), (a, b), strict=True))
+
+
+def test_a_pair_knows_what_is_learned_of_it_and_whether_its_answers_are_the_same() -> None:
+    assert PAIR.learned_tokens(pair(3, 7)) == (2, 6)
+    first_label_only = {**pair(3, 7), "rejected_labels": [5, *[-100] * 6]}
+    assert PAIR.learned_tokens(first_label_only) == (2, 0), "which no token comes before"
+    assert PAIR.learned_tokens({**pair(3, 7), "chosen_labels": torch.tensor([-100, 4, -100])}) == (1, 6)
+    assert PAIR.repeats_itself(pair(4, 4))
+    assert not PAIR.repeats_itself(pair(4, 5))
+    assert not PAIR.repeats_itself(pair(0, 0)), "both are empty"
 
 
 def test_without_padding_the_longer_answer_is_cut_first() -> None:

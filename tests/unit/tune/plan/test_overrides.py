@@ -12,8 +12,7 @@ from torchtune_adaptive.tune.plan import overrides
 from torchtune_adaptive.tune.plan.overrides import changed, checkpointing, combinations, joined, savers, starts
 from torchtune_adaptive.tune.start.configs import installed_configs, read_command_line
 
-CONFIGS = [name for name in installed_configs() if not name.startswith("adaptive/demo/") and "dpo" not in name]
-"""Preference training is not predicted."""
+CONFIGS = [name for name in installed_configs() if not name.startswith("adaptive/demo/")]
 
 
 def load(name: str, *changes: str) -> DictConfig:

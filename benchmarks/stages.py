@@ -1,0 +1,186 @@
+"""Preference training with a limit for each stage, against one number of pairs for both, which is the smaller.
+
+    python -m benchmarks --only stages
+
+One run on two ranks, whose epochs take turns: in every other one the reference's stage is held to the policy's limit.
+Both limits are found by the search in the same memory, and compared with brute force, which measures 1, 2, 3 pairs and
+so on until that no longer fits. Goals: the step at least 1.15 times as fast, each limit at least 0.97 of brute force's.
+While epochs are timed nothing limits or counts memory, which would slow both down.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import tempfile
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from benchmarks.results import Result, compared
+from benchmarks.strategies import BRUTE_FORCE, one_more
+from tests.ranks import run_on_ranks
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.search import STRATEGIES
+from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+
+RANKS = 2
+EPOCH_STEPS = 2
+FOLDERS = {POLICY: "", REFERENCE: "reference"}
+"""Where the record of each stage's search lies."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained, and in how much memory."""
+
+    name: str
+    kind: str
+    """As in running.OURS."""
+    width: int
+    tokens: int
+    """Of each answer, prompt included."""
+    memory_mib: int
+    pairs_per_step: int
+    """Of a rank."""
+
+    @property
+    def config(self) -> tuple[str, ...]:
+        return (
+            "dataset._component_=benchmarks.stages.random_pairs",
+            f"dataset.tokens={self.tokens}",
+            f"dataset.samples={self.pairs_per_step * EPOCH_STEPS * RANKS}",
+            *(f"{section}.embed_dim={self.width}" for section in ("model", "checkpointer.sizes")),
+            *([] if self.kind == "lora_dpo" else [f"ref_checkpointer.sizes.embed_dim={self.width}"]),
+            f"tokenizer.max_seq_len={self.tokens}",
+            f"batch_size={self.pairs_per_step}",
+            "gradient_accumulation_steps=1",
+            "use_maximum_batch_size=True",
+            "adaptive.round_to=none",
+            "adaptive.reuse_search=False",
+            f"adaptive.memory_limit={self.memory_mib}MiB",
+        )
+
+
+SHAPES = (
+    Shape("short answers, wide model", "full_dpo", 512, 32, 96, 16),
+    Shape("the same, LoRA", "lora_dpo", 512, 32, 64, 16),
+    Shape("the demo's model", "full_dpo", 128, 128, 24, 16),
+    Shape("long answers", "full_dpo", 128, 512, 48, 8),
+)
+
+
+def run(pairs: int) -> Result:
+    rows = [measure(shape, pairs) for shape in SHAPES]
+    note = (
+        "pairs: what a microbatch of each stage has; of brute force: over the most that fit, the worse of both stages. "
+        "ratio: seconds of a step with one number for both stages over those with two, by wall time and by CPU time of "
+        "all ranks"
+    )
+    shown = [{"figure": name, **{row["shape"]: row[name] for row in rows}} for name in rows[0] if name != "shape"]
+    return Result(rows, note, shown)
+
+
+def measure(shape: Shape, pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        found = searched(shape, Path(folder) / "linear", "linear")
+        most = searched(shape, Path(folder) / "brute", BRUTE_FORCE)
+        timeout_s = 120 + 60 * pairs
+        timed = run_on_ranks(RANKS, compare, shape, Path(folder) / "timed", pairs, timeout_s=timeout_s, in_group=False)
+    return {
+        "shape": shape.name,
+        "policy pairs": found[POLICY],
+        "reference pairs": found[REFERENCE],
+        "of brute force": min(found[stage] / most[stage] for stage in FOLDERS),
+        **timed[0],
+    }
+
+
+def searched(shape: Shape, folder: Path, strategy: str) -> dict[str, int]:
+    """The most pairs that each stage can run, by this strategy."""
+    run_on_ranks(RANKS, set_up, shape, folder, strategy, timeout_s=300, in_group=False)
+    records = {stage: folder / "out" / place / "batch_search.json" for stage, place in FOLDERS.items()}
+    return {stage: int(json.loads(path.read_text())["result"]["rows"]) for stage, path in records.items()}
+
+
+def set_up(shape: Shape, folder: Path, strategy: str) -> None:
+    """Collective: what a run does before it would train. Brute force may measure more pairs than a step has."""
+    brute = strategy == BRUTE_FORCE
+    stand_in, named = ({"binary": one_more}, "binary") if brute else ({}, strategy)
+    with mock.patch.dict(STRATEGIES, stand_in):
+        recipe = recipe_of(shape, folder, f"adaptive.search={named}")
+    recipe.cleanup()
+
+
+def recipe_of(shape: Shape, folder: Path, *overrides: str) -> Any:
+    recipe = load_ours(shape.kind)(demo_config(shape.kind, folder, *shape.config, *overrides))
+    recipe.setup()
+    return recipe
+
+
+class RandomPairs(Dataset[dict[str, list[int]]]):
+    """Answers of one length; half of each is the prompt, which both share."""
+
+    def __init__(self, samples: int, tokens: int) -> None:
+        self._samples = samples
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        draw, half = random.Random(index), self._tokens // 2
+        prompt = draw.choices(range(256), k=half)
+        pair = {}
+        for answer in ("chosen", "rejected"):
+            tokens = draw.choices(range(256), k=self._tokens - half)
+            pair |= {f"{answer}_input_ids": prompt + tokens, f"{answer}_labels": [-100] * half + tokens}
+        return pair
+
+
+def random_pairs(tokenizer: Any, *, samples: int, tokens: int) -> RandomPairs:
+    """Component for a config's `dataset:`."""
+    return RandomPairs(samples, tokens)
+
+
+class Cost(NamedTuple):
+    """What a step takes."""
+
+    wall_s: float
+    cpu_s: float
+    """Of all ranks."""
+
+
+def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
+    """Collective: epochs with two limits and with one, in turns, after one of each to warm up."""
+    recipe = recipe_of(shape, folder, f"epochs={2 * pairs + 2}")
+    recipe.save_checkpoint = lambda: None
+    course = recipe.course
+    single = replace(course, reference_limit=None)
+    rounds = [(epoch(recipe, single), epoch(recipe, course)) for _ in range(pairs + 1)][1:]
+    wall = compared([(own.wall_s, one.wall_s) for one, own in rounds])
+    cpu = compared([(own.cpu_s, one.cpu_s) for one, own in rounds])
+    return {
+        "step s": statistics.median(own.wall_s for _, own in rounds),
+        **wall,
+        **{f"{figure} by CPU time": cpu[figure] for figure in ("ratio", "lowest", "highest")},
+    }
+
+
+def epoch(recipe: Any, course: Any) -> Cost:
+    """Collective: the next epoch of the run, on this course."""
+    dist.barrier()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    recipe.course = replace(course, epochs=course.epochs[: recipe.progress.epochs_run + 1])
+    with mock.patch.object(recipe, "limited_memory", nullcontext):
+        recipe.train()
+    everywhere: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everywhere, time.process_time() - cpu_began)
+    return Cost((time.perf_counter() - began) / EPOCH_STEPS, sum(everywhere) / EPOCH_STEPS)

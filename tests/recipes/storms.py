@@ -1,0 +1,162 @@
+"""Bad weather for a recipe: the memory of every rank comes and goes, and operations fail, in every stage of a step."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch.utils.data import Dataset
+
+from torchtune_adaptive.limits.packing import Plan
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+
+LONGEST, MEDIAN = 256, 48
+MIB = 2**20
+CALM_BYTES = 64 * MIB
+
+
+class Climate(NamedTuple):
+    """What can befall a stage."""
+
+    least_bytes: int
+    """Room for one of the longest samples."""
+    most_bytes: int
+    """Of a squeeze: room for two or three."""
+    operations: int
+    """Of a microbatch, about."""
+
+
+CLIMATES = {
+    "": Climate(15 * MIB, CALM_BYTES // 3, 1500),
+    REFERENCE: Climate(9 * MIB, 14 * MIB, 400),
+    POLICY: Climate(22 * MIB, 40 * MIB, 1500),
+}
+
+
+class Numbered(Dataset[dict[str, Any]]):
+    """Random tokens in samples of random lengths that know their own number."""
+
+    def __init__(self, samples: int, seed: int) -> None:
+        self._samples = samples
+        self._seed = seed
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        tokens = random_tokens(f"{self._seed}/{index}")
+        return {"tokens": tokens, "labels": [-100, *tokens[1:]], "number": index}
+
+
+class NumberedPairs(Numbered):
+    """The same, two to a sample."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pair: dict[str, Any] = {"number": index}
+        for answer in ("chosen", "rejected"):
+            tokens = random_tokens(f"{self._seed}/{index}/{answer}")
+            pair |= {f"{answer}_input_ids": tokens, f"{answer}_labels": [-100, *tokens[1:]]}
+        return pair
+
+
+def random_tokens(seed: str) -> list[int]:
+    draw = random.Random(seed)
+    length = max(8, min(LONGEST, math.ceil(draw.lognormvariate(math.log(MEDIAN), 0.8))))
+    return draw.choices(range(256), k=length)
+
+
+def numbered(tokenizer: Any, *, samples: int, seed: int, packed: bool = False) -> Numbered:
+    """Component for a config's `dataset:`."""
+    return Numbered(samples, seed)
+
+
+def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
+    """Component for a config's `dataset:`."""
+    return NumberedPairs(samples, seed)
+
+
+def stages_of(recipe: Any) -> dict[str, Any]:
+    """The runner of each stage of a step, in their order."""
+    stages = getattr(recipe, "stages", None)
+    return {"": recipe.runner} if stages is None else {REFERENCE: stages.reference, POLICY: stages.policy}
+
+
+class Cut(NamedTuple):
+    """How a stage of a step was cut in the end, on one rank: numbers of samples."""
+
+    step: int
+    stage: str
+    microbatches: list[list[int]]
+
+
+class Storm:
+    """Changes the memory of this rank, or lets an operation fail, before every stage; and notes how it was cut."""
+
+    def __init__(self, recipe: Any, seed: int, stages: dict[str, Any], cuts: Path) -> None:
+        self._stages = stages
+        self._together = random.Random(f"{seed}/{recipe.progress.step}")  # draws alike on all ranks
+        self._alone = random.Random(f"{seed}/{recipe.progress.step}/{dist.get_rank()}")
+        self._faults = {name: FaultInjector(runner) for name, runner in stages.items()}
+        self._storm, self._left_of_spell = False, 0
+        self._cuts = cuts
+        self._last_plan: Plan = ()
+        for name, runner in stages.items():
+            runner.run = partial(self._run, name, runner.run)
+            runner.on_plan = self._on_plan
+        self._watch, recipe.watch = recipe.watch, self._watch_too
+        self._open = ExitStack()
+
+    def __enter__(self) -> Storm:
+        for faults in self._faults.values():
+            self._open.enter_context(faults)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def _watch_too(self, memory: Any) -> None:
+        self._memory = memory
+        self._watch(memory)
+
+    def _on_plan(self, _: int, plan: Plan) -> None:
+        self._last_plan = plan
+
+    def _run(self, name: str, run: Any, samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        """Collective: the stage, in whatever comes."""
+        climate, self._memory.cap_bytes = CLIMATES[name], CALM_BYTES
+        event = self._together.choice(["squeeze", "strike"]) if self._stormy() else "calm"
+        if event == "squeeze":
+            self._memory.cap_bytes = self._alone.randrange(climate.least_bytes, climate.most_bytes)
+        struck = self._together.choice([{0}, {1}, {0, 1}])
+        # what is as small as can be would end the run: rightly, so it is not struck
+        if event == "strike" and self._room(name) and dist.get_rank() in struck:
+            at = self._alone.randrange(1, climate.operations)
+            self._faults[name].fail_at(rank=dist.get_rank(), step=step, operation=at)
+        result = run(samples, step=step, **options)
+        cut = [[samples[index]["number"] for index in rows] for rows in self._last_plan]
+        with self._cuts.open("a") as file:
+            file.write(json.dumps(Cut(step, name, cut)._asdict()) + "\n")
+        return result
+
+    def _stormy(self) -> bool:
+        """Storms pass, and come again: in between, what has shrunk grows back."""
+        if self._left_of_spell == 0:
+            self._storm = not self._storm
+            self._left_of_spell = self._together.randrange(*(4, 9) if self._storm else (10, 31)) * len(self._stages)
+        self._left_of_spell -= 1
+        return self._storm
+
+    def _room(self, name: str) -> bool:
+        return bool(self._stages[name].limit.rows_at(LONGEST) >= 2)
+
+
+def read_cuts(path: Path) -> list[Cut]:
+    return [Cut(**json.loads(line)) for line in path.read_text().splitlines()]

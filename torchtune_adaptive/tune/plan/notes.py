@@ -1,0 +1,65 @@
+"""What is said with an answer: what it assumes, and what it does not cover."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.prediction.answer import Budget
+from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.plan.fakes import FakeStep
+from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.recipes import is_lora, keeps_reference, trains_on_pairs
+from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
+
+
+def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
+    notes = [] if given else [f"no sequence_length is given: {wanted[0]} tokens are assumed"]
+    if (started := os.environ.get("WORLD_SIZE", "1")) != "1" and plan.ranks == 1:
+        notes.append(f"this is for 1 rank, though the launcher starts {started}: give world_size={started} for those")
+    if str(plan.memory_limit).lower() in WITHOUT_FLASH_ATTENTION:
+        notes.append(f"{plan.memory_limit} has neither bf16 nor flash attention, which are assumed: it may need more")
+    return notes
+
+
+def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
+    """What the answer assumes and what it does not cover, said with it."""
+    notes = []
+    if step.on_gpu:
+        assumed = format_bytes(have.overhead_bytes)
+        notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")
+        notes += _notes_on_allocator(have)
+    if trains_on_pairs(cfg):
+        notes += _notes_on_stages(cfg, step)
+    if not step.kind.padded:
+        notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is rows × tokens")
+    if step.settings.fsdp_cpu_offload:
+        host = format_bytes(step.host_bytes)
+        notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
+    if is_packed(cfg):
+        notes.append("the block masks of packed rows are not counted (some MiB)")
+    if step.on_gpu and step.settings.dtype == "fp32":
+        notes.append("dtype fp32: norms are counted unfused, an upper bound")
+    return notes
+
+
+def _notes_on_stages(cfg: DictConfig, step: FakeStep) -> list[str]:
+    notes = [
+        "rows are pairs, both answers of so many tokens; batch_size is for both stages, and use_maximum_batch_size "
+        "finds each its own"
+    ]
+    if not is_lora(cfg) and not keeps_reference(cfg):
+        notes.append("adaptive.precompute_reference: the policy is trained without the model of the reference")
+    if step.on_gpu:
+        notes.append("stages are replayed one by one: what one leaves cached may have to be flushed for the other")
+    return notes
+
+
+def _notes_on_allocator(have: Budget) -> list[str]:
+    ignored = [f"{key}:{value}" for key, value in allocator_settings(os.environ) if key != "expandable_segments"]
+    notes = [f"PYTORCH_CUDA_ALLOC_CONF: {','.join(ignored)} is not modelled"] if ignored else []
+    return [*notes, f"the caching allocator is replayed with expandable_segments:{have.expandable_segments}"]

@@ -1,0 +1,66 @@
+"""Which recipe a config is for, and the settings with which a prediction sets it up."""
+
+from __future__ import annotations
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import (
+    LoraSettings,
+    Settings,
+    read_full_dpo_settings,
+    read_full_settings,
+    read_lora_dpo_settings,
+    read_lora_settings,
+)
+
+
+def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
+    """Settings of the recipe that this config is for, if its step can be traced."""
+    pairs, lora = trains_on_pairs(cfg), None
+    if is_lora(cfg):
+        settings, lora = (read_lora_dpo_settings if pairs else read_lora_settings)(cfg)
+    else:
+        settings = (read_full_dpo_settings if pairs else read_full_settings)(cfg)
+    for key, value, allowed in (
+        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
+        ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
+    ):
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
+    return settings, lora
+
+
+def on_gpu(settings: Settings) -> bool:
+    return not settings.device.startswith("cpu")
+
+
+def is_lora(cfg: DictConfig) -> bool:
+    return "lora_attn_modules" in components.require(cfg, "model")
+
+
+def trains_on_pairs(cfg: DictConfig) -> bool:
+    """Whether the recipe is one of preference training, of which only those configs speak that name a reference: else
+    the loss tells, which is one of pairs."""
+    if cfg.get("ref_checkpointer") is not None:
+        return True
+    try:
+        build_preference_loss(cfg)
+    except ConfigError:  # of those that cannot be built, torchtune's are known by their place
+        return "rlhf" in str(OmegaConf.select(cfg, "loss._component_"))
+    return True
+
+
+def keeps_reference(cfg: DictConfig) -> bool:
+    """Whether there is a model of the reference while the policy is trained."""
+    asked_before = read_adaptive(cfg.get("adaptive")).precompute_reference
+    return trains_on_pairs(cfg) and not is_lora(cfg) and not asked_before
+
+
+def compiles_itself(cfg: DictConfig) -> bool:
+    """Whether the optimizer is one that compiles its update, whatever `compile` says."""
+    return str(components.require(cfg, "optimizer").get("_component_")).startswith("torchao.optim.")
