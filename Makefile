@@ -9,7 +9,7 @@ WORKERS ?= 2
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-dpo test test-gpu published lint faults soak crash bench bench-gpu clean
+.PHONY: demo demo-dpo test quick coverage test-gpu published lint faults soak crash bench bench-gpu dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -22,6 +22,19 @@ demo-dpo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+
+# what is wrong most often, in under two minutes on two quiet cores: lint, types, and whatever starts no run
+quick: lint
+	$(BIN)/python -m pytest tests/unit --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--deselect tests/unit/test_coverage.py --deselect tests/unit/test_documents.py::test_a_run_that_is_shown_would_start
+
+# lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test`
+coverage: $(READY)
+	rm -rf .coverage
+	mkdir .coverage
+	$(BIN)/python -m coverage run -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 # one GPU, under 8 minutes
 test-gpu: $(READY)
@@ -58,8 +71,18 @@ bench: $(PEERS)
 bench-gpu: $(READY)
 	$(BIN)/python -W ignore -m benchmarks.gpu
 
+# sdist, the wheel that is built from it, both checked; then the wheel alone, in an environment of its own
+dist: $(READY)
+	rm -rf dist build/installed
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv build/installed
+	build/installed/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd build/installed && bin/tune-adaptive ls demo
+	cd build/installed && bin/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) build dist .coverage *.egg-info runs
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info < (3, 14); \

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
-from tqdm import tqdm
 
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.record.files import reason
+from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
 from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.keys import PlanSettings
@@ -35,7 +35,7 @@ def answer(cfg: DictConfig) -> None:
 
 def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
     """What fits, and advice."""
-    with tqdm(desc="tracing", total=traces(cfg), unit=" steps", leave=False) as bar:
+    with progress("tracing", traces(cfg), "steps") as bar:
         found = predict(cfg, settings, traced=bar.update)
         advice = advise(cfg, settings, found, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, found, advice))
@@ -48,7 +48,7 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
 
 def compare(cfg: DictConfig, settings: PlanSettings) -> None:
     """The same question for several numbers of ranks, in one table."""
-    with tqdm(desc="tracing", total=traces(cfg) * len(settings.several_ranks), unit=" steps", leave=False) as bar:
+    with progress("tracing", traces(cfg) * len(settings.several_ranks), "steps") as bar:
         outcomes, notes = on_ranks(cfg, settings, traced=bar.update)
     rows = report.alternatives(outcomes)
     if settings.format == "json":

@@ -36,7 +36,9 @@ def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
     """The run ended well, said its arithmetic once, and wrote nothing that a user could take for a problem."""
     assert ended.status == 0, ended.output
     assert re.findall(OUR_LINE, ended.output, re.MULTILINE) == [arithmetic], ended.output
-    assert ended.output.count("with resolved config") == 1, ended.output
+    assert ended.output.count("config: out/torchtune_config.yaml\n") == 1, ended.output
+    assert "_component_" not in ended.output, "a screen of config"
+    assert "\r" not in ended.output, "a progress bar, and lines that hang on it"
     assert [line for line in ended.output.splitlines() if NOISE.search(line)] == []
     assert list((cwd / "out" / "epoch_0").glob("model-*.bin"))
 
@@ -59,8 +61,10 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
         tmp_path,
         arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
     )
-    assert "lr: 0.0001" in ended.output
-    assert "my_note: kept" in ended.output  # torchtune lets users add keys of their own, and so do we
+    kept = (tmp_path / "out" / "torchtune_config.yaml").read_text()
+    assert "lr: 0.0001" in kept
+    assert "my_note: kept" in kept  # torchtune lets users add keys of their own, and so do we
+    assert "epoch 1 · 4 of 4 steps · loss " in ended.output
     assert ended.output.count("ignored config keys: my_note") == 1
     (log,) = (tmp_path / "out" / "logs").glob("*.txt")
     assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4

@@ -21,7 +21,7 @@ from tests.recipes.running import COMMAND_MARK, end_marked, environment, marked
 
 FULL = "adaptive_full_finetune_distributed"
 LONG = ("dataset.samples=100000", "use_maximum_batch_size=False", "adaptive=null", "output_dir=out")
-TRAINS = re.compile(r"Loss: \d")
+TRAINS = re.compile(r"loss \d")
 STARTS_S = 200.0
 """Ranks share the cores with whatever else runs."""
 RAISES = """

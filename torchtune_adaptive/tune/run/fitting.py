@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from tqdm import tqdm
 
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.memory.device import MemorySource
@@ -36,6 +35,7 @@ from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization import Optimization
@@ -254,15 +254,15 @@ def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Ma
 
 @contextmanager
 def _progress_bar() -> Iterator[OnProbe]:
-    with tqdm(desc="batch search", unit=" probes", disable=dist.get_rank() != 0, leave=False) as bar:
+    with progress("batch search", None, "probes", shown=dist.get_rank() == 0) as shows:
 
-        def progress(rows: int, measured: Peak | None) -> None:
+        def on_probe(rows: int, measured: Peak | None) -> None:
             if measured is None:
-                bar.set_postfix_str(f"{rows} rows")
+                shows.note(f"{rows} rows")
             else:
-                bar.update(1)
+                shows.update()
 
-        yield progress
+        yield on_probe
 
 
 def say(line: str) -> None:

@@ -6,18 +6,19 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torchtune import training
-from tqdm import tqdm
-from tqdm.contrib.logging import logging_redirect_tqdm
 
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.files import reason
+from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.start import components
@@ -27,6 +28,9 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
+
+CONFIG = "torchtune_config.yaml"
+"""As torchtune names it."""
 
 
 class Metrics:
@@ -45,6 +49,7 @@ class Metrics:
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
             self._logger.log_config(settings.config)
+            keep_config(settings)
 
     def watch(self, memory: MemorySource | None) -> None:
         """Logs the peak of this memory, which starts anew at every logged step."""
@@ -53,11 +58,8 @@ class Metrics:
     def epoch(self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
         """The steps left of an epoch, with a progress bar around them."""
         self._sizes = sizes
-        ours = [logging.getLogger("torchtune_adaptive")]
-        with (
-            logging_redirect_tqdm(ours),
-            tqdm(total=sizes.steps, initial=steps_done, disable=not self._shown) as self._bar,
-        ):
+        what = f"epoch {sizes.epoch + 1}"
+        with progress(what, sizes.steps, "steps", done=steps_done, shown=self._shown, at_once=True) as self._progress:
             self._step_began = time.perf_counter()
             yield from steps
 
@@ -79,8 +81,7 @@ class Metrics:
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
         if self._shown:
             self._losses = (self._losses[0] if self._losses else loss, loss)
-            self._bar.update(1)
-            self._bar.set_description(f"{self._sizes.epoch + 1}|{step}|Loss: {loss:.4f}")
+            self._progress.update(note=f"loss {loss:.4f}")
         if step % self._every != 0:
             return loss
         if self._shown:
@@ -125,6 +126,14 @@ class Metrics:
             return {}
         stats: Mapping[str, float] = training.get_memory_stats(device=self._memory_of)
         return stats
+
+
+def keep_config(settings: Settings) -> None:
+    """The whole config as it runs, where torchtune's own loggers put it; others would not."""
+    path = Path(settings.output_dir) / CONFIG
+    text = OmegaConf.to_yaml(settings.config, resolve=True)
+    keep_file(path, text.encode(), "the config of this run is not kept")
+    logger.info("config: %s", path)
 
 
 def _load(result: StepResult, tokens_per_second: float) -> dict[str, float]:

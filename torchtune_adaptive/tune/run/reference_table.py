@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
-from tqdm import tqdm
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.errors import RunStopped, SampleError
@@ -30,6 +29,7 @@ from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.files import keep_file
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
@@ -118,11 +118,11 @@ def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> Table:
     parts.reference.watch(memory)
     pairs, share = len(dataset), -(-len(dataset) // ranks)
     table = Table(torch.zeros(pairs, 2), torch.zeros(pairs, dtype=torch.int64), path)
-    with tqdm(total=pairs, desc=REFERENCE, disable=rank != 0, leave=False) as bar:
+    with progress(REFERENCE, pairs, "pairs", shown=rank == 0) as shows:
         for start in range(0, share, CHUNK):
             indices = [rank + ranks * at for at in range(start, min(share, start + CHUNK))]
             _ask(parts.reference, dataset, [index for index in indices if index < pairs], len(indices), table)
-            bar.update(min(ranks * len(indices), pairs - bar.n))
+            shows.update(min(ranks * len(indices), pairs - shows.done))
     return Table(sum_over_ranks(table.log_probs), sum_over_ranks(table.marks), path)
 
 

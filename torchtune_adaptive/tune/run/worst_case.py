@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
-from tqdm import tqdm
 
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.files import keep_file, read_json
+from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.start.sections import MOST_TOKENS
@@ -70,9 +70,11 @@ def longest_sample(cfg: DictConfig, dataset: Any, kind: Kind) -> Longest:
 def _scan(dataset: Any, kind: Kind) -> Longest:
     """Collective: the longest of all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    share = tqdm(range(rank, len(dataset), ranks), "longest sample", disable=rank != 0)
-    lengths = (Longest(kind.length_of(dataset[index]), index) for index in share)
-    mine = max(lengths, key=_by_length, default=Longest(0, 0))
+    mine = Longest(0, 0)
+    with progress("longest sample", len(dataset), "samples", shown=rank == 0) as shows:
+        for index in range(rank, len(dataset), ranks):
+            mine = max(mine, Longest(kind.length_of(dataset[index]), index), key=_by_length)
+            shows.update(min(ranks, len(dataset) - shows.done))
     everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
     return max(everywhere, key=_by_length)
 

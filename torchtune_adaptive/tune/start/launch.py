@@ -20,6 +20,7 @@ from torchtune import config
 
 from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.errors import AdaptiveError, RunFinished, RunStopped, UnrecoverableError
+from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_error
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.configs import read_command_line
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
@@ -68,7 +69,7 @@ def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> Non
 def _run(recipe_type: type[Recipe]) -> None:
     cfg = read_command_line(sys.argv)
     check_keys(cfg, aloud=_rank() == 0)
-    if _rank() == 0:
+    if _rank() == 0 and os.environ.get(SHOW_CONFIG):
         config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:
         with refusing_early_exits():
@@ -125,9 +126,9 @@ def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
 
 def _ending_well(work: Callable[[], None]) -> None:
     """Does the work. Whatever ends it early is reported once, by the rank that met it first."""
-    show_decisions()
     try:
         try:
+            show_decisions()
             work()
         except AdaptiveError as error:
             stop_listening()
@@ -143,15 +144,6 @@ def _ending_well(work: Callable[[], None]) -> None:
         _end_interrupted()
 
 
-def show_decisions() -> None:
-    """Our own log lines, as plain lines on stderr. The library logs on rank 0 only."""
-    logger = logging.getLogger("torchtune_adaptive")
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-
-
 def _end_with(error: AdaptiveError, wait_s: float) -> None:
     if not speaks_first(wait_s):
         end_silently()
@@ -161,7 +153,7 @@ def _end_with(error: AdaptiveError, wait_s: float) -> None:
         traceback.print_exception(error)
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
-    print(f"\nerror{where}: {in_keys(error)}", file=sys.stderr, flush=True)
+    tell_error(in_keys(error), where)
     # what was only half built complains when it is collected
     sys.unraisablehook = lambda _: None
     sys.exit(1)

@@ -1,0 +1,65 @@
+"""What others rely on before they read any code: the workflow, the hooks, the changelog, the targets of make."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TARGETS = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+KINDS = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_the_workflow_tries_pairs_that_the_package_allows_and_the_oldest_and_newest_of_both() -> None:
+    pairs = yaml.safe_load(WORKFLOW.read_text(encoding="utf-8"))["jobs"]["test"]["strategy"]["matrix"]["include"]
+    (torch,) = (each.removeprefix("torch") for each in PROJECT["dependencies"] if re.match(r"torch\W", each))
+    for pair in pairs:
+        assert f"{pair['python']}.1" in SpecifierSet(PROJECT["requires-python"]), pair
+        assert f"{pair['torch']}.0" in SpecifierSet(torch), pair
+    supported = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each}
+    assert {pair["python"] for pair in pairs} == supported
+    assert {pair["torch"] for pair in pairs} == {"2.11", "2.12", "2.13"}
+
+
+def test_what_the_workflow_and_ci_make_is_there() -> None:
+    scripts = WORKFLOW.read_text(encoding="utf-8") + (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    made = set(re.findall(r"\bmake ([a-z-]+)$", scripts, re.MULTILINE))
+    assert {"lint", "test"} <= made <= TARGETS
+
+
+def test_every_target_that_is_no_file_is_called_phony() -> None:
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(phony.split()) == TARGETS
+
+
+def test_hooks_are_the_tools_of_the_environment_and_none_is_fetched() -> None:
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    assert [each["repo"] for each in repositories] == ["local"]
+    for hook in repositories[0]["hooks"]:
+        assert hook["entry"].startswith(".venv/bin/"), hook
+        tests = [word for word in hook["entry"].split() if word.endswith(".py")]
+        assert all((ROOT / test).is_file() for test in tests), hook
+
+
+def test_the_changelog_has_the_version_and_only_kinds_of_changes_that_have_a_name() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    versions = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
+    assert versions[0] == ("Unreleased", "")
+    assert versions[1][0] == PROJECT["version"]
+    assert all(day for _, day in versions[1:])
+    assert set(re.findall(r"^### (.*)$", text, re.MULTILINE)) <= KINDS
+    assert len(re.findall(r"^## ", text, re.MULTILINE)) == len(versions)
+
+
+def test_security_is_told_in_ten_lines() -> None:
+    lines = (ROOT / "SECURITY.md").read_text(encoding="utf-8").splitlines()[2:]
+    assert len([line for line in lines if line]) <= 10
