@@ -9,7 +9,11 @@ WORKERS ?= 2
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo demo-dpo test quick coverage test-gpu published lint faults soak crash bench bench-gpu dist clean
+# torch's versions that are supported besides the one in constraints.txt; wheels of one may be gigabytes, built for CUDA
+VERSIONS ?= 2.11.0 2.12.0
+VERSION_TESTS ?= tests/distributed tests/recipes
+
+.PHONY: demo demo-dpo test quick coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -52,6 +56,21 @@ lint: $(READY)
 # every point at which a rank can run out of memory, one after the other
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
+
+# the distributed and recipe tests beside every supported version of torch, each in an environment of its own; not in CI
+versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
+	@failed=; for version in $(VERSIONS); do \
+		echo "torch $$version: $(VERSION_TESTS)"; \
+		$(VENV)/torch-$$version/bin/python -m pytest -q $(VERSION_TESTS) || failed="$$failed $$version"; \
+	done; \
+	echo "torch of constraints.txt: $(VERSION_TESTS)"; $(BIN)/python -m pytest -q $(VERSION_TESTS) || failed="$$failed constraints"; \
+	test -z "$$failed" || { echo "failed beside torch:$$failed"; exit 1; }
+
+$(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
+	$(PYTHON) -m venv $(@D)
+	grep -v '^torch==' constraints.txt > $(@D)/constraints.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch==$* --editable '.[dev]'
+	touch $@
 
 # hundreds of steps while memory comes and goes: both recipes, by rows and by tokens; and 5,000 that must not keep any
 soak: $(READY)

@@ -61,6 +61,7 @@ class Case:
 
 JOINED = ModelConfig(joined=True, dropout=0.0)
 HYBRID = ModelConfig(replicas=2)
+OFFLOADED = ModelConfig(offload=True)
 
 CASES = (
     Case("plain"),
@@ -98,6 +99,12 @@ CASES = (
     Case("hybrid, bf16", replace(HYBRID, bf16=True), 4, stride=3),
     Case("hybrid, lora, full checkpointing", replace(HYBRID, lora=True, checkpointing="full"), 4, stride=5),
     Case("hybrid, whole replicas", ModelConfig(replicas=4), 4, stride=5),
+    Case("offloaded", OFFLOADED),
+    Case("offloaded, fails in the drain too", OFFLOADED, rows=4, again="drain", stride=3),
+    Case("offloaded, first pass", OFFLOADED, first_pass=True, stride=3),
+    Case("offloaded, full checkpointing", replace(OFFLOADED, checkpointing="full"), stride=5),
+    Case("offloaded, bf16", replace(OFFLOADED, bf16=True), stride=5),
+    Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), 4, stride=5),
 )
 
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torchtune import modules, training
 from torchtune.models.llama3 import llama3, lora_llama3
@@ -43,6 +44,8 @@ class ModelConfig:
     """Samples one after another in one row, without padding."""
     replicas: int = 1
     """Of the sharded model: more than one are hybrid sharding."""
+    offload: bool = False
+    """Shards and gradients live on the host, and are copied to the device and back: here, from memory to memory."""
 
 
 def build(config: ModelConfig) -> nn.Module:
@@ -76,11 +79,32 @@ def _shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     """What training.shard_model does, which cannot pass on a mixed precision policy."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if config.bf16 else MixedPrecisionPolicy()
+    options = {"reshard_after_forward": config.reshard_after_forward, "mp_policy": policy}
+    if config.offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        copy_what_is_offloaded()
     mesh = mesh_of(config.replicas)
     for name, module in reversed(list(model.named_modules())):
         if name == "" or training.get_shard_conditions(name, module):
-            fully_shard(module, mesh=mesh, reshard_after_forward=config.reshard_after_forward, mp_policy=policy)
+            fully_shard(module, mesh=mesh, **options)
     return model
+
+
+_to = Tensor.to
+
+
+def copy_what_is_offloaded() -> None:
+    """From here on, in this process: what FSDP sends from host to device and back is copied, as with a device.
+
+    Host and device are the same here, and cannot be told apart by `cpu` and `cpu:0` as fakes can: a real tensor on
+    `cpu:0` says that it is on `cpu`. FSDP names what it sends, since nobody else says `non_blocking`.
+    """
+
+    def to(tensor: Tensor, *args: Any, **options: Any) -> Tensor:
+        moved = _to(tensor, *args, **options)
+        return moved.clone() if moved is tensor and "non_blocking" in options else moved
+
+    Tensor.to = to
 
 
 @cache  # a mesh keeps its groups for good

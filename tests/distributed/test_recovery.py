@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.faults import CASES, Case, sweep
+from tests.distributed.faults import CASES, Bench, Case, sweep
 from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
     ModelConfig,
@@ -188,3 +188,13 @@ def shrink_a_small_step() -> int:
 
 def test_the_limit_shrinks_from_what_ran_and_not_from_what_was_allowed():
     assert run_on_ranks(2, shrink_a_small_step) == [2, 2]
+
+
+def operations_that_copy() -> tuple[int, int]:
+    plain, offloaded = (Bench(Case("", ModelConfig(dropout=0.0, offload=offload))) for offload in (False, True))
+    return tuple(sum(name.startswith("aten.clone") for name in bench.operations()) for bench in (plain, offloaded))
+
+
+def test_what_is_offloaded_is_copied_to_the_device_and_back_and_each_copy_may_fail():
+    for plain, offloaded in run_on_ranks(2, operations_that_copy):
+        assert offloaded >= plain + 100  # of every parameter in forward and backward, of every gradient

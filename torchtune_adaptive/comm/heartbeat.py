@@ -67,7 +67,7 @@ class Heartbeat:
         """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         # Two looks to be sure, and one until the last rank has heard of it, are part of the time.
-        self._limit_s = timeout_s - 3 * self._interval_s
+        self._timeout_s, self._limit_s = timeout_s, timeout_s - 3 * self._interval_s
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         # Other attempts at this run may have left their beats in the same store.
@@ -106,8 +106,8 @@ class Heartbeat:
     def _watch_the_store(self) -> None:
         silence = Silence(self._interval_s)
         while not self._stopping.wait(self._interval_s):
-            if (silent_s := silence.seconds(self._rounds, time.monotonic())) > self._limit_s:
-                self._on_silence(Silent((), "", silent_s))
+            if silence.seconds(self._rounds, time.monotonic()) > self._timeout_s:
+                self._on_silence(Silent((), "", self._timeout_s))
                 return
 
     def _find_silent(self) -> None:
@@ -126,7 +126,7 @@ class Heartbeat:
     def _tell(self, ranks: list[int]) -> None:
         if self._rank not in ranks:  # it was away, and is back: its peers are gone
             where = ", ".join(dict.fromkeys(self._text(_where(rank)) for rank in ranks))
-            self._on_silence(Silent(tuple(ranks), where, self._limit_s))
+            self._on_silence(Silent(tuple(ranks), where, self._timeout_s))
 
     def _text(self, key: str) -> str:
         """What the store has; nothing where it has nothing yet, for which `get` would wait."""
