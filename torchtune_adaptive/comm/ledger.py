@@ -103,6 +103,10 @@ class CollectiveLedger:
         for root in self._replicated:
             fsdp.reduce_over_replicas(root, True)
 
+    def forget(self, stage: str) -> None:
+        """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""
+        self._records.pop(stage, None)
+
     def begin_step(self, microbatches: int, stage: str = "") -> None:
         """Starts counting, from a state in which every microbatch communicates the same."""
         self.position, self.sent = 0, Sent()

@@ -4,7 +4,7 @@ import hashlib
 import io
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,17 @@ def demo_checkpointer(
 
 
 def ensure_weights(path: Path, *, seed: int = 0, sizes: Mapping[str, Any] | None = None) -> None:
-    """Leaves the weights of this seed and these sizes at `path`; replaces a file only where this has made it.
+    """Leaves the weights of this seed and these sizes at `path`; replaces a file only where this has made it."""
+    ensure_made(path, lambda: demo_model(**(sizes or {})).state_dict(), seed=seed)
+
+
+def ensure_made(path: Path, make: Callable[[], Mapping[str, Any]], *, seed: int = 0) -> None:
+    """Leaves what is made with this seed at `path`; replaces a file only where this has made it.
 
     No lock: every process makes the same bytes under a name of its own and renames them into place, so it
     does not matter which one is last, and one that dies leaves nothing that others wait for.
     """
-    content = _weights(seed, sizes or {})
+    content = _content(make, seed)
     found = path.read_bytes() if path.is_file() else None
     if found == content:
         return
@@ -78,10 +83,10 @@ def _mark(path: Path, content: bytes) -> Path:
     return path.with_name(f".{path.name}.{hashlib.sha256(content).hexdigest()}")
 
 
-def _weights(seed: int, sizes: Mapping[str, Any]) -> bytes:
+def _content(make: Callable[[], Mapping[str, Any]], seed: int) -> bytes:
     # a buffer, because torch.save writes a file's own name into it
     buffer = io.BytesIO()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
-        torch.save(demo_model(**sizes).state_dict(), buffer)
+        torch.save(make(), buffer)
     return buffer.getvalue()

@@ -37,10 +37,12 @@ META = torch.device("meta")
 Checkpoint = Mapping[str, Any]
 
 
-def build_full_model(settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint) -> nn.Module:
-    """Collective: the model of the config with every parameter trainable, filled from the checkpoint."""
+def build_full_model(
+    settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint, key: str = "model"
+) -> nn.Module:
+    """Collective: the model that a section describes with every parameter trainable, filled from the checkpoint."""
     dtype = dtype_of(settings, device)
-    model = built_on(META, settings.config, dtype)
+    model = built_on(META, settings.config, dtype, key)
     _compile(model, settings)
     if settings.tensor_parallel_dim > 1:
         model = _parallelize_tensors(model, settings.config, mesh["tp"])
@@ -103,10 +105,10 @@ def build_lora_model(
     return model
 
 
-def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype) -> nn.Module:
+def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
     """The model of the config as its builder leaves it, ready for samples one after another."""
     with training.set_default_dtype(dtype), where:
-        model: nn.Module = components.build("model", cfg)
+        model: nn.Module = components.build(key, cfg)
     take_documents(model)
     return model
 

@@ -29,7 +29,7 @@ class Optimization:
         cfg: DictConfig,
         checkpointed: Any,
         optimizers: Sequence[torch.optim.Optimizer],
-        apply: Callable[[int | Tensor], float | None],
+        apply: Callable[[Any], float | None],
     ) -> None:
         self.checkpointed = checkpointed
         """What torchtune's checkpointing takes as the optimizer."""
@@ -65,8 +65,9 @@ class Optimization:
         if self._scheduler is not None:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
-    def update(self, summed_over: int | Tensor) -> float | None:
-        """Collective where it clips: one update, from gradients that are summed over so many target tokens, or pairs.
+    def update(self, summed_over: int | Tensor | Mapping[str, int]) -> float | None:
+        """Collective where it clips: one update, from gradients that are summed over so many target tokens, or pairs;
+        where several models are updated at once, of each by its name.
 
         Returns the gradient's norm if that was computed.
         """

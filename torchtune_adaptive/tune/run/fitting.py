@@ -71,6 +71,8 @@ SEARCHED = (
     "data_parallel_shard_dim",
 )
 """Keys of the config that change what a microbatch needs."""
+SEARCHED_FOR_PPO = ("policy_model", "reward_and_value_model", "max_generated_tokens", "temperature", "top_k")
+"""The same, where a config has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +83,7 @@ class FitRequest:
     adaptive: AdaptiveConfig
     memory: MemorySource | None
     """None: a CPU without a limit, which has room for everything."""
-    worst_step: Callable[[], TrainingStep[Sample]]
+    worst_step: Callable[[], TrainingStep[Any]]
     """Collective: makes the step to measure."""
     data: Data
     kind: Kind
@@ -241,8 +243,9 @@ def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Ma
     """Collective: all that the answer depends on."""
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     on_gpu = str(cfg.device).startswith("cuda")
+    keys = (*SEARCHED, *(key for key in SEARCHED_FOR_PPO if key in cfg))
     return {
-        **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in SEARCHED},  # type: ignore[index, call-overload]
+        **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in keys},  # type: ignore[index, call-overload]
         **options,
         "sequence_length": length,
         "world_size": dist.get_world_size(),

@@ -56,6 +56,11 @@ class RunJournal:
         self.event(Event(kind=EPOCH, step=progress.step, reason=reason, unit=limit.unit, after=limit.size))
         self._schedule(sizes, progress, ranks)
 
+    def limit(self, limit: Limit, step: int, stage: str, when: str) -> None:
+        """Records the limit that a stage has from here on, of several."""
+        reason = f"{when}, {stage}: microbatches of at most {limit}"
+        self.event(Event(kind=EPOCH, step=step, stage=stage, reason=reason, unit=limit.unit, after=limit.size))
+
     def _schedule(self, sizes: EpochSizes, progress: Progress, ranks: int) -> None:
         """Records the start of an epoch whose steps have more or fewer samples than those of the epoch before."""
         past, step = progress.past, progress.step

@@ -93,6 +93,20 @@ class Metrics:
             self._memory.reset_peak()
         return loss
 
+    def log_iteration(self, step: int, loss: float, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
+        """Logs an iteration of several steps: `run` are figures that only the record has."""
+        if self._shown:
+            self._losses = (self._losses[0] if self._losses else loss, loss)
+            self._bar.update(1)
+            self._bar.set_description(f"{self._sizes.epoch + 1}|{step}|Loss: {loss:.4f}")
+        if step % self._every != 0:
+            return
+        if self._shown:
+            self._to_logger({**figures, **self._peak_memory()}, step)
+            self._journal.step(step, {**figures, **run})
+        if self._memory is not None:
+            self._memory.reset_peak()
+
     def _log(self, figures: Mapping[str, float], step: int, result: StepResult, tokens_per_second: float) -> None:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
         self._to_logger({**figures, **self._peak_memory()}, step)

@@ -52,12 +52,15 @@ class Recipe(Protocol):
     def cleanup(self) -> None: ...
 
 
-def main(recipe_type: type[Recipe]) -> None:
-    """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act."""
+def main(recipe_type: type[Recipe], keys: Collection[str] = ()) -> None:
+    """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act.
+
+    `keys` are those that only this recipe knows.
+    """
     end_with_the_launcher()
     listen()
     faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
-    _ending_well(lambda: _run(recipe_type))
+    _ending_well(lambda: _run(recipe_type, keys))
 
 
 def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
@@ -66,9 +69,9 @@ def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> Non
         _ending_well(lambda: _ask(question, keys))
 
 
-def _run(recipe_type: type[Recipe]) -> None:
+def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
     cfg = read_command_line(sys.argv)
-    check_keys(cfg, aloud=_rank() == 0)
+    check_keys(cfg, keys, aloud=_rank() == 0)
     if _rank() == 0 and os.environ.get(SHOW_CONFIG):
         config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:

@@ -114,7 +114,7 @@ class LoraSettings:
 
 def read_full_settings(cfg: DictConfig) -> Settings:
     """Settings of a full finetune; refuses the combinations that torchtune refuses."""
-    settings = _read_settings(cfg)
+    settings = read_common(cfg)
     checks = (_check_offloading, _check_no_clipping, _check_no_accumulation, _check_tensor_parallel)
     together(partial(check, settings) for check in checks)
     return settings
@@ -122,7 +122,7 @@ def read_full_settings(cfg: DictConfig) -> Settings:
 
 def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     """Settings of a LoRA finetune, some of them from its model's section."""
-    settings = _read_settings(cfg)
+    settings = read_common(cfg)
     adapters: list[LoraSettings] = []
 
     def read_adapters() -> None:
@@ -136,7 +136,7 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
 
 def read_full_dpo_settings(cfg: DictConfig) -> Settings:
     """Settings of full preference training."""
-    settings = _read_settings(cfg)
+    settings = read_common(cfg)
     together(partial(check, settings) for check in (_check_offloading, _check_preference))
     return settings
 
@@ -164,8 +164,9 @@ def _check_pairs(settings: Settings, key: str) -> None:
         raise ConfigError(f"{key} is {value}, which preference training does not support: allowed is {allowed}")
 
 
-def _read_settings(cfg: DictConfig) -> Settings:
-    """`keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune has planned it."""
+def read_common(cfg: DictConfig) -> Settings:
+    """What every recipe reads. `keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune
+    has planned it."""
     settings = replace(sections.read(Settings, cfg), config=cfg)
     section = cfg.get("checkpointer")
     if not OmegaConf.is_dict(section):

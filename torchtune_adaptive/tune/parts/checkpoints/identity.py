@@ -23,6 +23,15 @@ RUN_KEYS = (
     "optimizer",
     "optimizer_in_bwd",
 )
+PPO_KEYS = (
+    "reward_and_value_model",
+    "ppo_epochs",
+    "ppo_batch_size",
+    "max_generated_tokens",
+    "temperature",
+    "top_k",
+    "stop_token_ids",
+)
 TOLD_KEYS = ("loss", "lr_scheduler", "clip_grad_norm", "dtype", "tokenizer.max_seq_len")
 """Keys that may change in the course of a run, but not without a word: they change what it trains from there on."""
 ENDS_BYTES = 2**22
@@ -33,6 +42,10 @@ LIMITS = ("tokenizer.max_seq_len",)
 def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     """The values that a run keeps for its whole life, by their dotted keys."""
     flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
+    if recipe == "full_ppo":
+        flat |= _flat({key: _plain(cfg, key) for key in PPO_KEYS})
+        flat |= weights_in("reference weights", cfg.get("ref_policy_checkpointer"))
+        flat |= weights_in("reward weights", cfg.get("reward_checkpointer"))
     if is_lora(recipe):
         flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     if recipe == "full_dpo":

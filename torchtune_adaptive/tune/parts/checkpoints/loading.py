@@ -54,23 +54,23 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> A
     return components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files)
 
 
-def load_reference(settings: Settings) -> State:
-    """Collective: the weights of `ref_checkpointer`, which never change."""
-    section = components.require(settings.config, REFERENCE)
-    _check_directory(section, REFERENCE)
+def load_reference(settings: Settings, key: str = REFERENCE) -> State:
+    """Collective: the weights that a section names, which never change."""
+    section = components.require(settings.config, key)
+    _check_directory(section, key)
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
     plain["output_dir"] = str(checkpoint_directory(settings) / folders.SAVING)  # it writes nothing there
-    checkpointer = components.build_section(REFERENCE, OmegaConf.create(plain), should_load_recipe_state=False)
+    checkpointer = components.build_section(key, OmegaConf.create(plain), should_load_recipe_state=False)
     state: State = {}
     problem: str | None = None
     try:
         state = checkpointer.load_checkpoint()
-        _check_is_weights(state, REFERENCE)
+        _check_is_weights(state, key)
     except AdaptiveError as error:
         problem = str(error)
     except Exception as error:  # noqa: BLE001 - files can be wrong in any way
-        problem = _problem(error, "the weights", REFERENCE)
+        problem = _problem(error, "the weights", key)
     _agree(problem)
     weights: State = state[training.MODEL_KEY]
     return weights

@@ -8,13 +8,14 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
@@ -32,6 +33,7 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
     restore_random_state,
     write_random_state,
 )
+from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
@@ -54,8 +56,10 @@ class Checkpoints:
         device: torch.device,
         *,
         stops_on_error: bool,
+        build: Callable[[DictConfig, Path, Files | None], Any] = loading.build_checkpointer,
     ) -> None:
-        """Collective: creates the group that checkpoints are saved on beside training."""
+        """Collective: creates the group that checkpoints are saved on beside training. `build` makes what reads and
+        writes the weights."""
         self._start = start
         self._contents = contents
         self._device = device
@@ -66,7 +70,7 @@ class Checkpoints:
         self._serial = start.serial
         self._worth_saving = True  # as the last save has found the weights
         self._resumed_from = start.files.folder.name if start.files else None
-        self._checkpointer = loading.build_checkpointer(settings.config, self._directory / folders.SAVING, start.files)
+        self._checkpointer = build(settings.config, self._directory / folders.SAVING, start.files)
         # the demo's checkpointer makes the weights that belong to the identity
         self._identity, self._told = identity_of(settings.config, contents.recipe), told_values(settings.config)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None

@@ -62,14 +62,17 @@ class Start:
             lock.release()
 
 
-def find_start(settings: Settings, recipe: str) -> Start:
-    """Collective: the decision, which raises `RunFinished` or the same error on every rank."""
+def find_start(settings: Settings, recipe: str, *, steps: int | None = None) -> Start:
+    """Collective: the decision, which raises `RunFinished` or the same error on every rank.
+
+    `steps` are those of the whole run, where it counts them and not epochs.
+    """
     decided: list[Any] = [None]
     locks: list[Lock] = []
     if dist.get_rank() == 0:
         try:
             locks.extend(map(take, _places(settings)))
-            decided = [decide(settings, recipe)]
+            decided = [decide(settings, recipe, steps)]
         except (AdaptiveError, RunFinished) as error:
             decided = [error]
             for lock in locks:
@@ -102,14 +105,14 @@ def checkpoint_directory(settings: Settings) -> Path:
     return Path(section.get("output_dir", None) or settings.output_dir)
 
 
-def decide(settings: Settings, recipe: str) -> Start:
+def decide(settings: Settings, recipe: str, steps: int | None = None) -> Start:
     """On rank 0: looks at the output directory, and prepares it for what the run will write."""
     directory = checkpoint_directory(settings)
     check_names_are_free(directory)
     found = folders.find_checkpoints(directory)
     serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
     mode = settings.resume_from_checkpoint
-    chosen = _newest(found, settings, recipe, directory) if mode == AUTO else None
+    chosen = _newest(found, settings, recipe, directory, steps) if mode == AUTO else None
     files: Files | None = None
     manifest: Manifest | None = None
     if chosen is not None and chosen.manifest is not None:
@@ -128,7 +131,9 @@ def decide(settings: Settings, recipe: str) -> Start:
     return Start(run=run, serial=serial, files=files, overwrites=len(found) if files is None else 0)
 
 
-def _newest(found: Sequence[Found], settings: Settings, recipe: str, directory: Path) -> Found | None:
+def _newest(
+    found: Sequence[Found], settings: Settings, recipe: str, directory: Path, steps: int | None
+) -> Found | None:
     """The newest intact checkpoint, if it is one of this run."""
     chosen, passed_over = folders.newest_intact(found)
     for each in passed_over:
@@ -138,7 +143,7 @@ def _newest(found: Sequence[Found], settings: Settings, recipe: str, directory: 
             logger.info("fresh start: %s holds no checkpoint yet", directory)
         return None
     check_same_run(chosen.manifest, settings.config, recipe, directory)
-    _check_unfinished(chosen, chosen.manifest, settings)
+    _check_unfinished(chosen, chosen.manifest, settings, steps)
     told = chosen.manifest.told
     if told is not None and (changes := differences(told_values(settings.config), told)):
         logger.warning("changed since the checkpoint was saved: %s", "; ".join(changes))
@@ -168,12 +173,14 @@ def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None
         )
 
 
-def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings) -> None:
-    if manifest.position.epochs >= settings.epochs:
+def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings, steps: int | None) -> None:
+    position = manifest.position
+    if position.epochs >= settings.epochs if steps is None else position.step >= steps:
         _finish_cleaning(chosen.path.parent, settings)
+        more = f"epochs above {position.epochs}" if steps is None else "a larger num_steps"
         raise RunFinished(
-            f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} ({manifest.position}); "
-            f"epochs above {manifest.position.epochs} would go on from there"
+            f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} ({position}); "
+            f"{more} would go on from there"
         )
 
 

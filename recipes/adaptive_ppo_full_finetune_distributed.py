@@ -1,0 +1,166 @@
+"""PPO with FSDP2 on one or many devices: every stage of an iteration has microbatches that adapt to their memory.
+
+    tune run --nproc_per_node 8 adaptive_ppo_full_finetune_distributed --config adaptive/mistral/7B_ppo
+
+Takes the keys of torchtune's ppo_full_finetune_single_device.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.tune.parts import devices, process_group
+from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
+from torchtune_adaptive.tune.parts.checkpoints.start import find_start
+from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
+from torchtune_adaptive.tune.parts.profiling import build_profiler
+from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers
+from torchtune_adaptive.tune.rl.components import build_ppo_loss, build_prompts
+from torchtune_adaptive.tune.rl.course import Parts, begin_epoch, find_limits, plot_epochs, start_schedules
+from torchtune_adaptive.tune.rl.experience import estimate
+from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_of_stages
+from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
+from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
+from torchtune_adaptive.tune.rl.stages import build_stages, configured_limits, stop_tokens_of
+from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.loss_watch import LossWatch
+from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.start import components, launch
+from torchtune_adaptive.tune.start.sections import read_adaptive
+
+
+class AdaptivePPOFullFinetuneDistributed:
+    """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
+
+    def __init__(self, cfg: DictConfig) -> None:
+        self._settings, self._ppo = read_ppo_settings(cfg)
+        self._adaptive = read_adaptive(cfg.get("adaptive"))
+        check_ppo(self._adaptive)
+        self._device = devices.device_of(self._settings)
+        process_group.join(self._device)
+        self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
+        self._ranks = self._mesh["dp"].size()
+        self._start = find_start(self._settings, recipe="full_ppo", steps=self._ppo.iterations(self._ranks))
+        self._checkpoints = Checkpoints(
+            self._settings,
+            self._start,
+            PPOContents(),
+            self._device,
+            stops_on_error=self._adaptive.on_save_error == "stop",
+            build=build_checkpointers,
+        )
+        self.progress = start_progress(self._settings, self._ranks)
+
+    def setup(self) -> None:
+        settings, ppo, adaptive, device = self._settings, self._ppo, self._adaptive, self._device
+        devices.prepare(settings)
+        self.journal = RunJournal(settings)
+        self._metrics = Metrics(settings, device, self.journal)
+
+        checkpoint = self._checkpoints.load()
+        self.models = build_models(settings, device, self._mesh, checkpoint, self.progress.seed)
+        self.tokenizer = components.build("tokenizer", settings.config)
+        self.optimization = build_ppo_optimization(settings, self.models, checkpoint, device)
+        if self._start.resumes:
+            self.progress = self.progress.resumed(checkpoint)
+        self.loss = build_ppo_loss(settings)
+        self.data = build_prompts(settings, self.tokenizer, self._mesh)
+        seed, tokenizer, event = self.progress.seed, self.tokenizer, self.journal.event
+        self.stages = build_stages(self.models, self.loss, tokenizer, settings, adaptive, ppo, device, seed, event)
+        self._profiler = build_profiler(settings.config, device)
+        self.parts = Parts(
+            settings=settings,
+            adaptive=adaptive,
+            ppo=ppo,
+            tokenizer=self.tokenizer,
+            data=self.data,
+            models=self.models,
+            optimization=self.optimization,
+            stages=self.stages,
+            journal=self.journal,
+        )
+        self.epochs, self.progress = plot_epochs(self.parts, self.progress)
+        self.journal.start(self.progress.step)
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
+            limits = find_limits(self.parts, memory)
+        self.stages.use_limits({**configured_limits(ppo), **limits})
+        self._checkpoints.make_room()
+        start_schedules(self.parts, self.progress)
+
+    def train(self) -> None:
+        devices.start_clean(self._device)
+        losses, stop_tokens = LossWatch(self._adaptive.on_nan_loss), stop_tokens_of(self.tokenizer, self._ppo)
+        self._profiler.start()
+        suspects = 2 * self._settings.batch_size
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
+            self.watch(memory)
+            for sizes in self.epochs[self.progress.epochs_run :]:
+                prompts = begin_epoch(self.parts, self.progress, sizes, self._checkpoints.restore_random_state)
+                for each in self._metrics.epoch(sizes, prompts, self.progress.steps_in_epoch):
+                    began, iteration = time.perf_counter(), self.progress.step + 1
+                    # What a stage finds for a rollout is kept in it, for the stages that follow.
+                    mine = rollouts_of(each, iteration, self._ppo.max_generated_tokens)
+                    self.stages.roll_out(mine, iteration)
+                    # Advantages are whitened over the answers of all ranks, before anything is split.
+                    everything = gathered(mine)
+                    figures = estimate(everything, self._ppo, stop_tokens)
+                    updates = Updates(self.loss)
+                    for share in updates_of(everything, self._ppo, self.progress.seed, iteration):
+                        value = self.stages.train_value(share, iteration)
+                        policy = self.stages.train_policy(share, iteration)
+                        tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
+                        with self.stages.committing(last_checkpoint=self._checkpoints.last):
+                            grad_norm = self.optimization.update(tokens)
+                        updates.saw(value, policy, grad_norm)
+                    self.progress = self.progress.after_step(sizes, self._ranks)
+                    figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
+                    figures |= figures_of_stages(self.stages)
+                    run = figures_of_run(self.stages, began, len(everything))
+                    self._metrics.log_iteration(iteration, figures["loss"], figures, run)
+                    losses.saw(iteration, figures["loss"], tokens["policy"], figures.get("grad_norm"))
+                    self._profiler.step()
+                    stopping = self.stages.asked_to_stop
+                    if self._checkpoints.due(self.progress, stopping):
+                        losses.check_finite()
+                        self.save_checkpoint()
+                        self._checkpoints.end_if_asked(self.progress, stopping)
+                losses.check()
+                self.progress = self.progress.after_epoch(sizes)
+                self.save_checkpoint()
+                self._checkpoints.end_if_asked(self.progress, stopping)
+        self._profiler.stop()
+
+    def save_checkpoint(self) -> None:
+        """Collective: all that is needed to go on with the next iteration."""
+        progress = replace(self.progress, limit=self.stages.state_dict())
+        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
+        self._checkpoints.save(progress, self.models.trained, optimizer, loader_state)
+
+    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        resident = resident_tensors(self.models.trained, self.optimization.optimizers)
+        for frozen in (self.models.reference, self.models.reward):
+            resident += resident_tensors(frozen, ())
+        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        self.stages.watch(memory)
+        self._metrics.watch(memory)
+
+    def cleanup(self) -> None:
+        self._checkpoints.close()
+        self.stages.close()
+        self._metrics.close()
+        self.journal.close()
+        self._start.release()
+        process_group.leave()
+
+
+if __name__ == "__main__":
+    launch.main(AdaptivePPOFullFinetuneDistributed, keys=(*PPO_SECTIONS, *PPO_KEYS))

@@ -1,0 +1,89 @@
+"""A checkpoint of PPO: policy, value model, optimizer, iteration and random generators, under one manifest.
+
+epoch_0/            the policy as torchtune's checkpointer writes it, with all that belongs to the run
+epoch_0/value/      the value model as its own checkpointer writes it
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torchtune import training
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.checkpoints.contents import State
+from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer
+from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
+from torchtune_adaptive.tune.rl.settings import VALUE_FILES
+from torchtune_adaptive.tune.start import components
+
+VALUE_MODEL = "value_model"
+"""The key of the value model's weights in what is loaded and saved."""
+VALUE_FOLDER = "value"
+
+
+@dataclass(frozen=True)
+class PPOContents:
+    """What is saved: both models that are trained."""
+
+    recipe: str = "full_ppo"
+    adapter_only: bool = False
+
+    def weights(self, model: nn.Module, device: torch.device) -> State:
+        """Collective: of both models in a ModuleDict."""
+        assert isinstance(model, nn.ModuleDict)
+        first = dist.get_rank() == 0
+        return {
+            training.MODEL_KEY: training.gather_cpu_state_dict(model["policy"], first, device=device),
+            VALUE_MODEL: training.gather_cpu_state_dict(model["value"], first, device=device),
+        }
+
+
+class TwoCheckpointers:
+    """Two of torchtune's checkpointers as one, so that what they write becomes one checkpoint, or none."""
+
+    def __init__(self, policy: Any, value: Any, staging: Path) -> None:
+        self._policy = policy
+        self._value = value
+        self._staging = staging
+
+    def load_checkpoint(self) -> State:
+        state: State = self._policy.load_checkpoint()
+        value = self._value.load_checkpoint()[training.MODEL_KEY]
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{VALUE_FILES}.checkpoint_files: a {type(value).__name__} is in the file, not weights")
+        return {**state, VALUE_MODEL: value}
+
+    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool) -> None:
+        """Writes both, and moves the value model to where the policy is."""
+        of_policy = {key: part for key, part in state.items() if key != VALUE_MODEL}
+        self._policy.save_checkpoint(of_policy, epoch=epoch, intermediate_checkpoint=intermediate_checkpoint)
+        of_value = {training.MODEL_KEY: state[VALUE_MODEL]}
+        self._value.save_checkpoint(of_value, epoch=epoch, intermediate_checkpoint=False)
+        written = self._staging / VALUE_FOLDER / f"epoch_{epoch}"
+        os.replace(written, self._staging / f"epoch_{epoch}" / VALUE_FOLDER)
+
+
+def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
+    """`checkpointer` and `value_checkpointer`, which read what the run goes on from, and write beside each other."""
+    policy = build_checkpointer(cfg, staging, files)
+    plain = OmegaConf.to_container(components.require(cfg, VALUE_FILES), resolve=True)
+    assert isinstance(plain, dict)
+    plain["output_dir"] = str(staging / VALUE_FOLDER)
+    if files is not None:
+        folder = files.folder / VALUE_FOLDER
+        found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
+        if not found:
+            raise ConfigError(f"{folder} has no weights of a value model: this is no checkpoint of PPO")
+        plain["checkpoint_files"] = found
+    (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
+    value = components.build_section(VALUE_FILES, OmegaConf.create(plain), should_load_recipe_state=False)
+    return TwoCheckpointers(policy, value, staging)

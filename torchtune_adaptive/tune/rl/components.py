@@ -1,0 +1,56 @@
+"""The loss and the prompts that the config names."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+from torchtune.rlhf.loss import PPOLoss
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.data import Data, build_dataset, build_step_loader
+from torchtune_adaptive.tune.parts.samples import TEXT
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import Settings
+
+
+def build_ppo_loss(settings: Settings) -> PPOLoss:
+    """torchtune's loss, of which the sums here take the coefficients: its own are means over a microbatch."""
+    loss = components.build("loss", settings.config)
+    if type(loss) is not PPOLoss:
+        raise ConfigError(
+            f"loss is {settings.config.loss.get('_component_')}: allowed is torchtune.rlhf.loss.PPOLoss, whose "
+            "coefficients are used"
+        )
+    return loss
+
+
+def build_prompts(settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
+    """Samples of text, whose tokens are the prompts."""
+    dataset, packed = build_dataset(settings.config, tokenizer)
+    samples = NamedSamples(dataset, TEXT)
+    if len(samples):
+        _check_has_tokens(samples[0], settings)
+    return Data(
+        dataset=samples,
+        packed=packed,
+        collate=_collate_nothing,
+        loader=build_step_loader(samples, settings, mesh),
+        max_seq_len=getattr(tokenizer, "max_seq_len", None),
+        kind=TEXT,
+    )
+
+
+def _check_has_tokens(sample: Any, settings: Settings) -> None:
+    if not isinstance(sample, Mapping) or "tokens" not in sample:
+        keys = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+        raise ConfigError(
+            f"dataset is {settings.config.dataset.get('_component_')}, whose samples are no prompts: the first has "
+            f"{keys}, and needs tokens; give one such as torchtune.datasets.text_completion_dataset"
+        )
+
+
+def _collate_nothing(samples: Any) -> dict[str, Any]:
+    raise NotImplementedError("rollouts make their own batches")

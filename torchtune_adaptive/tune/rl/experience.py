@@ -1,0 +1,59 @@
+"""From what the stages have found for all rollouts of an iteration to what both models are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from torchtune_adaptive.tune.rl.arithmetic import (
+    Answered,
+    estimates_of,
+    penalised,
+    rewards_of,
+    where_answers_end,
+    whitened,
+)
+from torchtune_adaptive.tune.rl.rollouts import (
+    ADVANTAGES,
+    LOG_PROBS,
+    REFERENCE,
+    RETURNS,
+    SCORE,
+    VALUES,
+    Rollout,
+    found_of,
+    keep,
+)
+from torchtune_adaptive.tune.rl.settings import PPOSettings
+
+
+def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Sequence[int]) -> dict[str, float]:
+    """Each rollout keeps its advantages and returns, which need those of all ranks. Returns the figures of the log."""
+    ends = where_answers_end(torch.stack([each.answer for each in everything]), stop_tokens)
+    scores = penalised(
+        found_of(everything, SCORE),
+        ends,
+        no_stop=ppo.penalise_no_eos,
+        shorter_than=ppo.min_response_length,
+        penalty=ppo.reward_penalty,
+    )
+    rewards = rewards_of(scores, found_of(everything, LOG_PROBS), found_of(everything, REFERENCE), ends, ppo.kl_coeff)
+    total = whitened(rewards.total, ends.valued) * ends.valued if ppo.whiten_rewards else rewards.total
+    estimates = estimates_of(found_of(everything, VALUES), total, ends, ppo.gamma, ppo.lmbda)
+    keep(everything, ADVANTAGES, estimates.advantages)
+    keep(everything, RETURNS, estimates.returns)
+    of_kl = float(rewards.of_kl.sum(1).mean())
+    return {
+        "scores": float(scores.mean()),
+        "num_stop_tokens": float(_stopped(ends)),
+        "rlhf_reward": float(scores.mean()) + of_kl,
+        "kl": float(rewards.kl.sum(1).mean()),
+        "kl_reward": of_kl,
+        "response_lengths": float(ends.last.float().mean()),
+    }
+
+
+def _stopped(ends: Answered) -> int:
+    """Answers that end before they have to, as torchtune counts them."""
+    return int((~ends.counts.all(-1)).sum())

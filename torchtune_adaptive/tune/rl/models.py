@@ -1,0 +1,144 @@
+"""The four models of PPO, all resident: policy and value model are trained, reference and reward model are not.
+
+One optimizer updates both that are trained, as in torchtune's recipe. Each has its own sum of gradients over its own
+tokens, so neither depends on how often the other's microbatches were cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torchtune import training
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
+from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
+from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
+from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import Settings
+
+HEAD = "output.weight"
+
+Weights = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Models:
+    policy: nn.Module
+    value: nn.Module
+    reference: nn.Module
+    reward: nn.Module
+
+    @property
+    def trained(self) -> nn.ModuleDict:
+        """Those that are updated and saved, as one module."""
+        return nn.ModuleDict({"policy": self.policy, "value": self.value})
+
+    @property
+    def everything(self) -> tuple[nn.Module, ...]:
+        return self.policy, self.value, self.reference, self.reward
+
+
+def build_models(settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Weights, seed: int) -> Models:
+    """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
+    builder = _Builder(settings, device, mesh, seed)
+    models = Models(
+        policy=builder.build(POLICY, "checkpointer", checkpoint[training.MODEL_KEY], trained=True),
+        value=builder.build(VALUE, VALUE_FILES, checkpoint[VALUE_MODEL], trained=True),
+        reference=builder.build(POLICY, REFERENCE_FILES, load_reference(settings, REFERENCE_FILES), trained=False),
+        reward=builder.build(VALUE, REWARD_FILES, load_reference(settings, REWARD_FILES), trained=False),
+    )
+    _check_vocabularies(models)
+    return models
+
+
+@dataclass(frozen=True)
+class _Builder:
+    settings: Settings
+    device: torch.device
+    mesh: DeviceMesh
+    seed: int
+
+    def build(self, key: str, files: str, weights: Weights, *, trained: bool) -> nn.Module:
+        """Collective: one model. Neither draws: what they say is compared."""
+        settings = self.settings
+        if not trained:
+            settings = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
+        if key == VALUE:
+            weights = self._of_classifier(weights, files)
+        try:
+            model = build_full_model(settings, self.device, self.mesh, {training.MODEL_KEY: weights}, key)
+        except ConfigError as error:
+            raise ConfigError(error.fact.replace("checkpointer:", f"{files}:", 1), *error.remedies) from error
+        drop_nothing(model)
+        return model if trained else model.requires_grad_(False).eval()
+
+    def _of_classifier(self, weights: Weights, files: str) -> dict[str, Any]:
+        """Weights for a model of one number a token. A language model's head is replaced by a new one."""
+        if HEAD not in weights:
+            raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
+        model = built_on(META, self.settings.config, dtype_of(self.settings, self.device), VALUE)
+        shape = model.state_dict()[HEAD].shape
+        if shape[0] != 1:
+            raise ConfigError(
+                f"{VALUE} says {shape[0]} numbers of a token, but a value and a reward are one: set num_classes: 1"
+            )
+        kept = {name: weight for name, weight in weights.items() if name != "output.bias"}
+        if kept[HEAD].shape[0] != shape[0]:
+            drawn = torch.rand(shape, generator=torch.Generator().manual_seed(self.seed))  # the same on all ranks
+            kept[HEAD] = ((2 * drawn - 1) / math.sqrt(shape[1])).to(kept[HEAD].dtype)
+        return kept
+
+
+def _check_vocabularies(models: Models) -> None:
+    known = [_vocabulary(model) for model in models.everything]
+    if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
+        raise ConfigError(
+            f"{POLICY} knows {known[0]} tokens and {VALUE} {known[1]}: value and reward model have to know all that "
+            "the policy may say"
+        )
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    embedding = getattr(model, "tok_embeddings", None)
+    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def build_ppo_optimization(
+    settings: Settings, models: Models, checkpoint: Weights, device: torch.device
+) -> Optimization:
+    """One optimizer for both models, with its state where the checkpoint has one."""
+    trained = models.trained
+    optimizer = components.build("optimizer", settings.config, list(trained.parameters()))
+    max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
+    optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, models, optimizer, max_norm))
+    if state := checkpoint.get(training.OPT_KEY):
+        training.load_from_full_optimizer_state_dict(trained, optimizer, state, device)
+    return optimization
+
+
+def _update(
+    models: Models, optimizer: torch.optim.Optimizer, max_norm: float | None, summed_over: Mapping[str, int]
+) -> float | None:
+    """One update of both, each from gradients summed over its own tokens and averaged over ranks."""
+    for name, model in models.trained.items():
+        training.scale_grads(model, torch.tensor(dist.get_world_size() / max(1, summed_over[name])))
+    norm = None
+    if max_norm is not None:
+        clipped: Tensor = nn.utils.clip_grad_norm_(models.trained.parameters(), max_norm=max_norm)
+        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return norm

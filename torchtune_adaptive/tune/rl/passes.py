@@ -1,0 +1,175 @@
+"""What each stage of an iteration does with one microbatch of rollouts.
+
+generate            answers to the prompts
+policy              log-probabilities of the answers, as they were when the policy gave them
+reference           the same, of the model that the policy is held to
+values, rewards     what the value model expects, and what the reward model says
+train value         forward and backward
+train policy        forward and backward
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torchtune.modules import TransformerDecoder
+from torchtune.rlhf.loss import PPOLoss
+
+from torchtune_adaptive.step.draws import draws
+from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.tune.parts.generation import generate
+from torchtune_adaptive.tune.parts.microbatch import check_length
+from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
+from torchtune_adaptive.tune.rl.rollouts import (
+    ADVANTAGES,
+    COUNTS,
+    LOG_PROBS,
+    RETURNS,
+    SCORE,
+    VALUED,
+    VALUES,
+    Rollout,
+    found_of,
+    keep,
+    sequences_of,
+)
+
+Pass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Answers of the policy. The numbers that they are drawn with belong to iteration and rollout."""
+
+    model: TransformerDecoder
+    device: torch.device
+    dtype: torch.dtype
+    seed: int
+    temperature: float
+    top_k: int | None
+    pad_id: int
+    stop_tokens: tuple[int, ...]
+    gathered: Callable[[], AbstractContextManager[object]]
+    """Opened around a microbatch: whether parameters stay gathered from one token to the next."""
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        width = len(rollouts[0].answer)
+        numbers = [each.number for each in rollouts]
+        drawn = draws(self.seed, rollouts[0].iteration, numbers, width, stage="generate")
+        check_length(self.model, max(len(each.prompt) for each in rollouts) + width)
+        with self.gathered(), torch.compiler.set_stance("force_eager"):
+            answers = generate(
+                self.model,
+                [each.prompt for each in rollouts],
+                drawn,
+                device=self.device,
+                dtype=self.dtype,
+                temperature=self.temperature,
+                top_k=self.top_k,
+                pad_id=self.pad_id,
+                stop_tokens=self.stop_tokens,
+            ).cpu()
+        ends = where_answers_end(answers, self.stop_tokens)
+        for rollout, answer, last in zip(rollouts, answers, ends.last.tolist(), strict=True):
+            rollout.answer, rollout.length = answer.clone(), last + 1
+        keep(rollouts, COUNTS, ends.counts)
+        keep(rollouts, VALUED, ends.valued)
+        return _nothing(sum(each.length for each in rollouts), self.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """What models say of answers, whichever rollouts share a microbatch."""
+
+    device: torch.device
+    temperature: float
+
+    def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+        """[rollouts, new tokens]; what does not count is 0."""
+        sequences = sequences_of(rollouts).to(self.device)
+        check_length(model, sequences.tokens.size(1))
+        logits = sequences.of_answers(model(sequences.tokens)).float() / self.temperature
+        of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
+        counts = found_of(rollouts, COUNTS, self.device)
+        log_probs = -pad(of_token.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
+        return torch.where(counts, log_probs, 0.0)
+
+    def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+        """[rollouts, new tokens]; what has no value is 0."""
+        valued = found_of(rollouts, VALUED, self.device)
+        sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
+        check_length(model, sequences.tokens.size(1))
+        return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
+
+    def scores(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
+        """[rollouts]: what the model says once it has read a whole answer."""
+        sequences = sequences_of(rollouts).to(self.device)
+        check_length(model, sequences.tokens.size(1))
+        outputs: Tensor = model(sequences.tokens)[..., 0]
+        return outputs.gather(1, sequences.last[:, None])[:, 0].float()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """A pass without a backward: each rollout keeps what the model says of it."""
+
+    model: nn.Module
+    ask: Callable[[nn.Module, Sequence[Rollout]], Tensor]
+    name: str
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        with torch.no_grad():
+            found = self.ask(self.model, rollouts)
+        keep(rollouts, self.name, found)
+        return _nothing(sum(each.length for each in rollouts), found.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainPolicy:
+    """Adds the gradients of the policy's loss, summed over the tokens of answers."""
+
+    model: nn.Module
+    score: Scorer
+    loss: PPOLoss
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        device = self.score.device
+        before, advantages = (found_of(rollouts, name, device) for name in (LOG_PROBS, ADVANTAGES))
+        counts = found_of(rollouts, COUNTS, device)
+        log_probs = self.score.log_probs(self.model, rollouts)
+        sums = policy_sums(log_probs, before, advantages, counts, self.loss.epsilon)
+        sums.loss.backward()
+        figures = {name: figure for name, figure in sums._asdict().items() if name != "loss"}
+        return Totals(sums.loss.detach(), int(found_of(rollouts, COUNTS).sum()), figures)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainValue:
+    """Adds the gradients of the value model's loss, times its coefficient, summed over the tokens of answers."""
+
+    model: nn.Module
+    score: Scorer
+    loss: PPOLoss
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        device = self.score.device
+        before, returns = (found_of(rollouts, name, device) for name in (VALUES, RETURNS))
+        valued = found_of(rollouts, VALUED, device)
+        values = self.score.values(self.model, rollouts)
+        loss = value_sum(values, before, returns, valued, self.loss.value_clip_range)
+        (loss * self.loss.value_coeff).backward()
+        return Totals(loss.detach(), int(found_of(rollouts, VALUED).sum()))
+
+
+def score_pass(model: nn.Module, score: Scorer) -> Ask:
+    return Ask(model=model, ask=score.scores, name=SCORE)
+
+
+def _nothing(tokens: int, device: torch.device) -> Totals:
+    return Totals(torch.zeros((), device=device), tokens)

@@ -1,0 +1,155 @@
+"""The keys of torchtune's `ppo_full_finetune_single_device`, read and checked before anything is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start import sections
+from torchtune_adaptive.tune.start.sections import (
+    ABOVE_ZERO,
+    BOOL,
+    COUNT,
+    COUNT_OR_0,
+    NULL,
+    NUMBER,
+    AdaptiveConfig,
+    Rule,
+    option,
+)
+from torchtune_adaptive.tune.start.settings import Settings, read_common
+
+POLICY, VALUE = "policy_model", "reward_and_value_model"
+POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
+VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
+PPO_SECTIONS = (POLICY, VALUE, REFERENCE_FILES, VALUE_FILES, REWARD_FILES)
+"""Sections of the config besides those of finetuning."""
+
+TOKENS = Rule(lambda v: isinstance(v, list) and all(isinstance(n, int) for n in v), "a list of tokens, as numbers")
+MOST_EPOCHS = 100_000
+"""What is read where PPO has `num_steps`."""
+
+WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
+"""Keys of finetuning that PPO has no use for: `num_steps` says how long it trains."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOSettings:
+    """PPO's own keys, with torchtune's names."""
+
+    num_steps: int = option(COUNT)
+    ppo_epochs: int = option(COUNT)
+    ppo_batch_size: int = option(COUNT)
+    gradient_accumulation_steps: int = option(COUNT)
+    forward_batch_size: int = option(COUNT)
+    max_generated_tokens: int = option(COUNT)
+    enable_kv_cache: bool = option(BOOL, True)
+    temperature: float = option(ABOVE_ZERO)
+    top_k: int | None = option(COUNT | NULL, None)
+    min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
+    penalise_no_eos: bool = option(BOOL)
+    reward_penalty: float = option(NUMBER)
+    stop_token_ids: tuple[int, ...] | None = option(TOKENS | NULL, None)
+    whiten_rewards: bool = option(BOOL)
+    gamma: float = option(NUMBER)
+    lmbda: float = option(NUMBER)
+    kl_coeff: float = option(NUMBER)
+
+    batch_size: int = option(COUNT)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of an iteration."""
+        return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
+
+    def iterations(self, ranks: int) -> int:
+        """Of the whole run: `num_steps` counts samples over all ranks."""
+        return self.num_steps // (self.batch_size * ranks)
+
+
+PPO_KEYS = tuple(field.name for field in fields(PPOSettings))
+
+
+def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
+    """Settings of PPO. What the other recipes call the model is the policy, and a step is an iteration."""
+    _check_optimizer(cfg)
+    if not OmegaConf.is_dict(policy := cfg.get(POLICY)):
+        raise ConfigError(f"{POLICY} is missing: give a section with a _component_")
+    for key in WITHOUT_EFFECT:
+        if cfg.get(key) is not None:
+            raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: leave it out")
+    ppo = sections.read(PPOSettings, cfg)
+    _check_sizes(ppo)
+    seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
+    assert isinstance(seen, DictConfig)
+    settings = read_common(seen)
+    _check_supported(settings, ppo)
+    return replace(settings, gradient_accumulation_steps=1), ppo
+
+
+def check_ppo(adaptive: AdaptiveConfig) -> None:
+    """Refuses what no stage of PPO can do yet."""
+    refused: Mapping[str, tuple[Any, Any]] = {
+        "token_budget": (adaptive.token_budget, None),
+        "precompute_reference": (adaptive.precompute_reference, False),
+        "oversize": (adaptive.oversize, "error"),
+    }
+    for key, (value, allowed) in refused.items():
+        if value != allowed:
+            raise ConfigError(f"adaptive.{key} is {value}, which PPO does not support yet: allowed is {_said(allowed)}")
+    if adaptive.search == "static":
+        raise ConfigError("adaptive.search is static, but adaptive_plan does not predict PPO yet: set it to linear")
+
+
+def _check_optimizer(cfg: DictConfig) -> None:
+    """One error for both lines of torchtune's own config that cannot work on several ranks."""
+    component = str(OmegaConf.select(cfg, "optimizer._component_"))
+    wrong, remedy = [], []
+    if cfg.get("optimizer_in_bwd"):
+        wrong.append("optimizer_in_bwd is True, which updates weights inside of a backward that may be repeated")
+        remedy.append("optimizer_in_bwd: False")
+    if component.split(".")[0] == "bitsandbytes":
+        wrong.append(f"optimizer._component_ is {component}, which does not take the shards of FSDP2")
+        remedy.append("optimizer._component_: torch.optim.AdamW (or one of torchao.optim)")
+    if wrong:
+        raise ConfigError(f"{'; and '.join(wrong)}: set {' and '.join(remedy)}, as adaptive/mistral/7B_ppo does")
+
+
+def _check_sizes(ppo: PPOSettings) -> None:
+    for part, whole in (("ppo_batch_size", "batch_size"), ("gradient_accumulation_steps", "ppo_batch_size")):
+        size, of = getattr(ppo, part), getattr(ppo, whole)
+        if of % size:
+            raise ConfigError(f"{part} is {size} and {whole} is {of}: {whole} must be a multiple of {part}")
+    if not ppo.enable_kv_cache:
+        raise ConfigError("enable_kv_cache is False, but answers are always generated with a cache: set it to True")
+
+
+def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
+    for key in (
+        "tensor_parallel_dim",
+        "collate_fn",
+        "fsdp_cpu_offload",
+        "enable_activation_offloading",
+        "enable_async_checkpointing",
+        "save_adapter_weights_only",
+    ):
+        value, allowed = getattr(settings, key), getattr(Settings, key)
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which PPO does not support: allowed is {allowed}")
+    if settings.resume_from_checkpoint is True:
+        raise ConfigError(
+            "resume_from_checkpoint is True, but a checkpoint of PPO holds two models, an optimizer and more, which "
+            "are found together only: set it to auto"
+        )
+    if OmegaConf.select(settings.config, "dataset.packed"):
+        raise ConfigError("dataset.packed is True, but prompts cannot be packed: set it to False")
+    if not 0 <= ppo.gamma <= 1 or not 0 <= ppo.lmbda <= 1:
+        raise ConfigError(f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both have to be from 0 to 1")
+
+
+def _said(value: Any) -> str:
+    return "null" if value is None else str(value)

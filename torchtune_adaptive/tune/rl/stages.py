@@ -1,0 +1,241 @@
+"""The stages of an iteration, each with a limit, a record of collectives and a place in the log of its own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torchtune.rlhf.loss import PPOLoss
+
+from torchtune_adaptive.comm.collectives import let_go
+from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.limits.limit import Limit, RowLimit
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.record.events import Event, event_of
+from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.microbatch import recovers
+from torchtune_adaptive.tune.rl.models import Models
+from torchtune_adaptive.tune.rl.passes import Ask, Generate, Pass, Scorer, TrainPolicy, TrainValue, score_pass
+from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, VALUES, Rollout
+from torchtune_adaptive.tune.rl.settings import PPOSettings
+from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
+
+GENERATE = "generate"
+FORWARD = ("policy log-probabilities", "reference log-probabilities", "values", "rewards")
+TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
+STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
+"""Their names, in their order."""
+
+
+class Ran(NamedTuple):
+    """A stage of a step that counts, and what it took."""
+
+    result: StepResult
+    seconds: float
+
+
+@dataclass
+class Gathering:
+    """Whether the policy's parameters stay gathered while a microbatch generates, or are gathered for each token."""
+
+    model: nn.Module
+    stays: bool
+    reshards: bool
+    """What training does after a forward."""
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if not (self.stays and self.reshards and isinstance(self.model, FSDPModule)):
+            yield
+            return
+        self.model.set_reshard_after_forward(False)
+        try:
+            yield
+        finally:
+            self.model.set_reshard_after_forward(True)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What runs each stage, by its name."""
+
+    runners: Mapping[str, StepRunner[Rollout]]
+    ledger: CollectiveLedger
+    gathering: Gathering
+    ran: dict[str, list[Ran]] = field(default_factory=dict)
+    """Of the iteration that runs, by stage."""
+
+    def roll_out(self, rollouts: Sequence[Rollout], iteration: int) -> None:
+        """Collective: answers to the prompts, and what the models say of them."""
+        self.ran.clear()
+        try:
+            self._run(GENERATE, rollouts, iteration)
+        except LimitExhaustedError:  # on every rank alike
+            if not self.can_go_layer_by_layer:
+                raise
+            self.go_layer_by_layer()
+            self._run(GENERATE, rollouts, iteration)
+        for name in FORWARD:
+            self._run(name, rollouts, iteration)
+
+    def train_value(self, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+        """Collective: the value model's gradients."""
+        return self._run(TRAIN_VALUE, rollouts, iteration)
+
+    def train_policy(self, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+        """Collective: the policy's gradients."""
+        return self._run(TRAIN_POLICY, rollouts, iteration)
+
+    def committing(self, *, last_checkpoint: Path | None) -> AbstractContextManager[None]:
+        """Guards the update of both models."""
+        return self.runners[TRAIN_POLICY].committing("the optimizer step", last_checkpoint=last_checkpoint)
+
+    def _run(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+        began = time.perf_counter()
+        result = self.runners[name].run(rollouts, step=iteration)
+        self.ran.setdefault(name, []).append(Ran(result, time.perf_counter() - began))
+        return result
+
+    @property
+    def can_go_layer_by_layer(self) -> bool:
+        return self.gathering.stays and self.gathering.reshards and isinstance(self.gathering.model, FSDPModule)
+
+    def go_layer_by_layer(self) -> None:
+        """Call it on all ranks: from now on, generating communicates otherwise."""
+        say(f"{GENERATE}: gathered parameters leave no room for one row: layer by layer from here on, which is slower")
+        self.gathering.stays = False
+        self.ledger.forget(GENERATE)
+
+    @property
+    def recoveries(self) -> int:
+        return sum(runner.recoveries for runner in self.runners.values())
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return any(ran.result.asked_to_stop for each in self.ran.values() for ran in each)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        for runner in self.runners.values():
+            runner.watch(memory)
+
+    def use_limits(self, limits: Mapping[str, Limit]) -> None:
+        for name, limit in limits.items():
+            self.runners[name].use_limit(limit)
+
+    def state_dict(self) -> dict[str, Any]:
+        """For a checkpoint; the same on all ranks."""
+        return {name: runner.state_dict() for name, runner in self.runners.items()} | {"stays": self.gathering.stays}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        for name, runner in self.runners.items():
+            if name in saved:
+                runner.load_state_dict(saved[name])
+        if not saved.get("stays", True) and self.can_go_layer_by_layer:
+            self.go_layer_by_layer()
+
+    def close(self) -> None:
+        self.ledger.close()
+        let_go()
+
+
+def configured_limits(ppo: PPOSettings) -> dict[str, Limit]:
+    """What the config says of each stage, which nobody has measured."""
+    forward, train = ppo.forward_batch_size, ppo.ppo_batch_size // ppo.gradient_accumulation_steps
+    rows = {name: train if name in (TRAIN_VALUE, TRAIN_POLICY) else forward for name in STAGES}
+    return {name: RowLimit(min(count, most_rows(name, ppo))) for name, count in rows.items()}
+
+
+def most_rows(stage: str, ppo: PPOSettings) -> int:
+    """The samples that a rank has in a stage."""
+    return ppo.ppo_batch_size if stage in (TRAIN_VALUE, TRAIN_POLICY) else ppo.batch_size
+
+
+def build_stages(
+    models: Models,
+    loss: PPOLoss,
+    tokenizer: Any,
+    settings: Settings,
+    adaptive: AdaptiveConfig,
+    ppo: PPOSettings,
+    device: torch.device,
+    seed: int,
+    on_event: Callable[[Event], None],
+) -> Stages:
+    """Collective: what runs each stage. They share one ledger, which watches all models."""
+    gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
+    score = Scorer(device=device, temperature=ppo.temperature)
+    generate = Generate(
+        model=cast(Any, models.policy),
+        device=device,
+        dtype=dtype_of(settings, device),
+        seed=seed,
+        temperature=ppo.temperature,
+        top_k=ppo.top_k,
+        pad_id=tokenizer.pad_id,
+        stop_tokens=stop_tokens_of(tokenizer, ppo),
+        gathered=gathering,
+    )
+    passes: dict[str, tuple[nn.Module, Pass]] = {
+        GENERATE: (models.policy, generate),
+        FORWARD[0]: (models.policy, Ask(model=models.policy, ask=score.log_probs, name=LOG_PROBS)),
+        FORWARD[1]: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE)),
+        FORWARD[2]: (models.value, Ask(model=models.value, ask=score.values, name=VALUES)),
+        FORWARD[3]: (models.reward, score_pass(models.reward, score)),
+        TRAIN_VALUE: (models.value, TrainValue(model=models.value, score=score, loss=loss)),
+        TRAIN_POLICY: (models.policy, TrainPolicy(model=models.policy, score=score, loss=loss)),
+    }
+    recover = recovers(settings, adaptive)
+    ledger = CollectiveLedger(*(models.everything if recover else ()))
+    build = partial(_runner, adaptive=adaptive, on_event=on_event, recover=recover, ledger=ledger)
+    limits = configured_limits(ppo)
+    runners = {name: build(name, model, run, limits[name]) for name, (model, run) in passes.items()}
+    return Stages(runners, ledger, gathering)
+
+
+def _runner(
+    name: str,
+    model: nn.Module,
+    run: Pass,
+    limit: Limit,
+    *,
+    adaptive: AdaptiveConfig,
+    on_event: Callable[[Event], None],
+    recover: bool,
+    ledger: CollectiveLedger,
+) -> StepRunner[Rollout]:
+    return StepRunner(
+        model,
+        run,
+        limit=limit,
+        # answers come to be while they are generated, so lengths there go by what may be
+        length_of=lambda rollout: rollout.most_length if name == GENERATE else rollout.whole_length,
+        stand_in=Rollout.stand_in,
+        filler=Rollout.filler,
+        recover=recover,
+        regrow_after=adaptive.regrow_after,
+        ledger=ledger,
+        stage=name,
+        on_change=lambda change: on_event(event_of(change)),
+        asked_to_stop=THIS_RUN.asked_to_stop,
+    )
+
+
+def stop_tokens_of(tokenizer: Any, ppo: PPOSettings) -> tuple[int, ...]:
+    """The config's, else the tokenizer's."""
+    if ppo.stop_token_ids:
+        return ppo.stop_token_ids
+    return tuple(getattr(tokenizer, "stop_tokens", ()))
