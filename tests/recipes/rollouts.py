@@ -1,0 +1,120 @@
+"""Tiny runs of PPO, ours and torchtune's, on answers that the test gives or that the policy draws."""
+
+from __future__ import annotations
+
+import os
+import random
+import runpy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor, nn
+from torchtune import generation
+
+from tests.recipes.running import STOCK, stock_on_cpu
+from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
+from torchtune_adaptive.tune.start.configs import locate
+
+FILES = ("checkpointer", "ref_policy_checkpointer", "value_checkpointer", "reward_checkpointer")
+NEW = 6
+STOP = SPECIAL_TOKENS["<|eos|>"]
+TINY = (
+    "dataset.samples=48",
+    "shuffle=False",
+    "batch_size=8",
+    "ppo_batch_size=4",
+    "ppo_epochs=2",
+    "num_steps=48",
+    "forward_batch_size=8",
+    "gradient_accumulation_steps=1",
+    f"max_generated_tokens={NEW}",
+    "use_maximum_batch_size=False",
+    "adaptive=null",
+    "optimizer._component_=torch.optim.SGD",
+    "optimizer.lr=0.05",
+    "optimizer.fused=False",
+)
+
+
+def ppo_config(folder: Path, *overrides: str) -> DictConfig:
+    """The demo's config in small, with its output and weights in `folder`, logging to `log.jsonl`."""
+    cfg = OmegaConf.load(locate("adaptive/demo/ppo"))
+    ours = [
+        *TINY,
+        f"output_dir={folder / 'out'}",
+        "metric_logger._component_=tests.recipes.recording.JsonLogger",
+        f"metric_logger.path={folder / 'log.jsonl'}",
+        *(f"{files}.checkpoint_dir={folder.parent / 'weights'}" for files in FILES),
+    ]
+    merged = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*ours, *overrides]))
+    assert isinstance(merged, DictConfig)
+    del merged.metric_logger["log_dir"]
+    return merged
+
+
+def load_ppo() -> Any:
+    return import_module("adaptive_ppo_full_finetune_distributed").AdaptivePPOFullFinetuneDistributed
+
+
+def run_ppo(cfg: DictConfig, port: int) -> Any:
+    """Collective: the whole life of our recipe; returns it."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(cfg)
+    recipe.setup()
+    recipe.train()
+    recipe.cleanup()
+    return recipe
+
+
+def run_stock_ppo(cfg: DictConfig) -> None:
+    """torchtune's recipe, on answers that are given."""
+    recipe_type = runpy.run_path(str(STOCK / "ppo_full_finetune_single_device.py"))["PPOFullFinetuneRecipeSingleDevice"]
+    with stock_on_cpu(), mock.patch("torchtune.generation.generate", _given_to_stock):
+        recipe = recipe_type(cfg)
+        recipe.setup(cfg)
+        recipe.train()
+        recipe.cleanup()
+
+
+@contextmanager
+def given_to_ours() -> Iterator[None]:
+    """Open, our policy answers as torchtune's does."""
+    with mock.patch("torchtune_adaptive.tune.rl.passes.generate", _given):
+        yield
+
+
+def answer_to(prompt: Sequence[int]) -> list[int]:
+    """Depends on the prompt alone; some end before they have to, one with its first token."""
+    draw = random.Random(repr(list(prompt)))
+    tokens = [draw.choice([*range(32, 127)]) for _ in range(NEW)]
+    end = draw.randrange(2 * NEW)
+    return tokens if end >= NEW else [*tokens[:end], STOP, *tokens[end + 1 :]]
+
+
+def _given(model: nn.Module, prompts: Sequence[Tensor], drawn: Tensor, **options: Any) -> Tensor:
+    return torch.tensor([answer_to(prompt.tolist()) for prompt in prompts])
+
+
+def _given_to_stock(model: nn.Module, prompt: Tensor, *, pad_id: int, **options: Any) -> tuple[Tensor, Tensor]:
+    """The answers, and the logits that the policy has for them."""
+    answers = torch.tensor([answer_to([t for t in row if t != pad_id]) for row in prompt.tolist()])
+    whole = torch.cat([prompt, answers], dim=1)
+    real = whole != pad_id
+    mask = generation.get_causal_mask_from_padding_mask(real, target_seq_len=model.decoder_max_cache_seq_len)
+    model.reset_caches()
+    logits = model(whole, input_pos=generation.get_position_ids_from_padding_mask(real), mask=mask)
+    return whole, logits[:, prompt.size(1) - 1 : -1]
+
+
+def saved(folder: Path, epoch: int = 0, value: str = "value") -> dict[str, Tensor]:
+    """What a finished run has saved of both models."""
+    here = folder / "out" / f"epoch_{epoch}"
+    files = {"policy": here / "model-00001-of-00001.bin", "value": here / value / "model-00001-of-00001.bin"}
+    weights = {name: torch.load(path, weights_only=True) for name, path in files.items()}
+    return {f"{name}.{key}": weight for name, of in weights.items() for key, weight in of.items()}

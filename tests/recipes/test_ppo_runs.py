@@ -1,0 +1,156 @@
+"""PPO with everything that adapts: the same answers and weights as a run that has nothing to adapt to."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.rollouts import load_ppo, ppo_config, run_ppo, saved
+from torchtune_adaptive.record.events import EVENTS_FILE
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
+
+RELATIVE = 1e-5
+ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")
+"""As many samples an iteration, and an update, as one rank has with twice these sizes."""
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=12MiB", "adaptive.round_to=none")
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "one by one": ("forward_batch_size=1", "gradient_accumulation_steps=2"),
+    "searched": SEARCHED,
+    "failing": ("adaptive.regrow_after=0",),
+    "clipped": ("clip_grad_norm=0.01", "whiten_rewards=True"),
+}
+STOPS = (2, 4)
+"""Iterations in which a run ends between two stages, one after the other: before the first checkpoint, after it."""
+RESUMED = ("save_every_n_steps=3", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "shuffle=True")
+
+
+class Stopped(Exception):
+    pass
+
+
+def train_failing(folder: Path, port: int) -> None:
+    """Collective: in each iteration another stage runs out of memory, on one rank or the other."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *CASES["failing"]))
+    recipe.setup()
+    injectors = []
+    for number, stage in enumerate(STAGES[:6], start=1):
+        faults = FaultInjector(recipe.stages.runners[stage]).fail_at(rank=number % 2, step=number, operation=40)
+        injectors.append(faults.__enter__())
+    recipe.train()
+    recipe.cleanup()
+
+
+def train_until(folder: Path, stop_at: int | None, port: int) -> None:
+    """Collective: to the end, or until the value model has been trained in this iteration."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED))
+    recipe.setup()
+    run = recipe.stages.runners[TRAIN_POLICY].run
+
+    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        if step == stop_at:
+            raise Stopped
+        return run(samples, step=step, **options)
+
+    recipe.stages.runners[TRAIN_POLICY].run = run_or_stop
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except Stopped:
+        process_group.leave()
+    else:
+        assert stop_at is None
+
+
+def run_all(folder: Path, ports: list[int]) -> None:
+    free = iter(ports)
+    for case, overrides in CASES.items():
+        if case == "failing":
+            train_failing(folder / case, next(free))
+        else:
+            run_ppo(ppo_config(folder / case, *ON_TWO, *overrides), next(free))
+    for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
+        for stop in stops:
+            train_until(folder / case, stop, next(free))
+
+
+def run_alone(folder: Path, ports: list[int]) -> None:
+    for case, port in zip(("plain", "clipped"), ports, strict=True):
+        run_ppo(ppo_config(folder / "alone" / case, *CASES[case]), port)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo")
+    run_on_ranks(2, run_all, folder, free_ports(len(CASES) + 2 + len(STOPS)), timeout_s=200, in_group=False)
+    run_on_ranks(1, run_alone, folder, free_ports(2), timeout_s=100, in_group=False)
+    return folder
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+def compare(ours: Path, others: Path) -> None:
+    """The answers by what was said of them, and the weights of both models."""
+    for mine, its in zip(read_log(ours / "log.jsonl"), read_log(others / "log.jsonl"), strict=True):
+        for figure in ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac"):
+            assert mine[figure] == pytest.approx(its[figure], rel=RELATIVE, abs=1e-6), figure
+    expected = saved(others)
+    for name, weight in saved(ours).items():
+        torch.testing.assert_close(weight, expected[name], rtol=RELATIVE, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", ["one by one", "searched", "failing"])
+def test_neither_split_nor_recovery_changes_an_answer_or_a_weight(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "plain")
+
+
+@pytest.mark.parametrize("case", ["plain", "clipped"])
+def test_two_ranks_train_what_one_trains(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "alone" / case)
+
+
+def test_clipping_and_whitening_do_something(runs: Path) -> None:
+    plain, clipped = (saved(runs / case) for case in ("plain", "clipped"))
+    assert any(not torch.allclose(plain[name], clipped[name]) for name in plain)
+    assert all(line["grad_norm"] > 0 for line in read_log(runs / "clipped" / "log.jsonl"))
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
+    whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 1, 2, 3, 4, 5, 6]
+
+
+def test_every_stage_is_measured_for_itself(runs: Path) -> None:
+    found = {event["stage"]: event for event in events_of(runs / "searched", "search")}
+    assert tuple(found) == STAGES
+    assert found[GENERATE]["after"] == 4
+    assert all(0 < event["peak_bytes"] <= event["budget_bytes"] for event in found.values())
+    assert events_of(runs / "searched", "recovery") == []
+
+
+def test_every_stage_recovers_by_itself(runs: Path) -> None:
+    recoveries = events_of(runs / "failing", "recovery")
+    assert [(event["step"], event["stage"]) for event in recoveries] == list(enumerate(STAGES[:6], start=1))
+    assert [tuple(event["ranks"]) for event in recoveries] == [(n % 2,) for n in range(1, 7)]
+    last = read_log(runs / "failing" / "log.jsonl")[-1]
+    assert last["oom_recoveries"] == 6
+    assert last["train_value/recoveries"] == 1
+    assert last["train_policy/recoveries"] == 0
+    assert TRAIN_VALUE in STAGES[:6]
