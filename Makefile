@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 VERSIONS ?= 2.11.0 2.12.0
 VERSION_TESTS ?= tests/distributed tests/recipes
 
-.PHONY: demo demo-dpo test quick coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
+.PHONY: demo demo-dpo demo-ppo test quick coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -23,6 +23,10 @@ demo: $(READY)
 demo-dpo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config adaptive/demo/dpo
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_dpo_distributed --config adaptive/demo/lora_dpo
+
+# reinforcement learning (PPO): the mean reward rises from 0.05 to above 0.3
+demo-ppo: $(READY)
+	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
 
 test: $(READY)
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder

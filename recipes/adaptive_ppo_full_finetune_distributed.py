@@ -8,8 +8,10 @@ Takes the keys of torchtune's ppo_full_finetune_single_device.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
 
 from omegaconf import DictConfig
 
@@ -22,7 +24,7 @@ from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers
 from torchtune_adaptive.tune.rl.components import build_ppo_loss, build_prompts
-from torchtune_adaptive.tune.rl.course import Parts, begin_epoch, find_limits, plot_epochs, start_schedules
+from torchtune_adaptive.tune.rl.course import RolloutParts, begin_epoch, find_limits, plot_epochs, start_schedules
 from torchtune_adaptive.tune.rl.experience import estimate
 from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_of_stages
 from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
@@ -45,7 +47,7 @@ class AdaptivePPOFullFinetuneDistributed:
         check_ppo(self._adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
-        self._mesh = process_group.data_and_tensor_mesh(self._device, tensor_parallel_dim=1)
+        self._mesh = process_group.mesh_of(self._device, self._settings)
         self._ranks = self._mesh["dp"].size()
         self._start = find_start(self._settings, recipe="full_ppo", steps=self._ppo.iterations(self._ranks))
         self._checkpoints = Checkpoints(
@@ -75,7 +77,7 @@ class AdaptivePPOFullFinetuneDistributed:
         seed, tokenizer, event = self.progress.seed, self.tokenizer, self.journal.event
         self.stages = build_stages(self.models, self.loss, tokenizer, settings, adaptive, ppo, device, seed, event)
         self._profiler = build_profiler(settings.config, device)
-        self.parts = Parts(
+        self.parts = RolloutParts(
             settings=settings,
             adaptive=adaptive,
             ppo=ppo,
@@ -96,35 +98,20 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, stop_tokens = LossWatch(self._adaptive.on_nan_loss), stop_tokens_of(self.tokenizer, self._ppo)
+        losses, stopping = LossWatch(self._adaptive.on_nan_loss), False
         self._profiler.start()
         suspects = 2 * self._settings.batch_size
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
             self.watch(memory)
             for sizes in self.epochs[self.progress.epochs_run :]:
-                prompts = begin_epoch(self.parts, self.progress, sizes, self._checkpoints.restore_random_state)
-                for each in self._metrics.epoch(sizes, prompts, self.progress.steps_in_epoch):
+                steps = begin_epoch(self.parts, self.progress, sizes, self._checkpoints.restore_random_state)
+                for prompts in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
-                    # What a stage finds for a rollout is kept in it, for the stages that follow.
-                    mine = rollouts_of(each, iteration, self._ppo.max_generated_tokens)
-                    self.stages.roll_out(mine, iteration)
-                    # Advantages are whitened over the answers of all ranks, before anything is split.
-                    everything = gathered(mine)
-                    figures = estimate(everything, self._ppo, stop_tokens)
-                    updates = Updates(self.loss)
-                    for share in updates_of(everything, self._ppo, self.progress.seed, iteration):
-                        value = self.stages.train_value(share, iteration)
-                        policy = self.stages.train_policy(share, iteration)
-                        tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
-                        with self.stages.committing(last_checkpoint=self._checkpoints.last):
-                            grad_norm = self.optimization.update(tokens)
-                        updates.saw(value, policy, grad_norm)
+                    figures = self.iterate(prompts, iteration)
                     self.progress = self.progress.after_step(sizes, self._ranks)
-                    figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
-                    figures |= figures_of_stages(self.stages)
-                    run = figures_of_run(self.stages, began, len(everything))
+                    run = figures_of_run(self.stages, began, len(prompts) * self._ranks)
                     self._metrics.log_iteration(iteration, figures["loss"], figures, run)
-                    losses.saw(iteration, figures["loss"], tokens["policy"], figures.get("grad_norm"))
+                    losses.saw(iteration, figures["loss"], run["target_tokens"], figures.get("grad_norm"))
                     self._profiler.step()
                     stopping = self.stages.asked_to_stop
                     if self._checkpoints.due(self.progress, stopping):
@@ -136,6 +123,25 @@ class AdaptivePPOFullFinetuneDistributed:
                 self.save_checkpoint()
                 self._checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
+
+    def iterate(self, prompts: Sequence[Any], iteration: int) -> dict[str, float]:
+        """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
+        # What a stage finds for a rollout is kept in it, for the stages that follow.
+        mine = rollouts_of(prompts, iteration, self._ppo.max_generated_tokens)
+        self.stages.roll_out(mine, iteration)
+        # Advantages are whitened over the answers of all ranks, before anything is split.
+        everything = gathered(mine)
+        figures = estimate(everything, self._ppo, stop_tokens_of(self.tokenizer, self._ppo))
+        updates = Updates(self.loss)
+        for share in updates_of(everything, self._ppo, self.progress.seed, iteration):
+            value = self.stages.train_value(share, iteration)
+            policy = self.stages.train_policy(share, iteration)
+            tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
+            with self.stages.committing(last_checkpoint=self._checkpoints.last):
+                grad_norm = self.optimization.update(tokens)
+            updates.saw(value, policy, grad_norm)
+        figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
+        return figures | figures_of_stages(self.stages)
 
     def save_checkpoint(self) -> None:
         """Collective: all that is needed to go on with the next iteration."""

@@ -25,6 +25,8 @@ from torchtune_adaptive.tune.parts.loss import checked_loss
 from torchtune_adaptive.tune.parts.model import META, built_on
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.plan.shims import quantizing_at_once
+from torchtune_adaptive.tune.rl.components import build_ppo_loss
+from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.arguments import COMPONENT
 from torchtune_adaptive.tune.start.settings import Settings
@@ -37,14 +39,15 @@ SOME_STEPS = 100
 
 
 def check_components(
-    cfg: DictConfig, settings: Settings | None, findings: Findings, *, of_pairs: bool
+    cfg: DictConfig, settings: Settings | None, findings: Findings, of_its_own: Callable[[], None]
 ) -> nn.Module | None:
-    """All of them; returns the model, on the meta device. `of_pairs`: the recipe is one of preference training."""
+    """All of them; returns the model, on the meta device. `of_its_own` checks the loss, and what only one kind of
+    recipe has."""
     model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
     tokenizer = partial(check_tokenizer, cfg, findings)
     findings.of(lambda: _with_what_is_installed(tokenizer, "tokenizer", cfg, findings))
     findings.of(lambda: check_dataset(cfg))
-    findings.of(lambda: check_pairs(cfg) if of_pairs else check_loss(cfg, settings))
+    findings.of(of_its_own)
     findings.of(lambda: check_optimization(cfg, findings))
     findings.of(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
     findings.of(lambda: check_profiler(cfg))
@@ -99,6 +102,15 @@ def check_pairs(cfg: DictConfig) -> None:
     build_preference_loss(cfg)
     if cfg.get("ref_checkpointer") is not None:
         check_fits("ref_checkpointer", cfg.ref_checkpointer, should_load_recipe_state=False)
+
+
+def check_rollouts(settings: Settings) -> None:
+    """What PPO has of its own."""
+    build_ppo_loss(settings)
+    cfg = settings.config
+    built_on(META, cfg, torch.float32, VALUE)
+    for key in (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
+        check_fits(key, components.require(cfg, key), should_load_recipe_state=False)
 
 
 def check_optimization(cfg: DictConfig, findings: Findings) -> None:

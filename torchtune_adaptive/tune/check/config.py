@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 
 from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.sizes import size_for_rank
-from torchtune_adaptive.tune.check.components import check_components
+from torchtune_adaptive.tune.check.components import check_components, check_loss, check_pairs, check_rollouts
 from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.check.places import check_output, check_weights
 from torchtune_adaptive.tune.parts import devices
@@ -22,11 +23,12 @@ from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.recipes import read_settings, trains_on_pairs
 from torchtune_adaptive.tune.plan.settings import budget, lengths, read_plan_settings
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
-from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PLAN
+from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PLAN, PPO
 from torchtune_adaptive.tune.start.keys import check_keys
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig, read_adaptive
 from torchtune_adaptive.tune.start.settings import (
@@ -42,29 +44,40 @@ READERS: Mapping[str, Callable[[DictConfig], Settings]] = {
     LORA: lambda cfg: read_lora_settings(cfg)[0],
     FULL_DPO: read_full_dpo_settings,
     LORA_DPO: lambda cfg: read_lora_dpo_settings(cfg)[0],
+    PPO: lambda cfg: read_ppo_settings(cfg)[0],
     PLAN: lambda cfg: read_settings(cfg)[0],
 }
 """What each recipe reads first."""
-SAVED_BY = {FULL: "full", LORA: "lora", FULL_DPO: "full_dpo", LORA_DPO: "lora_dpo"}
+SAVED_BY = {FULL: "full", LORA: "lora", FULL_DPO: "full_dpo", LORA_DPO: "lora_dpo", PPO: "full_ppo"}
 """What the manifest of a checkpoint calls the recipe that wrote it."""
 OF_PAIRS = (FULL_DPO, LORA_DPO)
+CHECKS = {FULL_DPO: check_preferences, LORA_DPO: check_preferences, PPO: check_ppo}
+"""What of `adaptive:` a recipe refuses."""
+KEYS_OF: Mapping[str, Sequence[str]] = {
+    PLAN: [field.name for field in fields(PlanSettings)],
+    PPO: (*PPO_SECTIONS, *PPO_KEYS),
+}
+"""Keys that only one recipe knows."""
 
 
 def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
     findings = Findings(here=here)
-    more = [field.name for field in fields(PlanSettings)] if recipe == PLAN else []
-    findings.of(lambda: check_keys(cfg, more, aloud=True))
+    findings.of(lambda: check_keys(cfg, KEYS_OF.get(recipe, ()), aloud=True))
     settings = findings.of(lambda: READERS[recipe](cfg))
     adaptive = findings.of(lambda: read_adaptive(cfg.get("adaptive")))
     of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
-    model = check_components(cfg, settings, findings, of_pairs=of_pairs)
+    if recipe == PPO and settings is not None:  # where the policy is what the others call the model
+        model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
+    else:
+        of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
+        model = check_components(cfg, settings, findings, of_its_own)
     if settings is None or adaptive is None:
         return findings
     if recipe == PLAN:
         findings.of(lambda: _check_question(settings, adaptive))
         return findings
-    findings.of(lambda: (check_preferences if recipe in OF_PAIRS else check_no_reference)(adaptive))
+    findings.of(lambda: CHECKS.get(recipe, check_no_reference)(adaptive))
     _check_together(settings, adaptive, model, findings)
     _check_ranks(settings, adaptive, ranks, findings)
     findings.of(lambda: _check_device(settings, findings))

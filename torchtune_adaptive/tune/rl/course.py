@@ -36,7 +36,7 @@ from torchtune_adaptive.tune.rl.rollouts import (
     Rollout,
 )
 from torchtune_adaptive.tune.rl.settings import PPOSettings
-from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, Stages, most_rows
+from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, RolloutStages, most_rows
 from torchtune_adaptive.tune.run.fitting import FitRequest, say, search_batch_size
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.worst_case import worst_sample
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class RolloutParts:
     """What the recipe has built that the course of a run depends on."""
 
     settings: Settings
@@ -58,11 +58,11 @@ class Parts:
     data: Data
     models: Models
     optimization: Optimization
-    stages: Stages
+    stages: RolloutStages
     journal: RunJournal
 
 
-def plot_epochs(parts: Parts, progress: Progress) -> tuple[tuple[EpochSizes, ...], Progress]:
+def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSizes, ...], Progress]:
     """Every epoch of the run: what is over, what is under way, and what `num_steps` leaves to be done."""
     ranks, size = dist.get_world_size(), parts.settings.batch_size
     if progress.step and progress.ranks != ranks:
@@ -91,7 +91,7 @@ def plot_epochs(parts: Parts, progress: Progress) -> tuple[tuple[EpochSizes, ...
     return tuple(epochs), replace(progress, total_epochs=len(epochs), ranks=ranks)
 
 
-def find_limits(parts: Parts, memory: MemorySource | None) -> Mapping[str, Limit]:
+def find_limits(parts: RolloutParts, memory: MemorySource | None) -> Mapping[str, Limit]:
     """Collective: the most rows that fit in each stage, where the config asks for that; shown before training."""
     if not parts.settings.use_maximum_batch_size:
         return {}
@@ -105,7 +105,7 @@ def find_limits(parts: Parts, memory: MemorySource | None) -> Mapping[str, Limit
 
 
 @contextmanager
-def _as_in_training(parts: Parts) -> Iterator[None]:
+def _as_in_training(parts: RolloutParts) -> Iterator[None]:
     """Open, there is optimizer state of both models, as there is in training whichever stage runs."""
     trained = [parts.models.policy, parts.models.value]
     with leaving_no_trace(trained, parts.optimization.optimizers):
@@ -117,7 +117,7 @@ def _as_in_training(parts: Parts) -> Iterator[None]:
         yield
 
 
-def _search(parts: Parts, memory: MemorySource, stage: str) -> Event:
+def _search(parts: RolloutParts, memory: MemorySource, stage: str) -> Event:
     """Collective: the most rows of a stage. To generate, parameters stay gathered if that leaves room for a row."""
     found: list[Event] = []
     request = FitRequest(
@@ -144,7 +144,7 @@ def _search(parts: Parts, memory: MemorySource, stage: str) -> Event:
     return found[-1]
 
 
-def _worst_step(parts: Parts, stage: str) -> TrainingStep[Rollout]:
+def _worst_step(parts: RolloutParts, stage: str) -> TrainingStep[Rollout]:
     """Collective: the longest prompt with the longest answer; the policy is trained beside the value's gradients."""
     runner = parts.stages.runners[stage]
     update: Callable[[StepResult], object] = _do_nothing
@@ -161,7 +161,7 @@ def _worst_step(parts: Parts, stage: str) -> TrainingStep[Rollout]:
     )
 
 
-def _worst_rollout(parts: Parts) -> Rollout:
+def _worst_rollout(parts: RolloutParts) -> Rollout:
     sample = worst_sample(
         parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.adaptive.sequence_length
     )
@@ -177,7 +177,7 @@ def _do_nothing(result: StepResult) -> None:
     """The value model is updated with the policy, at the end of the step."""
 
 
-def _update(parts: Parts, result: StepResult) -> None:
+def _update(parts: RolloutParts, result: StepResult) -> None:
     """Collective: the update of both models; what the next probe finds is as it was before."""
     parts.optimization.update({"policy": result.target_tokens, "value": result.target_tokens})
     _give_gradients(parts.models.value)
@@ -197,7 +197,7 @@ def _table(found: Mapping[str, Event]) -> str:
     return "\n".join(["what fits in each stage, beside all four models", *lines])
 
 
-def start_schedules(parts: Parts, progress: Progress) -> None:
+def start_schedules(parts: RolloutParts, progress: Progress) -> None:
     """Sets learning rate and limits to where the run has come to."""
     updates = parts.ppo.updates
     total = updates * parts.ppo.iterations(dist.get_world_size())
@@ -207,7 +207,7 @@ def start_schedules(parts: Parts, progress: Progress) -> None:
 
 
 def begin_epoch(
-    parts: Parts, progress: Progress, sizes: EpochSizes, restore: Callable[[], None]
+    parts: RolloutParts, progress: Progress, sizes: EpochSizes, restore: Callable[[], None]
 ) -> Iterator[list[Any]]:
     """Collective: the prompts of each iteration that is left of an epoch."""
     for stage, runner in parts.stages.runners.items():

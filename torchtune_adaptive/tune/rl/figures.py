@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.step.reports import Fullest, StepResult
-from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, Ran, Stages
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, Ran, RolloutStages
 
 TRAJECTORY, TRAINING = (GENERATE, *FORWARD), (TRAIN_VALUE, TRAIN_POLICY)
 
@@ -42,7 +42,7 @@ class Updates:
         return {name: sum(each[name] for each in self.figures) / len(self.figures) for name in self.figures[0]}
 
 
-def figures_of_stages(stages: Stages) -> dict[str, float]:
+def figures_of_stages(stages: RolloutStages) -> dict[str, float]:
     """Tokens a second, microbatches and recoveries, of each stage and of both halves of an iteration."""
     ranks = dist.get_world_size()
     figures = {
@@ -58,7 +58,7 @@ def figures_of_stages(stages: Stages) -> dict[str, float]:
     return {**figures, "oom_recoveries": stages.recoveries}
 
 
-def figures_of_run(stages: Stages, began: float, samples: int) -> dict[str, float]:
+def figures_of_run(stages: RolloutStages, began: float, samples: int) -> dict[str, float]:
     """What the record has besides."""
     tokens = _tokens(stages.ran[GENERATE])
     measured = [each.result.memory for ran in stages.ran.values() for each in ran if each.result.memory is not None]

@@ -84,7 +84,7 @@ class Generate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Scorer:
+class AnswerScorer:
     """What models say of answers, whichever rollouts share a microbatch."""
 
     device: torch.device
@@ -135,7 +135,7 @@ class TrainPolicy:
     """Adds the gradients of the policy's loss, summed over the tokens of answers."""
 
     model: nn.Module
-    score: Scorer
+    score: AnswerScorer
     loss: PPOLoss
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
@@ -154,7 +154,7 @@ class TrainValue:
     """Adds the gradients of the value model's loss, times its coefficient, summed over the tokens of answers."""
 
     model: nn.Module
-    score: Scorer
+    score: AnswerScorer
     loss: PPOLoss
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
@@ -167,7 +167,7 @@ class TrainValue:
         return Totals(loss.detach(), int(found_of(rollouts, VALUED).sum()))
 
 
-def score_pass(model: nn.Module, score: Scorer) -> Ask:
+def score_pass(model: nn.Module, score: AnswerScorer) -> Ask:
     return Ask(model=model, ask=score.scores, name=SCORE)
 
 

@@ -87,6 +87,7 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
     assert isinstance(seen, DictConfig)
     settings = read_common(seen)
+    del seen["epochs"]  # of which whoever reads the config would think that it was given
     _check_supported(settings, ppo)
     return replace(settings, gradient_accumulation_steps=1), ppo
 
@@ -131,6 +132,7 @@ def _check_sizes(ppo: PPOSettings) -> None:
 def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
     for key in (
         "tensor_parallel_dim",
+        "data_parallel_replicate_dim",
         "collate_fn",
         "fsdp_cpu_offload",
         "enable_activation_offloading",

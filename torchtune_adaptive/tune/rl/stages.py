@@ -26,7 +26,7 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.microbatch import recovers
 from torchtune_adaptive.tune.rl.models import Models
-from torchtune_adaptive.tune.rl.passes import Ask, Generate, Pass, Scorer, TrainPolicy, TrainValue, score_pass
+from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, Pass, TrainPolicy, TrainValue, score_pass
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.run.fitting import say
@@ -70,7 +70,7 @@ class Gathering:
 
 
 @dataclass(frozen=True)
-class Stages:
+class RolloutStages:
     """What runs each stage, by its name."""
 
     runners: Mapping[str, StepRunner[Rollout]]
@@ -174,10 +174,10 @@ def build_stages(
     device: torch.device,
     seed: int,
     on_event: Callable[[Event], None],
-) -> Stages:
+) -> RolloutStages:
     """Collective: what runs each stage. They share one ledger, which watches all models."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
-    score = Scorer(device=device, temperature=ppo.temperature)
+    score = AnswerScorer(device=device, temperature=ppo.temperature)
     generate = Generate(
         model=cast(Any, models.policy),
         device=device,
@@ -203,7 +203,7 @@ def build_stages(
     build = partial(_runner, adaptive=adaptive, on_event=on_event, recover=recover, ledger=ledger)
     limits = configured_limits(ppo)
     runners = {name: build(name, model, run, limits[name]) for name, (model, run) in passes.items()}
-    return Stages(runners, ledger, gathering)
+    return RolloutStages(runners, ledger, gathering)
 
 
 def _runner(

@@ -97,8 +97,7 @@ class Metrics:
         """Logs an iteration of several steps: `run` are figures that only the record has."""
         if self._shown:
             self._losses = (self._losses[0] if self._losses else loss, loss)
-            self._bar.update(1)
-            self._bar.set_description(f"{self._sizes.epoch + 1}|{step}|Loss: {loss:.4f}")
+            self._progress.update(note=f"reward {figures['scores']:.3f}")
         if step % self._every != 0:
             return
         if self._shown:

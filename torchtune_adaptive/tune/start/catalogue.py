@@ -20,15 +20,19 @@ from torchtune_adaptive.wording import did_you_mean
 PREFIX = "adaptive/"
 FULL, LORA, PLAN = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "adaptive_plan"
 FULL_DPO, LORA_DPO = "adaptive_full_dpo_distributed", "adaptive_lora_dpo_distributed"
+PPO = "adaptive_ppo_full_finetune_distributed"
 RECIPES: Mapping[str, str | None] = {
     FULL: "full_finetune_distributed",
     LORA: "lora_finetune_distributed",
     FULL_DPO: "full_dpo_distributed",
     LORA_DPO: "lora_dpo_distributed",
+    PPO: "ppo_full_finetune_single_device",
     PLAN: None,
 }
 """Our recipes, each with the one of torchtune's whose configs it takes unchanged. None: it trains nothing itself, and
 takes the configs of all others."""
+CHANGED = (PPO,)
+"""Those whose counterpart has configs that cannot work on several devices as they are; an error names the lines."""
 _STARTED_WITH = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
 
 
@@ -78,7 +82,8 @@ def taken_by_ours() -> Iterator[Listed]:
     ours, stock = our_configs(), stock_configs()
     for recipe, counterpart in RECIPES.items():
         yield from (each for each in ours if each.recipe == recipe)
-        yield from (Listed(recipe, each.name, each.path) for each in stock if each.recipe == counterpart)
+        if recipe not in CHANGED:
+            yield from (Listed(recipe, each.name, each.path) for each in stock if each.recipe == counterpart)
 
 
 def recipe_files() -> dict[str, Path]:

@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import installed_configs
 from torchtune_adaptive.tune.start.configs import locate
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -34,11 +35,13 @@ def load(path: Path) -> DictConfig:
 
 
 def is_lora(cfg: DictConfig) -> bool:
-    return "lora_rank" in cfg.model
+    return "lora_rank" in cfg.get("model", {})
 
 
 def read_all(cfg: DictConfig) -> None:
-    if is_lora(cfg):
+    if "policy_model" in cfg:
+        read_ppo_settings(cfg)
+    elif is_lora(cfg):
         read_lora_settings(cfg)
     else:
         read_full_settings(cfg)

@@ -1,0 +1,91 @@
+"""PPO's config: one error names every line of torchtune's own that has to change; what is not supported is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
+from torchtune_adaptive.tune.start.catalogue import config_files
+from torchtune_adaptive.tune.start.keys import check_keys
+from torchtune_adaptive.tune.start.sections import read_adaptive
+
+STOCK, OURS, DEMO = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo", "adaptive/demo/ppo"
+
+
+def config(name: str, *overrides: str) -> DictConfig:
+    merged = OmegaConf.merge(OmegaConf.load(config_files()[name]), OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def refused(cfg: DictConfig) -> str:
+    with pytest.raises(AdaptiveError) as error:
+        read_ppo_settings(cfg)
+    return str(error.value)
+
+
+def test_one_error_names_both_lines_of_torchtunes_config_that_have_to_change() -> None:
+    told = refused(config(STOCK))
+    assert "optimizer_in_bwd is True" in told
+    assert "bitsandbytes.optim.PagedAdamW" in told
+    assert "optimizer_in_bwd: False" in told
+    assert "torch.optim.AdamW" in told
+
+
+def test_with_these_two_lines_changed_torchtunes_config_is_taken() -> None:
+    changed = config(STOCK, "optimizer_in_bwd=False", "optimizer._component_=torch.optim.AdamW")
+    check_keys(changed, (*PPO_SECTIONS, *PPO_KEYS), aloud=False)
+    settings, ppo = read_ppo_settings(changed)
+    assert (settings.samples_per_step, ppo.updates, ppo.iterations(ranks=4)) == (128, 1, 19)
+    assert settings.config.model == changed.policy_model
+
+
+def test_our_config_has_the_values_of_torchtunes() -> None:
+    ours, stock = (OmegaConf.to_container(config(name)) for name in (OURS, STOCK))
+    assert isinstance(ours, dict)
+    assert isinstance(stock, dict)
+    differ = {key for key in ours.keys() | stock.keys() if ours.get(key) != stock.get(key)}
+    assert differ == {"output_dir", "optimizer", "optimizer_in_bwd", "use_maximum_batch_size"}
+    read_ppo_settings(config(OURS))
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("ppo_batch_size=5", "batch_size must be a multiple of ppo_batch_size"),
+        ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
+        ("enable_kv_cache=False", "enable_kv_cache is False"),
+        ("resume_from_checkpoint=True", "set it to auto"),
+        ("epochs=2", "leave it out"),
+        ("data_parallel_replicate_dim=2", "data_parallel_replicate_dim is 2"),
+        ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
+        ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
+        ("temperature=0", "temperature is 0"),
+        ("gamma=2", "gamma is 2"),
+        ("num_steps=0", "num_steps is 0"),
+        ("stop_token_ids=3", "a list of tokens"),
+        ("dataset.packed=True", "prompts cannot be packed"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_its_name(override: str, part: str) -> None:
+    assert part in refused(config(DEMO, override))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{"token_budget": 100}, {"precompute_reference": True}, {"oversize": "skip"}, {"search": "static"}],
+    ids=lambda values: next(iter(values)),
+)
+def test_what_no_stage_can_do_is_refused_by_its_name(values: dict[str, Any]) -> None:
+    with pytest.raises(AdaptiveError, match=f"adaptive.{next(iter(values))}"):
+        check_ppo(read_adaptive(OmegaConf.create(values)))
+    check_ppo(read_adaptive(OmegaConf.create({})))
+
+
+def test_other_recipes_say_whose_config_it_is() -> None:
+    with pytest.raises(AdaptiveError, match="adaptive_ppo_full_finetune_distributed"):
+        check_keys(config(DEMO), aloud=False)
