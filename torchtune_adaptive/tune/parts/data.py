@@ -12,7 +12,6 @@ from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Dataset
 from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset
@@ -20,6 +19,7 @@ from torchtune.datasets import ConcatDataset
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
+from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -46,7 +46,7 @@ class Data:
         return naming_bad_samples(model, self.dataset, last=last)
 
 
-def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: DeviceMesh) -> Data:
+def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Samples of text, for finetuning."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
@@ -54,7 +54,7 @@ def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Dev
     return _data(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
-def build_pairs(settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
+def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     """Pairs of answers, for preference training."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
@@ -66,7 +66,7 @@ def build_pairs(settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
 
 
 def _data(
-    samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Any, mesh: DeviceMesh, *, packed: bool
+    samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Any, mesh: Meshes, *, packed: bool
 ) -> Data:
     return Data(
         dataset=samples,
@@ -134,7 +134,7 @@ def _check_callable(function: Any, path: str) -> None:
         pass
 
 
-def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: DeviceMesh) -> StepLoader[Any]:
+def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: Meshes) -> StepLoader[Any]:
     """The loader of this data-parallel rank; a dataset that does not fill one configured step is an error."""
     ranks = mesh["dp"].size()
     loader: StepLoader[Any] = StepLoader(

@@ -25,7 +25,7 @@ from torchtune_adaptive.comm.replicas import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.process_group import sharding_mesh
+from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
@@ -38,7 +38,7 @@ Checkpoint = Mapping[str, Any]
 
 
 def build_full_model(
-    settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Checkpoint, key: str = "model"
+    settings: Settings, device: torch.device, mesh: Meshes, checkpoint: Checkpoint, key: str = "model"
 ) -> nn.Module:
     """Collective: the model that a section describes with every parameter trainable, filled from the checkpoint."""
     dtype = dtype_of(settings, device)
@@ -55,7 +55,7 @@ def build_full_model(
 
 
 def build_reference_model(
-    settings: Settings, device: torch.device, mesh: DeviceMesh, weights: Mapping[str, Any]
+    settings: Settings, device: torch.device, mesh: Meshes, weights: Mapping[str, Any]
 ) -> nn.Module:
     """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
@@ -78,7 +78,7 @@ def build_lora_model(
     settings: Settings,
     lora: LoraSettings,
     device: torch.device,
-    mesh: DeviceMesh,
+    mesh: Meshes,
     checkpoint: Checkpoint,
 ) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
@@ -140,12 +140,12 @@ def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
         training.apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
 
 
-def _is_sharded(settings: Settings, mesh: DeviceMesh) -> bool:
+def _is_sharded(settings: Settings, mesh: Meshes) -> bool:
     """One process has nothing to shard, but offloading to the CPU is FSDP's and needs it all the same."""
     return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
 
 
-def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
+def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
     if not _is_sharded(settings, mesh):
         return
     if settings.data_parallel_replicate_dim > 1 and _is_quantized(model):
@@ -160,7 +160,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: DeviceMesh) -> None:
             shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],
             cpu_offload=settings.fsdp_cpu_offload,
             reshard_after_forward=settings.fsdp_reshard_after_forward,
-            dp_mesh=sharding_mesh(mesh),
+            dp_mesh=mesh[SHARDING],
         )
     except AssertionError as error:
         if not _is_quantized(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,10 @@ from torch.distributed.rendezvous import rendezvous
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.settings import Settings
 
-HYBRID = ("dp_replicate", "dp_shard")
+Meshes = Mapping[str, DeviceMesh]
+"""`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded
+over, and replicated."""
+SHARDING = "sharding"
 LEFT = -1
 """As many as are left, as a dimension of a mesh."""
 
@@ -76,22 +80,19 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
     )
 
 
-def mesh_of(device: torch.device, settings: Settings) -> DeviceMesh:
-    """Collective: the mesh of this run, whose "dp" are the ranks that have data of their own.
-
-    Where there are several replicas, its first two dimensions are those, and the ranks that share one.
-    """
+def mesh_of(device: torch.device, settings: Settings) -> Meshes:
+    """Collective: the meshes of this run."""
     replicas, shards, tensor_parallel = mesh_shape(settings, dist.get_world_size())
     if replicas == 1:
-        return init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
-    mesh = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=HYBRID)
-    mesh._flatten("dp")
-    return mesh
+        whole = init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
+        return {"dp": whole["dp"], "tp": whole["tp"], SHARDING: whole["dp"]}
+    return replicated_mesh(device, replicas, shards)
 
 
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The part of a run's mesh that its model is sharded over, and replicated."""
-    return mesh[HYBRID] if HYBRID[0] in (mesh.mesh_dim_names or ()) else mesh["dp"]
+def replicated_mesh(device: torch.device, replicas: int, shards: int) -> Meshes:
+    """Collective: of replicas whose ranks follow one another."""
+    whole = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return {"dp": whole._flatten("dp"), SHARDING: whole}
 
 
 def _accelerator_backend(device: torch.device) -> str:

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training
 
 from torchtune_adaptive.comm import fsdp
@@ -42,7 +42,7 @@ from torchtune_adaptive.tune.parts.preference import (
     build_preference_loss,
     passes_of,
 )
-from torchtune_adaptive.tune.parts.process_group import mesh_of, mesh_shape
+from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Sample
 from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint, planned
@@ -98,11 +98,13 @@ def fake_steps(cfg: DictConfig, world_size: int) -> Iterator[dict[str, FakeStep]
         yield steps
 
 
-def _mesh_of(settings: Settings, world_size: int) -> DeviceMesh:
-    if mesh_shape(settings, world_size).replicas > 1:
-        return mesh_of(HOST, settings)
+def _mesh_of(settings: Settings, world_size: int) -> Meshes:
+    shape = mesh_shape(settings, world_size)
+    if shape.replicas > 1:
+        return replicated_mesh(HOST, shape.replicas, shape.shards)
     # without a dimension for tensor parallelism, which would be a group of one for each rank
-    return init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
+    whole = init_device_mesh(HOST.type, (world_size,), mesh_dim_names=("dp",))
+    return {"dp": whole, SHARDING: whole}
 
 
 def _check_model(model: nn.Module) -> None:
@@ -135,7 +137,7 @@ class _Built:
         return UPLOAD if on_gpu(self.settings) else HOST
 
 
-def _build(settings: Settings, lora: LoraSettings | None, mesh: DeviceMesh) -> dict[str, FakeStep]:
+def _build(settings: Settings, lora: LoraSettings | None, mesh: Meshes) -> dict[str, FakeStep]:
     """In the recipes' order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.distributed.device_mesh import DeviceMesh
 from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data, build_dataset, build_step_loader
+from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -27,7 +27,7 @@ def build_ppo_loss(settings: Settings) -> PPOLoss:
     return loss
 
 
-def build_prompts(settings: Settings, tokenizer: Any, mesh: DeviceMesh) -> Data:
+def build_prompts(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     """Samples of text, whose tokens are the prompts."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = NamedSamples(dataset, TEXT)

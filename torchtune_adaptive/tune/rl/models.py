@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torchtune import training
 
@@ -24,6 +23,7 @@ from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
 from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
 from torchtune_adaptive.tune.start import components
@@ -51,7 +51,7 @@ class Models:
         return self.policy, self.value, self.reference, self.reward
 
 
-def build_models(settings: Settings, device: torch.device, mesh: DeviceMesh, checkpoint: Weights, seed: int) -> Models:
+def build_models(settings: Settings, device: torch.device, mesh: Meshes, checkpoint: Weights, seed: int) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
     builder = _Builder(settings, device, mesh, seed)
     models = Models(
@@ -68,7 +68,7 @@ def build_models(settings: Settings, device: torch.device, mesh: DeviceMesh, che
 class _Builder:
     settings: Settings
     device: torch.device
-    mesh: DeviceMesh
+    mesh: Meshes
     seed: int
 
     def build(self, key: str, files: str, weights: Weights, *, trained: bool) -> nn.Module:

@@ -1,0 +1,125 @@
+"""Two nodes with two ranks each, hybrid sharding and --max-restarts: what becomes of the run when a node is lost.
+
+Both nodes are launchers on this machine. One of them is the rendezvous: the store at which the nodes meet.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.ranks import PATIENCE, free_ports
+from tests.recipes.running import COMMAND_MARK, end_marked, environment
+from tests.recipes.test_launched_endings import STARTS_S, Started
+
+RECIPE = "adaptive_full_finetune_distributed"
+RUN = (
+    "--config",
+    "adaptive/demo/full",
+    "output_dir=out",
+    "use_maximum_batch_size=False",
+    "adaptive.memory_limit=null",
+    "adaptive.sequence_length=null",
+    "epochs=1",
+    "dataset.samples=640",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
+    "data_parallel_replicate_dim=2",
+    "save_every_n_steps=2",
+    "overwrite_output_dir=False",
+    "resume_from_checkpoint=auto",
+)
+STEPS = 40
+NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it, in torch 2.13, a launcher that stays does not tell one that is new where the ranks meet: it keeps the
+address of the first round, and writes it into no later one."""
+RESTARTS_S = 200.0
+"""The rendezvous believes for up to 15 s that a node is there, then the ranks start anew."""
+
+
+@contextmanager
+def node(folder: Path, port: int, *, meeting_place: bool) -> Iterator[Started]:
+    """The launcher of one node, and what it and its ranks write."""
+    launcher = [str(Path(sys.executable).parent / "tune"), "run", "--nnodes", "2", "--nproc_per_node", "2"]
+    meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
+    conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", "3"]
+    mark = uuid.uuid4().hex
+    process = subprocess.Popen(
+        [*launcher, *meet, *conf, RECIPE, *RUN],
+        cwd=folder,
+        env={**environment(), COMMAND_MARK: mark, **NEW_STORE},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    started = Started(process, mark)
+    reader = threading.Thread(target=started.read, daemon=True)
+    reader.start()
+    try:
+        yield started
+    finally:
+        end_marked(COMMAND_MARK, mark)
+        process.wait(10)
+        reader.join(10)
+
+
+def saved(*nodes: Started) -> list[int]:
+    """Steps of the checkpoints that the run has told of."""
+    return [int(step) for node in nodes for step in re.findall(r"step_(\d+) saved in", node.output)]
+
+
+def kill(lost: Started) -> None:
+    """The launcher is gone at once, and the kernel takes its ranks along."""
+    os.kill(lost.process.pid, signal.SIGKILL)
+    lost.process.wait(10)
+    lost.when(lambda: not lost.ranks(), 10 * PATIENCE)
+
+
+def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with ExitStack() as stack:
+        first = stack.enter_context(node(tmp_path, port, meeting_place=True))
+        second = stack.enter_context(node(tmp_path, port, meeting_place=False))
+        first.when(lambda: max(saved(first, second), default=0) >= 4, STARTS_S)
+        kill(second)
+        before = max(saved(first, second))
+        again = stack.enter_context(node(tmp_path, port, meeting_place=False))
+        first.when(lambda: first.process.poll() is not None, RESTARTS_S)
+        again.when(lambda: again.process.poll() is not None, 30.0 * PATIENCE)
+    told = f"{first.output}\n{again.output}"
+    assert (first.process.returncode, again.process.returncode) == (0, 0), told
+    resumed = [int(step) for step in re.findall(r"resuming from \S+/step_(\d+)", told)]
+    assert resumed
+    assert resumed[0] >= before, told
+    assert f"step {STEPS}" in told or f"|{STEPS}|" in told
+    assert (tmp_path / "out" / "epoch_0").is_dir()
+
+
+def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    port, port_after = free_ports(2)
+    with ExitStack() as stack:
+        first = stack.enter_context(node(tmp_path, port, meeting_place=True))
+        second = stack.enter_context(node(tmp_path, port, meeting_place=False))
+        first.when(lambda: max(saved(first, second), default=0) >= 4, STARTS_S)
+        kill(first)
+        before = max(saved(first, second))
+        second.when(lambda: second.process.poll() is not None, RESTARTS_S)
+        assert second.process.returncode != 0, second.output
+    with ExitStack() as stack:
+        nodes = [stack.enter_context(node(tmp_path, port_after, meeting_place=where)) for where in (True, False)]
+        for each in nodes:
+            each.when(lambda each=each: each.process.poll() is not None, STARTS_S + RESTARTS_S)
+    told = "\n".join(each.output for each in nodes)
+    assert [each.process.returncode for each in nodes] == [0, 0], told
+    (resumed,) = re.findall(r"resuming from \S+/step_(\d+)", told)
+    assert int(resumed) >= before
+    assert (tmp_path / "out" / "epoch_0").is_dir()
