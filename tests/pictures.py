@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,13 @@ def line_of(axes: Any, label: str) -> tuple[list[float], list[float]]:
     return list(x), list(y)
 
 
-def legend_of(axes: Any) -> list[str]:
-    return [text.get_text() for text in axes.get_legend().get_texts()]
+def names_of(axes: Any) -> list[str]:
+    """What lines are called at their ends, from top to bottom."""
+    assert axes.get_legend() is None
+    named = [text for text in axes.texts if text.get_gid() == "name"]
+    heights = [text.get_position()[1] for text in named]
+    assert all(above - below > 0.07 for above, below in pairwise(heights)), "one lies over another"
+    return [text.get_text() for text in named]
 
 
 def tick_labels(axes: Any) -> list[Any]:

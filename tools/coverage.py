@@ -1,6 +1,7 @@
 """Predicts the batch size of every mirrored config for a few cards: docs/coverage.json and docs/coverage.md.
 
 python tools/coverage.py [NAME ...]      # predicts these, by default all: about a minute of CPU time each
+python tools/coverage.py --would-fit [NAME ...]   # what would let those fit the smallest card that do not: minutes each
 python tools/coverage.py --table         # only writes the table anew
 """
 
@@ -16,9 +17,11 @@ import torch
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction import Budget, limit_bytes
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.overrides import Overrides, changed, combinations, savers, starts
 from torchtune_adaptive.tune.plan.settings import MANY_RANKS_OVERHEAD
 from torchtune_adaptive.tune.start.configs import locate
 
@@ -28,6 +31,8 @@ PAGE = ROOT / "docs" / "coverage.md"
 RANKS, TOKENS = 8, 4096
 CARDS = ("4090", "a100-40", "h100", "h200")
 BEGIN, END = "<!-- coverage: made by tools/coverage.py -->\n", "<!-- end of coverage -->"
+WOULD_FIT_BEGIN, WOULD_FIT_END = "<!-- would fit: made by tools/coverage.py -->\n", "<!-- end of would fit -->"
+MORE_RANKS = (16, 32, 64)
 
 
 def mirrored() -> list[str]:
@@ -47,8 +52,42 @@ def rows_by_card(name: str) -> dict[str, int]:
     return {card: answer.within(Budget(limit_bytes(card, "card"), overhead_bytes)).chosen_rows for card in CARDS}
 
 
+def would_fit(name: str) -> dict[str, Any]:
+    """The first change after which one row fits the smallest card, else the ranks on which it does as it is."""
+    cfg = OmegaConf.load(locate(f"adaptive/{name}"))
+    assert isinstance(cfg, DictConfig)
+    changes = [(overrides, RANKS) for overrides in one_by_one(cfg)]
+    more_ranks: list[tuple[Overrides, int]] = [((), ranks) for ranks in MORE_RANKS]
+    for overrides, ranks in [*changes, *more_ranks]:
+        if rows := rows_with(changed(cfg, overrides), ranks):
+            fewer = (f"batch_size={rows}",) if rows < cfg.batch_size else ()
+            return {"append": " ".join([*overrides, *fewer]), "ranks": ranks, "rows": rows}
+    return {"append": "", "ranks": None, "rows": 0}
+
+
+def rows_with(cfg: DictConfig, ranks: int) -> int:
+    if not starts(cfg):
+        return 0
+    settings = PlanSettings(world_size=ranks, memory_limit=CARDS[0], sequence_length=(TOKENS,))
+    try:
+        return predict(cfg, settings, traced=lambda: None, check=False).answers[0].chosen_rows
+    except AdaptiveError as error:  # that it cannot be predicted, or leaves nothing for tensors
+        print(f"  {error}", flush=True)
+        return 0
+
+
+def one_by_one(cfg: DictConfig) -> list[Overrides]:
+    """Changes from the cheapest on; those that compile last, since to predict them takes longest."""
+    single = savers(cfg, RANKS)
+    return sorted([*single, *combinations(single)], key=lambda overrides: "compile=True" in overrides)
+
+
+def that_do_not_fit(rows: dict[str, dict[str, int]]) -> list[str]:
+    return [name for name in mirrored() if not rows[name][CARDS[0]]]
+
+
 def read_record() -> dict[str, Any]:
-    return json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": {}}
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": {}, "would fit": {}}
 
 
 def table(rows: dict[str, dict[str, int]]) -> str:
@@ -59,25 +98,48 @@ def table(rows: dict[str, dict[str, int]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_table(rows: dict[str, dict[str, int]]) -> None:
+def table_of_changes(record: dict[str, Any]) -> str:
+    lines = [f"| config | append, to fit a {CARDS[0]} | ranks | rows |", "|---|---|---|---|"]
+    for name in that_do_not_fit(record["rows"]):
+        line = record["would fit"].get(name)
+        cells = ["not predicted yet", "", ""] if line is None else _cells(line)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(line: dict[str, Any]) -> list[str]:
+    if not line["rows"]:
+        return ["nothing that was tried", "", ""]
+    return [f"`{line['append']}`" if line["append"] else "as it is", str(line["ranks"]), str(line["rows"])]
+
+
+def write_tables(record: dict[str, Any]) -> None:
     text = PAGE.read_text()
-    before, rest = text.split(BEGIN)
-    PAGE.write_text(before + BEGIN + table(rows) + END + rest.split(END, 1)[1])
+    for begin, end, made in (
+        (BEGIN, END, table(record["rows"])),
+        (WOULD_FIT_BEGIN, WOULD_FIT_END, table_of_changes(record)),
+    ):
+        before, rest = text.split(begin)
+        text = before + begin + made + end + rest.split(end, 1)[1]
+    PAGE.write_text(text)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--would-fit", action="store_true")
     options = parser.parse_args()
     record = read_record()
-    names = [] if options.table else options.names or mirrored()
-    for name in names:
-        record["rows"][name] = rows_by_card(name)
+    kind, predicted, all_of_them = "rows", rows_by_card, mirrored()
+    if options.would_fit:
+        kind, predicted, all_of_them = "would fit", would_fit, that_do_not_fit(record["rows"])
+    for name in [] if options.table else options.names or all_of_them:
+        record.setdefault(kind, {})[name] = predicted(name)
         record["versions"] = {"torch": torch.__version__, "torchtune": torchtune.__version__}
         RECORD.write_text(json.dumps(record, indent=2) + "\n")
-        print(name, record["rows"][name], flush=True)
-    write_table(record["rows"])
+        print(name, record[kind][name], flush=True)
+    write_tables(record)
 
 
 if __name__ == "__main__":

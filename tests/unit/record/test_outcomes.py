@@ -34,7 +34,8 @@ def test_each_setting_is_a_point_with_its_number_and_its_name(tmp_path: Path, mo
     assert draw_speeds(tmp_path / "speeds.png", outcomes, names, 70 * GIB, "llama3_1_8b · full · 8 ranks")
     assert is_drawn(tmp_path / "speeds.png")
     points, beside = drawn[0].axes
-    assert [text.get_text() for text in points.texts] == ["1", "2", "3", "4", "5"]
+    assert [text.get_text() for text in points.texts] == ["1", "2", "3", "4", "5", "70.0 GiB usable "]
+    assert points.get_title(loc="left") == "number 1 is the fastest that fits"
     listed = [text.get_text().replace("\n    ", " ") for text in beside.texts]
     assert listed == [f"{number}  {name}" for number, name in enumerate(names, start=1)]
     crosses = [line for line in points.lines if line.get_marker() == "x"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.pictures import cut_off, is_drawn, legend_of, line_of, marked, pictures
+from tests.pictures import cut_off, is_drawn, line_of, marked, names_of, pictures
 from tests.unit.record.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
 from torchtune_adaptive.record.charts.run import draw_run, title
@@ -41,10 +41,12 @@ def test_the_budget_of_a_search_is_a_line_across_and_what_did_not_fit_a_cross(
     drawn = pictures(monkeypatch)
     draw_search(tmp_path, failing(), 4096)
     (axes,) = drawn[0].axes
-    across, heights = line_of(axes, "budget, 11.5 GiB")
+    across, heights = line_of(axes, "budget")
     assert (across, heights) == ([0, 1], [11.5, 11.5])  # from edge to edge of the axes
     assert marked(axes, "x") == [(8.0, 8.0)]  # within the budget, but with allocator retries; 16 is beyond the edge
-    assert legend_of(axes) == ["step", "update", "budget, 11.5 GiB", "did not fit"]
+    assert names_of(axes) == ["budget, 11.5 GiB", "step", "update"]
+    assert axes.get_title(loc="left") == "4 rows of 4096 tokens fit: the step needs most"
+    assert "did not fit" in [text.get_text() for text in axes.texts]
 
 
 def test_the_line_of_a_phase_leads_through_its_points_to_the_budget(
@@ -74,9 +76,10 @@ def test_every_point_of_a_profile_stands_at_its_tokens_and_hollow_if_it_was_held
     assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in white} == hollow
     assert len(hollow) == 2
     assert line_of(axes, "budget")[1] == [6.0, 6.0]
-    assert line_of(axes, "fits at any length")[0] == [result.constant_tokens] * 2
-    assert {f"{point.length} tokens a row" for point in result.points} <= set(legend_of(axes))
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("padded tokens in a microbatch", "peak memory of a rank (GiB)")
+    assert line_of(axes, "fits at any length") == ([result.constant_tokens], [6.0])
+    assert {f"rows of {point.length} tokens" for point in result.points} < set(names_of(axes))
+    assert axes.get_title(loc="left") == f"any lengths fit together up to {result.constant_tokens} tokens"
+    assert axes.get_ylabel() == "peak memory of a rank (GiB)"
     assert cut_off(drawn[0]) == []
 
 

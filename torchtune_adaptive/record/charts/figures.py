@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 from torchtune_adaptive.record.files import reason, replace_file
 
@@ -20,10 +20,23 @@ _log = logging.getLogger(__name__)
 Arguments = ParamSpec("Arguments")
 
 # Okabe and Ito's: told apart with any colour vision, and in print.
-BLUE, ORANGE, GREEN, PINK, SKY, YELLOW = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E442"
+BLUE, ORANGE, GREEN, PINK, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9"
 ALARM = "#D55E00"
 GREY = "#999999"
 INK = "#333333"
+
+
+NAME = "name"
+"""The gid of a text that names a line."""
+NAME_HEIGHT = 0.075
+"""Of that of the axes."""
+
+
+class LineName(NamedTuple):
+    name: str
+    end: float
+    """Where the line ends, in the units of the axis."""
+    colour: str
 
 
 def new_figure(path: Path, width: float, height: float) -> Figure | None:
@@ -82,5 +95,19 @@ def tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def legend_beside(axes: Axes) -> None:
-    axes.legend(loc="upper left", bbox_to_anchor=(1.01, 1.0), frameon=False, fontsize=9, borderaxespad=0)
+def name_lines(axes: Axes, names: Sequence[LineName]) -> None:
+    """Names right of the axes, each as high as its line ends, or as near to that as those above it leave room."""
+    lowest, highest = axes.get_ylim()
+    above = 1.0 + NAME_HEIGHT
+    for line in sorted(names, key=lambda line: -line.end):
+        above = min((line.end - lowest) / (highest - lowest), above - NAME_HEIGHT)
+        axes.text(
+            1.015,
+            above,
+            line.name,
+            transform=axes.transAxes,
+            verticalalignment="center",
+            color=line.colour,
+            fontsize=9,
+            gid=NAME,
+        )

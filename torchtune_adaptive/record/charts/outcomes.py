@@ -30,7 +30,10 @@ def draw_speeds(
     usable = usable_bytes / unit_bytes
     axes.axvline(usable, color=ALARM, linewidth=1.2, linestyle="--")
     axes.set_ylim(bottom=0)
-    what = f"settings by memory and speed; dashed: {usable:.1f} {unit} usable"
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    name = f"{usable:.1f} {unit} usable "
+    axes.text(usable, 0, name, horizontalalignment="right", verticalalignment="bottom", color=ALARM, fontsize=9)
+    what = "number 1 is the fastest that fits" if outcomes[0].fits else "nothing that was tried fits"
     label(axes, what, f"memory of a rank ({unit})", "tokens per second, and the range expected")
     _list_names(beside, names)
     return save(figure, path)

@@ -18,8 +18,9 @@ from torchtune_adaptive.record.charts.figures import (
     ORANGE,
     PINK,
     SKY,
+    LineName,
     label,
-    legend_beside,
+    name_lines,
     new_figure,
     save,
     unit_of,
@@ -74,27 +75,26 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
     peaks = [answer.peak(count).phase_bytes for count in rows]
     phases = [phase for phase in peaks[0] if phase not in _RESIDENT]
     for colour, phase in zip(_PHASE_COLOURS, phases, strict=False):
-        axes.plot(rows, [peak[phase] / unit_bytes for peak in peaks], color=colour, linewidth=1.4, label=phase)
+        axes.plot(rows, [peak[phase] / unit_bytes for peak in peaks], color=colour, linewidth=1.4)
     predictions = answer.predictions()
     reserved = [each.reserved_bytes / unit_bytes for each in predictions]
-    axes.plot([each.rows for each in predictions], reserved, "o", color=INK, markersize=4, label="reserved")
+    axes.plot([each.rows for each in predictions], reserved, "o", color=INK, markersize=4)
     budget = answer.budget.usable_bytes / unit_bytes
-    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"usable, {budget:.1f} {unit}")
+    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--")
     if answer.most_rows:
-        axes.axvline(answer.most_rows, color=INK, linewidth=0.8, linestyle=":")
-        # left of the line and above the budget, where nothing else can be
-        axes.text(
-            answer.most_rows,
-            1.12 * budget,
-            f"{count_of(answer.most_rows, 'row')} ",
-            horizontalalignment="right",
-            color=INK,
-        )
+        most = answer.reserved_bytes(answer.most_rows) / unit_bytes
+        axes.plot(answer.most_rows, most, "o", color="none", markeredgecolor=INK, markersize=11, mew=1.6, zorder=5)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
-    label(axes, f"{answer.tokens} tokens a row", "rows in a microbatch", f"peak memory of a rank ({unit})")
+    ends = [LineName(phase, peaks[-1][phase] / unit_bytes, c) for c, phase in zip(_PHASE_COLOURS, phases, strict=False)]
+    # a phase that needs more than there is leaves the axes at their top
+    inside = [name._replace(end=min(name.end, 1.18 * budget)) for name in ends]
+    name_lines(axes, [*inside, LineName(f"usable, {budget:.1f} {unit}", budget, ALARM)])
+    fits = count_of(answer.most_rows, "row") if answer.most_rows else "not even one row"
+    verb = "fit" if answer.most_rows > 1 else "fits"
+    title = f"{fits} of {answer.tokens} tokens {verb}; dots: with what is reserved"
+    label(axes, title, "rows in a microbatch", f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
-    legend_beside(axes)
 
 
 def _draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:

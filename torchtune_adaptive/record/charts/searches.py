@@ -1,5 +1,6 @@
 """Draws what a search or a profile measured: `batch_search.png`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -7,13 +8,14 @@ from torchtune_adaptive.record.charts.figures import (
     ALARM,
     BLUE,
     GREEN,
+    GREY,
     INK,
     ORANGE,
     PINK,
     SKY,
-    YELLOW,
+    LineName,
     label,
-    legend_beside,
+    name_lines,
     new_figure,
     no_run_ends_over,
     save,
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "batch_search.png"
 
-_PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, YELLOW)
+_PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 
 
 @no_run_ends_over(PLOT_FILE)
@@ -41,13 +43,15 @@ def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> 
     unit, unit_bytes = unit_of(result.budget_bytes)
     # A search from far above would squeeze all that fits into a corner.
     shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]
-    _draw_phases(axes, result, shown, unit_bytes)
-    _draw_budget(axes, result, shown, unit, unit_bytes)
+    names = [_draw_budget(axes, result, shown, unit, unit_bytes), *_draw_phases(axes, result, shown, unit_bytes)]
     _draw_choice(axes, result, shown, unit, unit_bytes)
     hidden = len(result.probes) - len(shown)
-    beyond = f" ({hidden} larger not shown)" if hidden else ""
-    title = f"{result.strategy} search, {sequence_length} tokens a row"
-    _label(axes, title, f"rows in a microbatch{beyond}", unit)
+    beyond = f"; {hidden} larger not shown" if hidden else ""
+    below = f"rows in a microbatch ({result.strategy} search, {count_of(len(result.probes), 'probe')}{beyond})"
+    name_lines(axes, names)
+    fitting = f"{count_of(result.rows, 'row')} of {sequence_length} tokens fit"
+    label(axes, f"{fitting}: the {_fullest(result)} needs most", below, f"peak memory of a rank ({unit})")
+    axes.locator_params(axis="x", integer=True)
     return save(figure, directory / PLOT_FILE)
 
 
@@ -59,71 +63,91 @@ def draw_profile(directory: Path, result: Profile) -> Path | None:
     axes = figure.add_subplot()
     unit, unit_bytes = unit_of(result.budget_bytes)
     right = 1.15 * max(result.constant_tokens, *(point.tokens for point in result.points))
-    for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
-        _draw_length(axes, result, length, right, unit_bytes, _PHASE_COLOURS[index % len(_PHASE_COLOURS)])
     budget = result.budget_bytes / unit_bytes
-    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}")
-    tokens = f"fits at any length, {result.constant_tokens} tokens"
-    axes.axvline(result.constant_tokens, color=INK, linewidth=1.0, linestyle=":", label=tokens)
-    axes.plot([], [], "o", color=INK, markerfacecolor="white", markersize=5, label="held out of the first fit")
+    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label="budget")
+    names = [LineName(f"budget, {budget:.1f} {unit}", budget, ALARM)]
+    for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
+        names.append(_draw_length(axes, result, length, right, unit_bytes, _PHASE_COLOURS[index % len(_PHASE_COLOURS)]))
+    axes.plot(result.constant_tokens, budget, "v", color=INK, markersize=7, zorder=4, label="fits at any length")
     axes.set_xlim(0, right)
     axes.set_ylim(0, 1.18 * budget)
-    off = f"off by {100 * result.held_out_error:.1f} % where not fitted to"
-    _label(axes, f"peak over rows and length, {off}", "padded tokens in a microbatch", unit)
+    name_lines(axes, names)
+    off = f"hollow points, not fitted to, are {100 * result.held_out_error:.1f} % off"
+    axes.text(0.02, 0.97, off, transform=axes.transAxes, verticalalignment="top", color=INK, fontsize=9)
+    title = f"any lengths fit together up to {result.constant_tokens} tokens"
+    label(axes, title, "tokens in a microbatch, padding included", f"peak memory of a rank ({unit})")
+    axes.locator_params(axis="x", integer=True)
     return save(figure, directory / PLOT_FILE)
 
 
-def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> None:
+def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> LineName:
     """What rows of one length need, as measured and as fitted, up to what fits."""
     surfaces = result.surfaces.values()
     rows_that_fit = min(surface.rows_within(result.limit_bytes, length) for surface in surfaces)
     # The phase that is full first changes along the way, so the line has corners.
     steps = [min(right, rows_that_fit * length) * part / 40 for part in range(41)]
     needs = [max(surface.bytes_at(tokens / length, length) for surface in surfaces) / unit_bytes for tokens in steps]
-    axes.plot(steps, needs, color=colour, linewidth=1.4, label=f"{length} tokens a row")
+    axes.plot(steps, needs, color=colour, linewidth=1.4)
     for point in result.points:
         if point.length == length and point.peak.peak_bytes is not None:
             face = "white" if point.held_out else colour
             at = point.tokens, point.peak.peak_bytes / unit_bytes
             axes.plot(*at, "o", color=colour, markerfacecolor=face, markersize=5, zorder=3)
+    return LineName(f"rows of {length} tokens", needs[-1], colour)
 
 
-def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> None:
-    """The measurements of each phase, and its line up to the budget."""
+def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> list[LineName]:
+    """The measurements of each phase, and its line up to the budget. The first of the names needs most."""
     complete = [probe for probe in shown if probe.peak.fits]
     right = _right_edge(result, shown)
+    names = []
     for index, phase in enumerate(complete[0].peak.phase_bytes):
         colour = _PHASE_COLOURS[index % len(_PHASE_COLOURS)]
         peaks = [probe.peak.phase_bytes[phase] / unit_bytes for probe in complete]
         axes.plot([probe.rows for probe in complete], peaks, "o", color=colour, markersize=4.5, zorder=3)
+        end = peaks[-1]
         if phase in result.lines:
             line = result.lines[phase]
             ends = (0, min(right, line.rows_within(result.budget_bytes)))
             axes.plot(ends, [line.bytes_at(rows) / unit_bytes for rows in ends], color=colour, linewidth=1.4)
-        axes.plot([], [], "-o" if phase in result.lines else "o", color=colour, markersize=4.5, label=phase)
+            end = min(line.bytes_at(right), result.budget_bytes) / unit_bytes
+        names.append(LineName(phase, end, colour))
+    needs = _needs(result)
+    return sorted(names, key=lambda name: -needs[name.name])
 
 
-def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> None:
+def _needs(result: SearchResult) -> Mapping[str, int]:
+    """Bytes of each phase at the rows that were chosen."""
+    return next(probe for probe in result.probes if probe.rows == result.rows).peak.phase_bytes
+
+
+def _fullest(result: SearchResult) -> str:
+    needs = _needs(result)
+    return max(needs, key=needs.__getitem__)
+
+
+def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> LineName:
     """The budget, and a cross for each size that did not fit: at its peak, or on the budget if unknown."""
     budget = result.budget_bytes / unit_bytes
-    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label=f"budget, {budget:.1f} {unit}", zorder=2)
+    axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label="budget", zorder=2)
     refused = [probe for probe in shown if not probe.accepted(result.budget_bytes)]
     heights = [(probe.peak.peak_bytes or result.budget_bytes) / unit_bytes for probe in refused]
     if refused:
         rows = [probe.rows for probe in refused]
-        axes.plot(
-            rows,
-            heights,
-            "x",
+        axes.plot(rows, heights, "x", color=ALARM, markersize=7, mew=1.8, zorder=4, clip_on=False)
+        axes.annotate(
+            "did not fit",
+            (rows[0], heights[0]),
+            xytext=(0, -8),
+            textcoords="offset points",
+            horizontalalignment="center",
+            verticalalignment="top",
             color=ALARM,
-            markersize=7,
-            mew=1.8,
-            zorder=4,
-            label="did not fit",
-            clip_on=False,
+            fontsize=9,
         )
     axes.set_xlim(0, _right_edge(result, shown))
     axes.set_ylim(0, max(1.18 * budget, 1.05 * max(heights, default=0.0)))
+    return LineName(f"budget, {budget:.1f} {unit}", budget, ALARM)
 
 
 def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> None:
@@ -150,12 +174,6 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
             "relpos": (float(at_left), 0),
         },
     )
-
-
-def _label(axes: "Axes", title: str, below: str, unit: str) -> None:
-    label(axes, title, below, f"peak memory of a rank ({unit})")
-    axes.locator_params(axis="x", integer=True)
-    legend_beside(axes)
 
 
 def _right_edge(result: SearchResult, shown: list[Probe]) -> float:
