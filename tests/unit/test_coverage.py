@@ -30,8 +30,10 @@ def test_more_memory_never_fits_less(coverage: dict[str, Any]) -> None:
 
 
 def test_the_page_shows_the_record(coverage: dict[str, Any]) -> None:
-    table = coverage["table"](coverage["read_record"]()["rows"])
-    assert coverage["BEGIN"] + table + coverage["END"] in coverage["PAGE"].read_text()
+    record, page = coverage["read_record"](), coverage["PAGE"].read_text()
+    assert coverage["BEGIN"] + coverage["table"](record["rows"]) + coverage["END"] in page
+    changes = coverage["table_of_changes"](record)
+    assert coverage["WOULD_FIT_BEGIN"] + changes + coverage["WOULD_FIT_END"] in page
 
 
 def test_a_prediction_of_today_is_that_of_the_record(coverage: dict[str, Any]) -> None:
