@@ -22,7 +22,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.contents import State
 from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
-from torchtune_adaptive.tune.rl.settings import VALUE_FILES
+from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
 from torchtune_adaptive.tune.start import components
 
 VALUE_MODEL = "value_model"
@@ -86,4 +86,7 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
         plain["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
     value = components.build_section(VALUE_FILES, OmegaConf.create(plain), should_load_recipe_state=False)
+    for key in (REFERENCE_FILES, REWARD_FILES):  # the demo's make their weights, which belong to a run's identity
+        frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
+        components.build_section(key, frozen, should_load_recipe_state=False)
     return TwoCheckpointers(policy, value, staging)

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.limits.limit import Limit, RowLimit
-from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.memory.device import MemorySource, is_oom
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.schedules.growth import EpochSizes
@@ -98,23 +98,38 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> Mapping[str
     if memory is None:
         say("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
         return {}
-    with _as_in_training(parts):
+    with _as_in_training(parts, memory):
         found = {stage: _search(parts, memory, stage) for stage in STAGES}
     say(_table(found))
     return {stage: RowLimit(event.after) for stage, event in found.items() if event.after}
 
 
 @contextmanager
-def _as_in_training(parts: RolloutParts) -> Iterator[None]:
-    """Open, there is optimizer state of both models, as there is in training whichever stage runs."""
+def _as_in_training(parts: RolloutParts, memory: MemorySource) -> Iterator[None]:
+    """Collective: open, there is optimizer state of both models, as there is in training whichever stage runs."""
     trained = [parts.models.policy, parts.models.value]
     with leaving_no_trace(trained, parts.optimization.optimizers):
-        for model in trained:
-            _give_gradients(model)
-        for optimizer in parts.optimization.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+        # Not limited, so that it is the search that says by how much a rank has too little.
+        with _explaining_what_does_not_fit(), memory.unlimited():
+            for model in trained:
+                _give_gradients(model)
+            for optimizer in parts.optimization.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
         yield
+
+
+@contextmanager
+def _explaining_what_does_not_fit() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise UnrecoverableError(
+            f"rank {dist.get_rank()} ran out of memory with four models, gradients of two and the optimizer's state: "
+            "train on more ranks, with smaller models, or with an optimizer with less state"
+        ) from error
 
 
 def _search(parts: RolloutParts, memory: MemorySource, stage: str) -> Event:
