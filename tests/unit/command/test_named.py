@@ -58,7 +58,10 @@ def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes
     assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
     assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
     assert "knowledge_distillation_distributed" in told(capsys, "ls", "--all")[1]
-    assert lines[-1] == ("adaptive_plan", "<any of full and LoRA finetuning, but for images and tensor parallelism>")
+    assert lines[-1] == (
+        "adaptive_plan",
+        "<any of finetuning and preference training, but for images and tensor parallelism>",
+    )
 
 
 def test_ls_finds_lines_with_all_words_also_behind_an_option(capsys: pytest.CaptureFixture[str]) -> None:
