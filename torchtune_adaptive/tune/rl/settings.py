@@ -132,7 +132,6 @@ def _check_sizes(ppo: PPOSettings) -> None:
 def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
     for key in (
         "tensor_parallel_dim",
-        "data_parallel_replicate_dim",
         "collate_fn",
         "fsdp_cpu_offload",
         "enable_activation_offloading",

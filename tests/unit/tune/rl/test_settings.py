@@ -61,7 +61,6 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("enable_kv_cache=False", "enable_kv_cache is False"),
         ("resume_from_checkpoint=True", "set it to auto"),
         ("epochs=2", "leave it out"),
-        ("data_parallel_replicate_dim=2", "data_parallel_replicate_dim is 2"),
         ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
         ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
         ("temperature=0", "temperature is 0"),

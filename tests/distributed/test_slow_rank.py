@@ -1,0 +1,47 @@
+"""A rank for which the others wait is named, by what each of them has measured of itself."""
+
+import time
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
+from tests.hearing import listening
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.pace import STEPS
+from torchtune_adaptive.step.runner import StepRunner, Totals
+
+
+def log_of_steps(slow_rank: int | None, where: str) -> list[str]:
+    model = build(ModelConfig(layers=1, dropout=0.0))
+    forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 1)
+
+    def sleep_here(place: str) -> None:
+        if dist.get_rank() == slow_rank and place == where:
+            time.sleep(0.15)
+
+    def slowly(samples: Sequence[Tensor]) -> Totals:
+        sleep_here("forward")
+        return forward_backward(samples)
+
+    runner = StepRunner(model, slowly, limit=RowLimit(1), length_of=len, stand_in=lambda sample: sample[:2])
+    with listening() as lines:
+        for step in range(1, STEPS + 2):
+            sleep_here("dataset")
+            runner.run(samples, step=step)
+            model.zero_grad(set_to_none=True)
+    return lines
+
+
+def test_a_slow_rank_is_named_on_rank_0_whether_its_model_or_its_dataset_is_slow():
+    for where in ("forward", "dataset"):
+        first, second = run_on_ranks(2, log_of_steps, 1, where)
+        assert second == []
+        (line,) = first
+        assert f"step {STEPS}: rank 1 holds the others up: in the last {STEPS} steps it worked " in line
+
+
+def test_ranks_that_are_alike_are_not_told_of():
+    assert run_on_ranks(2, log_of_steps, None, "") == [[], []]
