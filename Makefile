@@ -76,7 +76,7 @@ $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch==$* --editable '.[dev]'
 	touch $@
 
-# hundreds of steps while memory comes and goes: both recipes, by rows and by tokens; and 5,000 that must not keep any
+# hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; and 5,000 that must not keep any
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -W ignore -m tests.recipes.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }

@@ -21,6 +21,7 @@ BENCHMARKS = (
     "recovery",
     "packing",
     "dealing",
+    "stages",
     "prediction",
     "advice",
     "scaling",

@@ -60,6 +60,7 @@ class Shape:
             *(f"{section}.embed_dim={self.width}" for section in ("model", "checkpointer.sizes")),
             *([] if self.kind == "lora_dpo" else [f"ref_checkpointer.sizes.embed_dim={self.width}"]),
             f"tokenizer.max_seq_len={self.tokens}",
+            "adaptive.sequence_length=null",
             f"batch_size={self.pairs_per_step}",
             "gradient_accumulation_steps=1",
             "use_maximum_batch_size=True",
@@ -70,7 +71,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape("short answers, wide model", "full_dpo", 512, 32, 96, 16),
+    Shape("short answers, wide model", "full_dpo", 512, 32, 60, 16),
     Shape("the same, LoRA", "lora_dpo", 512, 32, 64, 16),
     Shape("the demo's model", "full_dpo", 128, 128, 24, 16),
     Shape("long answers", "full_dpo", 128, 512, 48, 8),

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from omegaconf import DictConfig
+from torch import nn
 
 from torchtune_adaptive.memory.device import MemorySource, release
 from torchtune_adaptive.tune.parts import devices, process_group
@@ -30,7 +31,7 @@ from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
-from torchtune_adaptive.tune.run.reference_table import CHUNK, precompute_reference
+from torchtune_adaptive.tune.run.reference_table import CHUNK, is_known, precompute_reference
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -64,7 +65,6 @@ class AdaptiveFullDPODistributed:
         checkpoint = self._checkpoints.load()
         self.model = build_full_model(settings, device, mesh, checkpoint)
         drop_nothing(self.model)
-        self.reference_model = build_reference_model(settings, device, mesh, load_reference(settings))
         tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_optimization(settings, self.model, checkpoint, device)
         if self._start.resumes:
@@ -73,6 +73,7 @@ class AdaptiveFullDPODistributed:
         loss_fn = build_preference_loss(settings.config)
 
         self.data = build_pairs(settings, tokenizer, mesh)
+        self.reference_model = self.build_reference()
         self.stages = build_stages(
             self.model, self.reference_model, loss_fn, self.data, settings, self._adaptive, device, journal.event
         )
@@ -90,17 +91,23 @@ class AdaptiveFullDPODistributed:
             checkpoints=self._checkpoints,
             journal=journal,
         )
-        if self._adaptive.precompute_reference:
+        if self._adaptive.precompute_reference and self.stages.reference is not None:
             self.precompute_reference()
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
             self.course, self.progress = plot_course(self.parts, self.progress, memory)
 
+    def build_reference(self) -> nn.Module | None:
+        """Collective: the model of the reference, where an earlier run has not left what it says."""
+        if is_known(self._settings, self._adaptive, self.data.dataset):
+            return None
+        return build_reference_model(self._settings, self._device, self._mesh, load_reference(self._settings))
+
     def precompute_reference(self) -> None:
-        """Collective: asks the reference of all pairs, or reads what it said, and does without it from then on."""
+        """Collective: asks the reference of all pairs, and does without it from then on."""
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=CHUNK):
             precompute_reference(self.parts, self.progress, memory)
-        if self.stages.reference is not None:
-            self.stages.reference.close()
+        assert self.stages.reference is not None
+        self.stages.reference.close()
         self.reference_model = None
         self.stages = self.stages._replace(reference=None)
         self.parts = replace(self.parts, reference=None)

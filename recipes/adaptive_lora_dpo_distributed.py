@@ -29,7 +29,7 @@ from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
-from torchtune_adaptive.tune.run.reference_table import CHUNK, precompute_reference
+from torchtune_adaptive.tune.run.reference_table import CHUNK, is_known, precompute_reference
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -70,8 +70,9 @@ class AdaptiveLoraDPODistributed:
         loss_fn = build_preference_loss(settings.config)
 
         self.data = build_pairs(settings, tokenizer, mesh)
+        reference = None if is_known(settings, self._adaptive, self.data.dataset) else self.model
         self.stages = build_stages(
-            self.model, self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event
+            self.model, reference, loss_fn, self.data, settings, self._adaptive, device, journal.event
         )
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
@@ -87,13 +88,13 @@ class AdaptiveLoraDPODistributed:
             checkpoints=self._checkpoints,
             journal=journal,
         )
-        if self._adaptive.precompute_reference:
+        if self._adaptive.precompute_reference and self.stages.reference is not None:
             self.precompute_reference()
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
             self.course, self.progress = plot_course(self.parts, self.progress, memory)
 
     def precompute_reference(self) -> None:
-        """Collective: asks the reference of all pairs, or reads what it said, and does without it from then on."""
+        """Collective: asks the reference of all pairs, and does without it from then on."""
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=CHUNK):
             precompute_reference(self.parts, self.progress, memory)
         self.stages = self.stages._replace(reference=None)

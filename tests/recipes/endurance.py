@@ -117,7 +117,7 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
         folder,
         *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in MODEL),
         "metric_logger._component_=tests.recipes.endurance.Watch",
-        "dataset._component_=tests.recipes.soak.numbered",
+        "dataset._component_=tests.recipes.storms.numbered",
         *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS}", "tokenizer.max_seq_len=256"),
         *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),

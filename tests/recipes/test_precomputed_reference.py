@@ -30,8 +30,9 @@ BASE = (
 PRECOMPUTED = "adaptive.precompute_reference=True"
 
 
-def set_up(kind: str, cfg: Any) -> tuple[list[float], list[str], bool]:
-    """Collective: what the pairs come with once the recipe is set up, what was said, and whether the model is gone."""
+def set_up(kind: str, cfg: Any) -> tuple[list[float], list[str], list[bool]]:
+    """Collective: what the pairs come with once the recipe is set up, what was said, and of each reference model that
+    was built whether it is gone."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -50,7 +51,7 @@ def set_up(kind: str, cfg: Any) -> tuple[list[float], list[str], bool]:
     kept = torch.stack([recipe.data.dataset[index][KEPT] for index in range(len(recipe.data.dataset))])
     recipe.cleanup()
     logger.removeHandler(handler)
-    return kept.flatten().tolist(), [line for line in said if "log-probabilities" in line], not any(r() for r in built)
+    return kept.flatten().tolist(), [line for line in said if "log-probabilities" in line], [r() is None for r in built]
 
 
 def _noted(model: Any, built: list[weakref.ref[Any]]) -> Any:
@@ -58,7 +59,7 @@ def _noted(model: Any, built: list[weakref.ref[Any]]) -> Any:
     return model
 
 
-def runs(kind: str, folder: Path, ports: list[int]) -> list[tuple[list[float], list[str], bool]]:
+def runs(kind: str, folder: Path, ports: list[int]) -> list[tuple[list[float], list[str], list[bool]]]:
     """Collective: the table is made, taken, torn, then of another dataset, then cannot be read."""
     table, found = folder / "run" / "out" / TABLE_FILE, []
     rank, free = int(os.environ["RANK"]), iter(ports)
@@ -96,7 +97,8 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
     assert "are others" in foreign[1][0]
     assert foreign[0] != made[0]
     assert "are others" in again[1][0]
-    assert all(gone for _, _, gone in (made, taken, torn, foreign, again))
+    assert all(all(gone) for _, _, gone in (made, taken, torn, foreign, again))
+    assert [len(gone) for _, _, gone in (made, taken, torn)] == ([1, 0, 1] if kind == "full_dpo" else [0, 0, 0])
     plain, trained = (read_log(tmp_path / each / "log.jsonl") for each in ("plain", "trained"))
     assert len(plain) == len(trained) == 4
     for expected, ours in zip(plain, trained, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -104,24 +103,23 @@ def test_a_run_that_is_asked_to_stop_in_a_stage_goes_on_to_the_same_weights(
     kind: str, asynchronous: bool, skip: int, tmp_path: Path
 ) -> None:
     overrides = (*RESUMED, "epochs=2", f"enable_async_checkpointing={asynchronous}")
-    for ended in live_on_ranks(2, kind, tmp_path / "stopped", *overrides, blow=Blow(2, ranks=(1,), skip=skip)):
-        assert ended.status == 0, ended.lines
-        assert not ended.lines or "stopped after step 2" in ended.lines, ended.lines
+    stopped = live_on_ranks(2, kind, tmp_path / "stopped", *overrides, blow=Blow(2, ranks=(1,), skip=skip))
+    assert [each.status for each in stopped] == [0, 0], stopped
+    assert "SIGTERM on rank 1: stopped after step 2" in stopped[0].lines
     for folder in ("stopped", "whole"):
         assert [each.status for each in live_on_ranks(2, kind, tmp_path / folder, *overrides)] == [0, 0]
     assert [step["step"] for step in read_log(tmp_path / "stopped" / "log.jsonl")] == [1, 2, 3, 4, 5, 6]
-    for name, weight in weights(tmp_path / "whole", asynchronous).items():
-        assert torch.equal(weight, weights(tmp_path / "stopped", asynchronous)[name]), name
-
-
-def weights(folder: Path, asynchronous: bool) -> dict[str, Any]:
-    return saved_weights(folder, epoch=1)
+    resumed = saved_weights(tmp_path / "stopped", epoch=1)
+    for name, weight in saved_weights(tmp_path / "whole", epoch=1).items():
+        assert torch.equal(weight, resumed[name]), name
 
 
 def test_another_number_of_ranks_goes_on_with_the_pairs_that_are_left(tmp_path: Path) -> None:
+    """Of 48 pairs, two ranks take 16 a step: after two steps 16 are left, of which one rank takes 8 a step."""
     overrides = (*RESUMED, "epochs=2")
     live_on_ranks(2, "full_dpo", tmp_path / "run", *overrides, blow=Blow(2))
-    (ended,) = live_on_ranks(1, "full_dpo", tmp_path / "run", *overrides, "batch_size=8")
+    (ended,) = live_on_ranks(1, "full_dpo", tmp_path / "run", *overrides)
     assert ended.status == 0, ended.lines
-    live_on_ranks(2, "full_dpo", tmp_path / "whole", *overrides)
-    check_same_figures(tmp_path / "run", tmp_path / "whole")
+    steps = read_log(tmp_path / "run" / "log.jsonl")
+    assert [step["step"] for step in steps] == list(range(1, 5 + 6))
+    assert steps[-1]["rewards/margins"] > steps[0]["rewards/margins"]

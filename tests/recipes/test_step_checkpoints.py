@@ -149,7 +149,7 @@ class Numbers:
 
 SAMPLES = 96  # which 1, 2 and 3 ranks share without padding
 NUMBERED = (
-    "dataset._component_=tests.recipes.soak.numbered",
+    "dataset._component_=tests.recipes.storms.numbered",
     "dataset.seed=0",
     f"dataset.samples={SAMPLES}",
     "batch_size=2",

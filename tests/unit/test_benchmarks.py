@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import advice, dealing, results, scaling
+from benchmarks import advice, dealing, results, scaling, stages
 from benchmarks.clock import Clock, Moment
 from benchmarks.overhead import CASES, _time_of_a_step
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
+from tests.recipes.running import demo_config
 from tests.searching import Shape, Trained
+from torchtune_adaptive.tune.parts.samples import PAIR
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:
@@ -78,6 +80,16 @@ def test_packs_hold_the_same_tokens_as_the_samples() -> None:
 def test_ranks_that_are_dealt_their_samples_wait_less(name: str) -> None:
     figures = dealing.simulate(DISTRIBUTIONS[name], ranks=8, steps=3)
     assert 1 <= figures["dealt"] <= 1.02 < figures["stayed"]
+
+
+@pytest.mark.parametrize("shape", stages.SHAPES, ids=lambda shape: shape.name)
+def test_pairs_of_a_shape_are_of_one_length_and_fill_whole_epochs(shape: stages.Shape) -> None:
+    pair = stages.random_pairs(None, samples=4, tokens=shape.tokens)[3]
+    assert PAIR.lengths_of(pair) == (shape.tokens, shape.tokens)
+    assert PAIR.learned_tokens(pair) == (shape.tokens - shape.tokens // 2,) * 2
+    assert not PAIR.repeats_itself(pair)
+    cfg = demo_config(shape.kind, Path("nowhere/run"), *shape.config)
+    assert cfg.dataset.samples % (stages.RANKS * cfg.batch_size) == 0
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point.name)

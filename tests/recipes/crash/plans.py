@@ -209,6 +209,8 @@ def signal_plans() -> list[Plan]:
         Plan("asked", LORA, asked(everywhere)),
         Plan("asked", ASYNC, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("asked", lora, asked((in_a_step, in_a_save), (RANK_1,))),
+        Plan("asked", PAIRS, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
+        Plan("asked", PAIRS_LORA, asked((in_a_step, at_the_start))),
         Plan("asked", full_searched, asked((in_the_search, in_a_step), (RANK_0, RANK_1))),
         Plan("asked", lora_searched, asked((in_the_search, in_a_save))),
     ]

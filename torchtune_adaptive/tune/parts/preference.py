@@ -212,7 +212,7 @@ def passes_of(
 
 def build_stages(
     policy: nn.Module,
-    reference: nn.Module,
+    reference: nn.Module | None,
     loss_fn: nn.Module,
     data: Data,
     settings: Settings,
@@ -220,14 +220,18 @@ def build_stages(
     device: torch.device,
     on_event: Callable[[Event], None],
 ) -> Stages:
-    """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with."""
+    """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with; without a reference, one.
+
+    Where the reference is the policy itself, its adapters are off while it is one.
+    """
     kind, collate = planned(data, policy, settings, adaptive, device)
     score = Scorer(kind=kind, collate=collate, device=device)
-    refer, train = passes_of(policy, reference, loss_fn, score, settings)
-    if adaptive.precompute_reference and reference is not policy:  # which is gone before training begins
-        ledgers = CollectiveLedger(reference), CollectiveLedger(policy)
+    refer, train = passes_of(policy, policy if reference is None else reference, loss_fn, score, settings)
+    frozen = [] if reference in (None, policy) else [reference]
+    if adaptive.precompute_reference and frozen:  # which is gone before training begins
+        ledgers = CollectiveLedger(*frozen), CollectiveLedger(policy)
     else:
-        ledgers = (CollectiveLedger(policy, *([] if reference is policy else [reference])),) * 2
+        ledgers = (CollectiveLedger(policy, *frozen),) * 2
     common: Any = {
         "kind": kind,
         "settings": settings,
@@ -235,10 +239,10 @@ def build_stages(
         "on_event": on_event,
         "recover": recovers(settings, adaptive),
     }
-    return Stages(
-        reference=stage_runner(reference, refer, stage=REFERENCE, ledger=ledgers[0], **common),
-        policy=stage_runner(policy, train, stage=POLICY, ledger=ledgers[1], **common),
-    )
+    training = stage_runner(policy, train, stage=POLICY, ledger=ledgers[1], **common)
+    if reference is None:
+        return Stages(None, training)
+    return Stages(stage_runner(reference, refer, stage=REFERENCE, ledger=ledgers[0], **common), training)
 
 
 @contextmanager

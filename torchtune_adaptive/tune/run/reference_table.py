@@ -37,6 +37,8 @@ from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.outset import Parts, open_record, reference_limit
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -64,17 +66,29 @@ class Table:
         return {**pair, KEPT: self.log_probs[index]}
 
 
+def is_known(settings: Settings, adaptive: AdaptiveConfig, dataset: NamedSamples) -> bool:
+    """Collective: whether the run asks for what an earlier one has left; then each pair comes with it from now on."""
+    if not adaptive.precompute_reference:
+        return False
+    table = _known(_path(settings), _made_of(settings.config, len(dataset)), dataset)
+    if table is not None:
+        dataset.complete = table.complete
+    return table is not None
+
+
 def precompute_reference(parts: Parts, progress: Progress, memory: MemorySource | None) -> None:
     """Collective: from now on each pair comes with what the reference says of it, and the reference is not needed."""
-    dataset, path = parts.data.dataset, Path(parts.settings.output_dir) / TABLE_FILE
+    dataset, path = parts.data.dataset, _path(parts.settings)
     open_record(parts, progress)
-    made_of = _made_of(parts.settings.config, len(dataset))
-    table = _known(path, made_of, dataset)
-    if table is None:
-        table = _computed(parts, memory, path)
-        if dist.get_rank() == 0:
-            keep_file(path, packed(table, made_of), "the next run will ask the reference again")
+    table = _computed(parts, memory, path)
+    if dist.get_rank() == 0:
+        made_of = _made_of(parts.settings.config, len(dataset))
+        keep_file(path, packed(table, made_of), "the next run will ask the reference again")
     dataset.complete = table.complete
+
+
+def _path(settings: Settings) -> Path:
+    return Path(settings.output_dir) / TABLE_FILE
 
 
 def _made_of(cfg: DictConfig, pairs: int) -> dict[str, Any]:
