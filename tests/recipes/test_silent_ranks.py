@@ -17,7 +17,8 @@ from tests.recipes.running import run_command
 from tests.recipes.test_launched_endings import STARTS_S, Started, tune_run_in_a_terminal
 
 TIMEOUT_S = 8
-LONG = ("dataset.samples=4000", "use_maximum_batch_size=False", "output_dir=out", "save_every_n_steps=2")
+RUN = ("dataset.samples=320", "epochs=1", "use_maximum_batch_size=False", "output_dir=out", "save_every_n_steps=4")
+"""20 steps."""
 SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
 
 
@@ -37,7 +38,7 @@ def stop(run: Started, rank: int) -> int:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: int, tmp_path: Path) -> None:
-    with tune_run_in_a_terminal(2, tmp_path, *LONG, SILENT, "resume_from_checkpoint=auto") as run:
+    with tune_run_in_a_terminal(2, tmp_path, *RUN, SILENT, "resume_from_checkpoint=auto") as run:
         pid = stop(run, rank)
         began = time.monotonic()
         run.when(lambda: "has not answered" in run.output, TIMEOUT_S * PATIENCE)
@@ -48,7 +49,6 @@ def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: i
     assert seconds < TIMEOUT_S + PATIENCE
     tune, *command = shlex.split(told.partition("To go on: ")[2])
     assert tune == "tune"
-    shorter = ("max_steps_per_epoch=6", "epochs=1")
-    ended = run_command([str(Path(sys.executable).parent / tune), *command, *shorter], cwd=tmp_path, timeout_s=120)
+    ended = run_command([str(Path(sys.executable).parent / tune), *command], cwd=tmp_path, timeout_s=120)
     assert ended.status == 0, ended.output
     assert "resuming from" in ended.output, ended.output
