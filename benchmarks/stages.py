@@ -71,7 +71,7 @@ class Shape:
 
 
 SHAPES = (
-    Shape("short answers, wide model", "full_dpo", 512, 32, 60, 16),
+    Shape("short answers, wide model", "full_dpo", 512, 32, 72, 16),
     Shape("the same, LoRA", "lora_dpo", 512, 32, 64, 16),
     Shape("the demo's model", "full_dpo", 128, 128, 24, 16),
     Shape("long answers", "full_dpo", 128, 512, 48, 8),
