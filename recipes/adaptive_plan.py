@@ -37,6 +37,7 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
     """What fits, and advice."""
     with progress("tracing", traces(cfg), "steps") as bar:
         found = predict(cfg, settings, traced=bar.update)
+    with progress("tracing for advice", None, "steps") as bar:  # how many, only they can tell
         advice = advise(cfg, settings, found, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, found, advice))
     if settings.format == "csv":  # of which a note can be no row

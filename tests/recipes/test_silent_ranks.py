@@ -43,6 +43,8 @@ def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: i
         began = time.monotonic()
         run.when(lambda: "has not answered" in run.output, TIMEOUT_S * PATIENCE)
         seconds = time.monotonic() - began
+        noted = tmp_path / "out" / "adaptive_run.json"
+        run.when(lambda: "has not answered" in noted.read_text(encoding="utf-8"), PATIENCE)
     (told,) = re.findall(r"^error: (.*)$", run.output, re.MULTILINE)
     assert told.startswith(f"rank {rank} (pid {pid} on {os.uname().nodename}) has not answered for ")
     assert re.search(r"saved is \S+/out/step_\d+\. To go on: tune run --nproc_per_node 2 ", told), told

@@ -90,7 +90,9 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
         return
     if left.run is not None and left.run.ended == run_file.STOPPED:
         yield f"last time: {left.run.message}"
-    if condition is not Condition.FINISHED and (left.run or left.found):
+    if left.newest is None and left.found:
+        yield "begins anew with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
+    elif condition is not Condition.FINISHED and (left.run or left.found):
         yield f"goes on with: {_command(left.run)}"
 
 

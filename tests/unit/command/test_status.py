@@ -125,6 +125,17 @@ def test_a_run_that_runs_is_said_to(
     assert lock.holder(tmp_path) is None
 
 
+def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step_2").mkdir()
+    code, told = status(tmp_path, capsys)
+    assert code == BROKEN
+    assert "none of its checkpoints is complete" in told
+    assert "goes on with" not in told
+    assert "begins anew with: overwrite_output_dir=True" in told
+
+
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
 def test_a_file_about_the_run_that_cannot_be_read_is_none(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,11 @@ def _remedy(error: BaseException) -> str:
             f"the dataset's code ends the process, in {called.name} ({called.filename}, line {called.lineno}); "
             "let it raise an error there, or return"
         )
+    if isinstance(error, KeyError):
+        return (
+            "repair it; or, if the dataset calls its columns otherwise, say so in dataset.column_map; "
+            "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
+        )
     return "repair it or leave it out; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.memory.device import RngState
 from torchtune_adaptive.tune.parts.checkpoints.sources import RANDOM_FILE
+from torchtune_adaptive.wording import count_of
 
 RandomState = dict[str, Any]
 
@@ -36,7 +37,7 @@ def restore_random_state(folder: Path) -> str | None:
         return "the checkpoint has no state of the random generators"
     states = torch.load(path, weights_only=True)
     if len(states) != dist.get_world_size():
-        return f"the checkpoint has the random generators of {len(states)} ranks"
+        return f"the checkpoint has the random generators of {count_of(len(states), 'rank')}"
     _restore(states[dist.get_rank()])
     return None
 

@@ -37,6 +37,7 @@ from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
+from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +87,8 @@ class Checkpoints:
     def make_room(self) -> None:
         """On rank 0: removes another run's checkpoints, once nothing but training itself can fail any more."""
         if self._start.overwrites and dist.get_rank() == 0:
-            logger.warning(
-                "overwrite_output_dir: %d checkpoints in %s are removed", self._start.overwrites, self._directory
-            )
+            removed = count_of(self._start.overwrites, "checkpoint")
+            logger.warning("overwrite_output_dir: %s in %s removed", removed, self._directory)
             folders.remove_all(self._directory)
 
     def load(self) -> State:
