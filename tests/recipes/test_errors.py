@@ -37,7 +37,8 @@ def message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Start:
 
 def assert_says(text: str, *parts: str) -> None:
     assert [part for part in parts if part not in text] == [], text
-    assert "\n" not in text
+    lines = text.split("\n")  # one for each wrong value
+    assert lines == list(dict.fromkeys(filter(None, lines))), text
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,18 @@ SEARCHED = (
     "fsdp_cpu_offload",
     "fsdp_reshard_after_forward",
     "tensor_parallel_dim",
-    "data_parallel_replicate_dim",
-    "data_parallel_shard_dim",
 )
 """Keys of the config that change what a microbatch needs."""
-SEARCHED_FOR_PPO = ("policy_model", "reward_and_value_model", "max_generated_tokens", "temperature", "top_k")
-"""The same, where a config has them."""
+SEARCHED_WHERE_GIVEN = (
+    "data_parallel_replicate_dim",
+    "data_parallel_shard_dim",
+    "policy_model",
+    "reward_and_value_model",
+    "max_generated_tokens",
+    "temperature",
+    "top_k",
+)
+"""The same, where a config has them: without them it is as it was before they were known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +249,7 @@ def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Ma
     """Collective: all that the answer depends on."""
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     on_gpu = str(cfg.device).startswith("cuda")
-    keys = (*SEARCHED, *(key for key in SEARCHED_FOR_PPO if key in cfg))
+    keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
     return {
         **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in keys},  # type: ignore[index, call-overload]
         **options,
