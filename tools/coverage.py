@@ -17,7 +17,7 @@ import torch
 import torchtune
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive import AdaptiveError
 from torchtune_adaptive.prediction import Budget, limit_bytes
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.keys import PlanSettings
