@@ -1,8 +1,8 @@
-"""Ends a run between two epochs, as a user's job queue would, and tells how it goes on."""
+"""Ends a run between two epochs, or in a step, as a user's job queue would, and tells how it goes on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -55,6 +55,26 @@ def stopped_before(epoch: int) -> Iterator[None]:
             process_group.leave()
         else:
             raise AssertionError(f"the run ended before epoch {epoch}")
+
+
+def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
+    """Collective: a recipe of ours that is set up to its end, or until this runner would run this step."""
+    run = runner.run
+
+    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+        if step == stop_before:
+            raise _Stopped
+        return run(samples, step=step, **options)
+
+    runner.run = run_or_stop
+    try:
+        recipe.train()
+        recipe.cleanup()
+    except _Stopped:
+        recipe._checkpoints._settle_background()
+        process_group.leave()
+    else:
+        assert stop_before is None
 
 
 def to_resume(kind: str, epoch: int, *, asynchronous: bool = False) -> list[str]:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -73,13 +73,19 @@ class Started:
 
 @contextmanager
 def tune_run_in_a_terminal(ranks: int | None, folder: Path, *overrides: str) -> Iterator[Started]:
-    tune = str(Path(sys.executable).parent / "tune")
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    with in_a_terminal(folder, [*launcher, FULL, "--config", "adaptive/demo/full", *overrides]) as started:
+        yield started
+
+
+@contextmanager
+def in_a_terminal(folder: Path, arguments: Sequence[str], **variables: str) -> Iterator[Started]:
+    """`tune run`, with these variables besides those of every test."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
-        [tune, "run", *launcher, FULL, "--config", "adaptive/demo/full", *overrides],
+        [str(Path(sys.executable).parent / "tune"), "run", *arguments],
         cwd=folder,
-        env={**environment(), COMMAND_MARK: mark},
+        env={**environment(), COMMAND_MARK: mark, **variables},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,9 @@ import torch
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.rollouts import load_ppo, ppo_config, run_ppo, saved
+from tests.recipes.stopping import train_until
 from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
 RELATIVE = 1e-5
@@ -35,10 +34,6 @@ STOPS = (2, 4)
 RESUMED = ("save_every_n_steps=3", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "shuffle=True")
 
 
-class Stopped(Exception):
-    pass
-
-
 def train_failing(folder: Path, port: int) -> None:
     """Collective: in each iteration another stage runs out of memory, on one rank or the other."""
     os.environ["MASTER_PORT"] = str(port)
@@ -52,26 +47,12 @@ def train_failing(folder: Path, port: int) -> None:
     recipe.cleanup()
 
 
-def train_until(folder: Path, stop_at: int | None, port: int) -> None:
+def train_and_stop(folder: Path, stop_at: int | None, port: int) -> None:
     """Collective: to the end, or until the value model has been trained in this iteration."""
     os.environ["MASTER_PORT"] = str(port)
     recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED))
     recipe.setup()
-    run = recipe.stages.runners[TRAIN_POLICY].run
-
-    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
-        if step == stop_at:
-            raise Stopped
-        return run(samples, step=step, **options)
-
-    recipe.stages.runners[TRAIN_POLICY].run = run_or_stop
-    try:
-        recipe.train()
-        recipe.cleanup()
-    except Stopped:
-        process_group.leave()
-    else:
-        assert stop_at is None
+    train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
 
 
 def run_all(folder: Path, ports: list[int]) -> None:
@@ -83,7 +64,7 @@ def run_all(folder: Path, ports: list[int]) -> None:
             run_ppo(ppo_config(folder / case, *ON_TWO, *overrides), next(free))
     for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
         for stop in stops:
-            train_until(folder / case, stop, next(free))
+            train_and_stop(folder / case, stop, next(free))
 
 
 def run_alone(folder: Path, ports: list[int]) -> None:

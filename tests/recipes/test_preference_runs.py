@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,8 @@ import torch
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights, tune_run
+from tests.recipes.stopping import train_until
 from torchtune_adaptive.record.events import EVENTS_FILE
-from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 
 RELATIVE = 5e-5
@@ -61,29 +60,11 @@ def grow(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 1 else 0
 
 
-class Stopped(Exception):
-    pass
-
-
-def train_until(kind: str, cfg: Any, stop_at: int | None) -> None:
+def train_and_stop(kind: str, cfg: Any, stop_at: int | None) -> None:
     """Collective: our recipe to its end, or until the reference has been asked in this step."""
     recipe = load_ours(kind)(cfg)
     recipe.setup()
-    run = recipe.stages.policy.run
-
-    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
-        if step == stop_at:
-            raise Stopped
-        return run(samples, step=step, **options)
-
-    recipe.stages.policy.run = run_or_stop
-    try:
-        recipe.train()
-        recipe.cleanup()
-    except Stopped:
-        process_group.leave()
-    else:
-        assert stop_at is None
+    train_until(recipe, recipe.stages.policy, stop_at)
 
 
 def run_all(kind: str, folder: Path, ports: list[int]) -> None:
@@ -94,7 +75,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> None:
     for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
         for stop in stops:
             os.environ["MASTER_PORT"] = str(next(free))
-            train_until(kind, demo_config(kind, folder / case, *RESUMED), stop)
+            train_and_stop(kind, demo_config(kind, folder / case, *RESUMED), stop)
 
 
 @pytest.fixture(scope="module", params=["full_dpo", "lora_dpo"])

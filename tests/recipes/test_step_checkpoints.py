@@ -16,6 +16,7 @@ import torch.distributed as dist
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, load_ours
+from tests.recipes.stopping import train_until
 from torchtune_adaptive.errors import RunFinished
 from torchtune_adaptive.tune.parts import process_group
 
@@ -50,32 +51,13 @@ def grow(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 1 else 0
 
 
-class Stopped(Exception):
-    pass
-
-
 def train(kind: str, cfg: Any, stop_before: int | None = None, watch: Callable[[Any], None] | None = None) -> None:
     """Collective: our recipe to its end, or until it would train this step."""
     recipe = load_ours(kind)(cfg)
     recipe.setup()
     if watch is not None:
         watch(recipe)
-    run = recipe.runner.run
-
-    def run_or_stop(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
-        if step == stop_before:
-            raise Stopped
-        return run(samples, step=step, **options)
-
-    recipe.runner.run = run_or_stop
-    try:
-        recipe.train()
-        recipe.cleanup()
-    except Stopped:
-        recipe._checkpoints._settle_background()
-        process_group.leave()
-    else:
-        assert stop_before is None
+    train_until(recipe, recipe.runner, stop_before)
 
 
 def run_kind(name: str, folder: Path, ports: list[int]) -> None:

@@ -35,9 +35,9 @@ class Pace:
         return max(0.0, 1 - waited / passed) if passed else 1.0
 
     def tell(self, step: int, shares: Sequence[float]) -> None:
-        """Logs who holds the others up, after a step with these shares of all ranks."""
-        slow = self.after_step(shares)
-        if slow is not None and rank() == 0:
+        """Logs on rank 0 who holds the others up, after a step with these shares of all ranks."""
+        slow = self.after_step(shares) if rank() == 0 else None
+        if slow is not None:
             logger.warning("step %d: %s", step, slow)
 
     def after_step(self, shares: Sequence[float]) -> str | None:

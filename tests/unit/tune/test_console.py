@@ -25,6 +25,7 @@ def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
     logger = logging.getLogger(console.OURS)
     before, propagates = list(logger.handlers), logger.propagate
     logger.handlers.clear()
+    logger.propagate = True  # pytest listens at each logger that does not
     yield logger
     logger.handlers[:], logger.propagate = before, propagates
 

@@ -31,7 +31,6 @@ from torchtune_adaptive.tune.rl.rollouts import (
     COUNTS,
     LOG_PROBS,
     RETURNS,
-    SCORE,
     VALUED,
     VALUES,
     Rollout,
@@ -165,10 +164,6 @@ class TrainValue:
         loss = value_sum(values, before, returns, valued, self.loss.value_clip_range)
         (loss * self.loss.value_coeff).backward()
         return Totals(loss.detach(), int(found_of(rollouts, VALUED).sum()))
-
-
-def score_pass(model: nn.Module, score: AnswerScorer) -> Ask:
-    return Ask(model=model, ask=score.scores, name=SCORE)
 
 
 def _nothing(tokens: int, device: torch.device) -> Totals:

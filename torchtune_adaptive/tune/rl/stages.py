@@ -26,8 +26,8 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.microbatch import recovers
 from torchtune_adaptive.tune.rl.models import Models
-from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, Pass, TrainPolicy, TrainValue, score_pass
-from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, VALUES, Rollout
+from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, Pass, TrainPolicy, TrainValue
+from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -194,7 +194,7 @@ def build_stages(
         FORWARD[0]: (models.policy, Ask(model=models.policy, ask=score.log_probs, name=LOG_PROBS)),
         FORWARD[1]: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE)),
         FORWARD[2]: (models.value, Ask(model=models.value, ask=score.values, name=VALUES)),
-        FORWARD[3]: (models.reward, score_pass(models.reward, score)),
+        FORWARD[3]: (models.reward, Ask(model=models.reward, ask=score.scores, name=SCORE)),
         TRAIN_VALUE: (models.value, TrainValue(model=models.value, score=score, loss=loss)),
         TRAIN_POLICY: (models.policy, TrainPolicy(model=models.policy, score=score, loss=loss)),
     }
