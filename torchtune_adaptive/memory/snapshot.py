@@ -15,7 +15,7 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.memory.device import RngState, plain_tensors
+from torchtune_adaptive.memory.device import RngState, plain_tensors, wraps_tensors
 
 
 @contextmanager
@@ -73,6 +73,22 @@ def _to_host(tensor: Tensor) -> Tensor:
     host: Tensor = torch.empty(0, dtype=tensor.dtype, device="cpu")
     host.set_(storage, 0, tensor.shape)  # type: ignore[call-overload]
     return host.copy_(tensor.detach())
+
+
+def copied_to_host(tensor: Tensor) -> Tensor:
+    """A copy of the same type, say a DTensor of quantized shards, whose every part is on the host.
+
+    Copying such a tensor deeply, as torch does where it stages a state, copies it twice, and its mesh with it.
+    """
+    if not wraps_tensors(type(tensor)):
+        return _to_host(tensor)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: getattr(tensor, name) for name in names}
+    copies = {name: copied_to_host(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+    whole: Tensor = type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
+        copies, context, tensor.size(), tensor.stride()
+    )
+    return whole
 
 
 class _OptimizerState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Callable
@@ -10,12 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
+from torch.utils._pytree import tree_map
 
 from torchtune_adaptive.comm.collectives import aside
+from torchtune_adaptive.memory.snapshot import copied_to_host
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState
 
@@ -47,7 +52,7 @@ class BackgroundSave:
         began = time.perf_counter()
         # one file for each thread: a file for each tensor would be hundreds to sync, and to sum up
         writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=THREADS, sync_files=True)
-        future = async_save(state, storage_writer=writer, process_group=self.group)
+        future = async_save(state, storage_writer=writer, process_group=self.group, async_stager=OneCopy())
         assert isinstance(future, Future)
         future.add_done_callback(partial(self._finish, finished, began))
 
@@ -68,3 +73,15 @@ class BackgroundSave:
         finally:
             self.seconds = time.perf_counter() - began
             self._ended.set()
+
+
+class OneCopy(BlockingAsyncStager):
+    """Training stands still for one copy of its state, not for the two or three of torch's own stager."""
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        staged: dict[str, Any] = tree_map(_copied, state_dict)
+        return staged
+
+
+def _copied(value: Any) -> Any:
+    return copied_to_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
 import os
@@ -58,6 +59,7 @@ def quiet_torchtune() -> Iterator[None]:
         talker.setLevel(level)
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("torchtune-adaptive", "torch", "torchtune", "torchao")}
 

@@ -1,0 +1,98 @@
+"""What a save that goes on beside training takes with it, and what that costs the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchao.optim import AdamW8bit
+
+from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.tune.parts.checkpoints.background import OneCopy
+
+COPIES = ("copy_", "clone", "_to_copy")
+
+
+class Copied(TorchDispatchMode):
+    """The bytes that are copied while it is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in COPIES:
+            self.bytes += args[0].numel() * args[0].element_size()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def trained(optimizer_type: type[torch.optim.Optimizer]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(64, 128)
+    fully_shard(model)
+    optimizer = optimizer_type(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "seen": [3]}
+
+
+def flat(state: object) -> list[Tensor]:
+    leaves = torch.utils._pytree.tree_leaves(state)
+    return [plain for leaf in leaves if isinstance(leaf, Tensor) for plain in plain_tensors(leaf)]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, AdamW8bit])
+def test_what_is_saved_is_the_state_before_training_goes_on(optimizer_type: type[torch.optim.Optimizer]) -> None:
+    model, optimizer = trained(optimizer_type)
+    state = of(model, optimizer)
+    staged = OneCopy().stage(state)
+    before = [plain.clone() for plain in flat(staged)]
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    state["seen"].append(4)
+    assert staged["seen"] == [3]
+    assert not torch.equal(flat(state)[0], before[0])
+    for kept, was in zip(flat(staged), before, strict=True):
+        assert torch.equal(kept, was)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, AdamW8bit])
+def test_types_and_places_stay(optimizer_type: type[torch.optim.Optimizer]) -> None:
+    state = of(*trained(optimizer_type))
+    staged = OneCopy().stage(state)
+    weight, copied = state["model"]["weight"], staged["model"]["weight"]
+    assert isinstance(copied, DTensor)
+    assert (copied.placements, copied.device_mesh) == (weight.placements, weight.device_mesh)
+    kinds = [
+        [type(each) for each in torch.utils._pytree.tree_leaves(of_one["optimizer"]["state"])]
+        for of_one in (state, staged)
+    ]
+    assert kinds[0] == kinds[1]
+    assert all(torch.equal(one, other) for one, other in zip(flat(state), flat(staged), strict=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_training_stands_still_for_one_copy_of_its_state() -> None:
+    state = of(*trained(torch.optim.AdamW))
+    with Copied() as copied:
+        OneCopy().stage(state)
+    assert copied.bytes == sum(plain.numel() * plain.element_size() for plain in flat(state))
