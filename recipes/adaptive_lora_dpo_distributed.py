@@ -21,7 +21,7 @@ from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.data import build_pairs
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.model import build_lora_model
-from torchtune_adaptive.tune.parts.optimization import build_optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
 from torchtune_adaptive.tune.parts.preference import PAIRS, build_preference_loss, build_stages
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.run.journal import RunJournal

@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_step_runner
 from torchtune_adaptive.tune.parts.model import build_lora_model
-from torchtune_adaptive.tune.parts.optimization import build_optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch

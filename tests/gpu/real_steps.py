@@ -35,7 +35,7 @@ from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
-from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint
 from torchtune_adaptive.tune.plan.recipes import is_lora

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchao.optim import AdamW8bit
 
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
@@ -34,10 +35,13 @@ RUN = (
 )
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1", "batch_size=8")
 GROWING = ("batch_increase_function=tests.recipes.test_step_checkpoints.grow", "adaptive.max_batch_size=8")
+EIGHT_BIT = ("optimizer._component_=tests.recipes.test_step_checkpoints.eight_bit",)
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "full": ("full", ("model.attn_dropout=0.1",)),
     "full-tokens": ("full", ("adaptive.token_budget=1024", "model.attn_dropout=0.1")),
     "full-async": ("full", ("enable_async_checkpointing=True",)),
+    "full-8-bit": ("full", EIGHT_BIT),
+    "full-async-8-bit": ("full", ("enable_async_checkpointing=True", *EIGHT_BIT)),
     "full-in-backward": ("full", IN_BACKWARD),
     "full-growing": ("full", GROWING),
     "lora": ("lora", ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
@@ -49,6 +53,11 @@ STOPS = (2, 4, 5, 6)
 
 def grow(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 1 else 0
+
+
+def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) -> torch.optim.Optimizer:
+    torch.compiler.set_stance("force_eager")  # torchao compiles its step, which takes longer than all of these
+    return AdamW8bit(parameters, lr=lr)
 
 
 def train(kind: str, cfg: Any, stop_before: int | None = None, watch: Callable[[Any], None] | None = None) -> None:

@@ -46,11 +46,20 @@ ROOMS: dict[str, set[str]] = {
     },
     "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
     "tune/parts/unpadded": {"tune/start", "comm"},
-    "tune/parts/checkpoints": {"tune/start", "tune/parts", "schedules", "memory", "comm.collectives"},
+    "tune/parts/optimization": {"tune/start", "memory"},
+    "tune/parts/checkpoints": {
+        "tune/start",
+        "tune/parts",
+        "tune/parts/optimization",
+        "schedules",
+        "memory",
+        "comm.collectives",
+    },
     "tune/run": {
         "tune.console",
         "tune/start",
         "tune/parts",
+        "tune/parts/optimization",
         "tune/parts/checkpoints",
         "limits",
         "schedules",
@@ -64,6 +73,7 @@ ROOMS: dict[str, set[str]] = {
     "tune/rl": {
         "tune/start",
         "tune/parts",
+        "tune/parts/optimization",
         "tune/parts/checkpoints",
         "tune/run",
         "limits",
@@ -77,6 +87,7 @@ ROOMS: dict[str, set[str]] = {
     "tune/plan": {
         "tune/start",
         "tune/parts",
+        "tune/parts/optimization",
         "tune/parts/unpadded",
         "record/charts",
         "limits",

@@ -31,7 +31,7 @@ from torchtune_adaptive.tune.parts.model import (
     drop_nothing,
     phase_boundaries,
 )
-from torchtune_adaptive.tune.parts.optimization import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.preference import (
     KEPT,
     PAIRS,

@@ -24,7 +24,7 @@ from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,

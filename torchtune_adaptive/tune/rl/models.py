@@ -22,7 +22,8 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
-from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
+from torchtune_adaptive.tune.parts.optimization.state import load_state
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
@@ -125,7 +126,7 @@ def build_ppo_optimization(
     max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
     optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, models, optimizer, max_norm))
     if state := checkpoint.get(training.OPT_KEY):
-        training.load_from_full_optimizer_state_dict(trained, optimizer, state, device)
+        load_state(trained, optimizer, state, device)
     return optimization
 
 

@@ -38,7 +38,7 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
-from torchtune_adaptive.tune.parts.optimization import Optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.static import predicted_rows
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtune import training
 from torchtune.modules import peft
-from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.tune.start.settings import LoraSettings
@@ -79,17 +78,6 @@ class LoraContents:
             "target_modules": peft.get_lora_module_names(*modules),
             "peft_type": "LORA",
         }
-
-
-def optimizer_state(model: nn.Module, optimizer: Any, device: torch.device) -> State:
-    """Collective: the whole state, on rank 0; of an optimizer for each parameter, by its name."""
-    first = dist.get_rank() == 0
-    if not isinstance(optimizer, OptimizerInBackwardWrapper):
-        return training.get_full_optimizer_state_dict(model, optimizer, first, device=device)  # type: ignore[no-any-return]
-    return {
-        name: training.get_full_optimizer_state_dict(model, one_of_many, first, device=device)
-        for name, one_of_many in optimizer.optim_map.items()
-    }
 
 
 def weights_are_finite(model: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from torchtune_adaptive.errors import CheckpointError, NotLearningError, RunStop
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished
-from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, optimizer_state, weights_are_finite
+from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, weights_are_finite
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
@@ -35,6 +35,7 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
 )
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
+from torchtune_adaptive.tune.parts.optimization.state import gather_state
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 from torchtune_adaptive.wording import count_of
@@ -141,7 +142,7 @@ class Checkpoints:
         with self._naming(name):
             random_states = gather_random_state()
             manifest = self._manifest(progress, distributed=False)
-            optimizer_part = {training.OPT_KEY: optimizer_state(model, optimizer, self._device)}
+            optimizer_part = {training.OPT_KEY: gather_state(model, optimizer, self._device)}
             weights = self._contents.weights(model, self._device)
         if dist.get_rank() == 0:
             problem = self._write(name, {**weights, **state, **optimizer_part}, manifest, random_states or [])

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.optimization.state import load_state
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -94,7 +95,7 @@ def build_optimization(settings: Settings, model: nn.Module, checkpoint: State, 
     max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
     optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, model, optimizer, max_norm))
     if state:
-        training.load_from_full_optimizer_state_dict(model, optimizer, state, device)
+        load_state(model, optimizer, state, device)
     return optimization
 
 
@@ -156,5 +157,5 @@ def _in_backward(
                 f"optimizer_in_bwd is True, but the checkpoint's optimizer state ({name!r}) was not saved that way: "
                 "resume with the optimizer_in_bwd of the run that saved it"
             )
-        training.load_from_full_optimizer_state_dict(model, wrapper.optim_map[name], state, device)
+        load_state(model, wrapper.optim_map[name], state, device)
     return optimization

@@ -1,0 +1,119 @@
+"""Optimizer state in few bits: saved by some ranks, and gone on with by as many or others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
+
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.memory.device import plain_tensors, wraps_tensors
+from torchtune_adaptive.tune.parts.optimization.state import SHARDS, gather_state, load_state
+
+CPU = torch.device("cpu")
+OPTIMIZERS = {"8 bits": AdamW8bit, "4 bits": AdamW4bit, "8 bits, floating": AdamWFp8}
+ERRORS = {"8 bits": 0.02, "4 bits": 0.3, "8 bits, floating": 0.1}
+"""By how much of its largest value a moment changes when it is cut into other blocks."""
+SIZES = ((64, 384), (384, 131), (131, 5))
+"""Layers that 2 and 3 ranks share evenly, unevenly, and in shards that are too small for blocks."""
+
+
+def trained(kind: str, replicas: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Collective: after a step, the same on every number of ranks."""
+    torch.manual_seed(0)
+    torch.compiler.set_stance("force_eager")
+    model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
+    ranks = dist.get_world_size()
+    shape, names = ((ranks,), ("shard",)) if replicas == 1 else ((replicas, ranks // replicas), ("replicate", "shard"))
+    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model(torch.linspace(-1, 1, 128).view(2, 64)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Of this rank."""
+    return [each for state in optimizer.state.values() for key, each in state.items() if key != "step"]
+
+
+def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [plain.clone() for moment in moments(optimizer) for plain in plain_tensors(moment)]
+
+
+def save(kind: str, path: Path, replicas: int = 1) -> set[bool]:
+    """Collective: saves, and trains on. Whether shards of this rank are in few bits."""
+    model, optimizer = trained(kind, replicas)
+    state = gather_state(model, optimizer, CPU)
+    if dist.get_rank() == 0:
+        torch.save(state, path)
+    assert len(moments(optimizer)) == 2 * 2 * len(SIZES)
+    step(model, optimizer)
+    return {wraps_tensors(type(local_of(moment))) for moment in moments(optimizer)}
+
+
+def local_of(moment: Any) -> Tensor:
+    return moment.to_local() if isinstance(moment, DTensor) else moment
+
+
+def load_anew(kind: str, path: Path, replicas: int = 1) -> tuple[bool, float]:
+    """Collective: a new optimizer with what was saved: whether it has the bits of one that trained as far; else by
+    how much the whole moments differ, of the largest.
+    """
+    model, expected = trained(kind, replicas)
+    optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
+    load_state(model, optimizer, torch.load(path, weights_only=True), CPU)
+    same = all(torch.equal(one, other) for one, other in zip(bits(optimizer), bits(expected), strict=True))
+    apart = 0.0
+    for one, other in zip(moments(optimizer), moments(expected), strict=True):
+        found, wanted = in_full(local_of(one)), in_full(local_of(other))
+        if found.numel():
+            apart = max(apart, float((found - wanted).abs().max() / wanted.abs().max().clamp(min=1e-12)))
+    step(model, optimizer)
+    return same, apart
+
+
+def in_full(local: Any) -> Tensor:
+    return local.dequantize() if wraps_tensors(type(local)) else local
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_as_many_ranks_go_on_with_the_same_bits_and_others_with_the_same_values(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
+    quantized = run_on_ranks(ranks, save, kind, tmp_path / "state.pt", timeout_s=120)
+    assert {True, False} == set().union(*quantized)
+    assert all(same for same, _ in run_on_ranks(ranks, load_anew, kind, tmp_path / "state.pt", timeout_s=120))
+    for others in {1, 2, 3} - {ranks}:
+        for _, apart in run_on_ranks(others, load_anew, kind, tmp_path / "state.pt", timeout_s=120):
+            assert apart < ERRORS[kind], others
+
+
+def test_what_one_process_has_saved_is_shared_out(tmp_path: Path) -> None:
+    run_on_ranks(1, save, "8 bits", tmp_path / "state.pt", timeout_s=120)
+    [(same, _)] = run_on_ranks(1, load_anew, "8 bits", tmp_path / "state.pt", timeout_s=120)
+    assert same
+    for _, apart in run_on_ranks(2, load_anew, "8 bits", tmp_path / "state.pt", timeout_s=120):
+        assert apart < ERRORS["8 bits"]
+
+
+def test_of_replicas_one_is_saved(tmp_path: Path) -> None:
+    run_on_ranks(4, save, "8 bits", tmp_path / "state.pt", 2, timeout_s=120)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
+    shards = state["0.weight"]["exp_avg"][SHARDS]
+    assert [tuple(shard.shape) for shard in shards] == [(192, 64), (192, 64)]
+    assert all(same for same, _ in run_on_ranks(4, load_anew, "8 bits", tmp_path / "state.pt", 2, timeout_s=120))

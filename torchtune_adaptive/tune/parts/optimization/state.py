@@ -1,0 +1,161 @@
+"""An optimizer's state, whole on rank 0 to be saved, and shared out again.
+
+torch gathers and distributes it, but not what torchao keeps in few bits: such a tensor is cut into blocks, which need
+not end where a shard does, and a rank whose shard is too small for them keeps plain numbers. So its shards are saved as
+they are. As many ranks go on with the same bits; another number of ranks with the same values, cut into other blocks.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torchtune import training
+from torchtune.training.memory import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.memory.device import wraps_tensors
+from torchtune_adaptive.memory.snapshot import copied_to_host
+
+State: TypeAlias = dict[str, Any]
+Entry: TypeAlias = tuple[str, str]
+"""The name of a parameter, and what of it is kept."""
+
+SHARDS = "adaptive_shards"
+"""Key of a list of shards, in the place of a tensor."""
+
+
+def gather_state(model: nn.Module, optimizer: Any, device: torch.device) -> State:
+    """Collective: the whole state, on rank 0; of an optimizer for each parameter, by its name."""
+    if isinstance(optimizer, OptimizerInBackwardWrapper):
+        return {name: _gathered(model, one_of_many, device) for name, one_of_many in optimizer.optim_map.items()}
+    return _gathered(model, optimizer, device)
+
+
+def load_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], device: torch.device) -> None:
+    """Collective: shares a whole state out into the optimizer."""
+    plain, in_shards = _told_apart(state)
+    training.load_from_full_optimizer_state_dict(model, optimizer, plain, device)
+    if not in_shards:
+        return
+    loaded = _entries(model, optimizer)
+    for entry, shards in in_shards.items():
+        _fill(loaded[entry], shards)
+
+
+def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
+    first = dist.get_rank() == 0
+    quantized = _quantized(model, optimizer)
+    with _set_aside(optimizer, quantized.values()):
+        whole: State = training.get_full_optimizer_state_dict(model, optimizer, first, device=device)
+    for (name, key), tensor in quantized.items():
+        shards = _shards_on_rank_0(tensor)
+        if first:
+            whole["state"][name][key] = {SHARDS: shards}
+    return whole
+
+
+def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[Entry, DTensor]:
+    """Collective: what any rank keeps in few bits, in the same order on all."""
+    if dist.get_world_size() == 1:
+        return {}
+    sharded = {entry: each for entry, each in _entries(model, optimizer).items() if isinstance(each, DTensor)}
+    mine = [entry for entry, each in sharded.items() if wraps_tensors(type(each.to_local()))]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, mine)
+    return {entry: sharded[entry] for entry in sorted({entry for entries in told for entry in entries})}
+
+
+def _entries(model: nn.Module, optimizer: Optimizer) -> dict[Entry, Tensor]:
+    """The optimizer's own tensors, by names that do not depend on how the model is wrapped."""
+    states: Any = get_optimizer_state_dict(model, optimizer)["state"]
+    return {
+        (name, key): each for name, state in states.items() for key, each in state.items() if isinstance(each, Tensor)
+    }
+
+
+@contextmanager
+def _set_aside(optimizer: Optimizer, tensors: Collection[Tensor]) -> Iterator[None]:
+    """An optimizer without these tensors."""
+    ids = {id(tensor) for tensor in tensors}
+    held = [(state, key, each) for state in optimizer.state.values() for key, each in state.items() if id(each) in ids]
+    for state, key, _ in held:
+        del state[key]
+    try:
+        yield
+    finally:
+        for state, key, each in held:
+            state[key] = each
+
+
+def _shards_on_rank_0(tensor: DTensor) -> list[Tensor]:
+    """Collective: on rank 0 the shards in their order, of one replica; nothing elsewhere."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    placed = zip(coordinate, tensor.placements, strict=True)
+    is_first_replica = not any(at for at, placement in placed if placement.is_replicate())
+    mine = _in_bytes(copied_to_host(tensor.to_local())) if is_first_replica else None
+    told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, told)
+    return [torch.load(io.BytesIO(each), weights_only=True) for each in told or [] if each is not None]
+
+
+def _in_bytes(tensor: Tensor) -> bytes:
+    file = io.BytesIO()  # pickle alone has no word for numbers of 8 bits
+    torch.save(tensor, file)
+    return file.getvalue()
+
+
+def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Entry, list[Tensor]]]:
+    """A state without what is in shards, or would have to be cut into some; and that."""
+    in_shards: dict[Entry, list[Tensor]] = {}
+    plain: dict[str, State] = {}
+    if not isinstance(state.get("state"), Mapping):
+        return state, in_shards  # told by its name where it is loaded
+    for name, kept in state["state"].items():
+        plain[name] = {}
+        for key, value in kept.items():
+            if isinstance(value, Mapping) and SHARDS in value:
+                in_shards[name, key] = value[SHARDS]
+            elif wraps_tensors(type(value)):
+                in_shards[name, key] = [value]
+            else:
+                plain[name][key] = value
+    return {**state, "state": plain}, in_shards
+
+
+@torch.no_grad()
+def _fill(target: Tensor, shards: Sequence[Tensor]) -> None:
+    """This rank's part of a tensor, which is there, from all shards of it."""
+    local = target.to_local() if isinstance(target, DTensor) else target
+    if not local.numel():
+        return
+    first_row = _first_row(target) if isinstance(target, DTensor) else 0
+    begins = 0
+    for shard in shards:
+        if begins == first_row and shard.shape == local.shape:
+            local.copy_(shard)
+            return
+        begins += len(shard)
+    rows = torch.cat(list(_in_full(shards)))
+    local.copy_(rows[first_row : first_row + len(local)])
+
+
+def _first_row(tensor: DTensor) -> int:
+    """Where this rank's shard begins: FSDP gives each rank as many rows, and the last ones what is left."""
+    [(dimension, _)] = [
+        (dimension, placement) for dimension, placement in enumerate(tensor.placements) if placement.is_shard(0)
+    ]
+    each = -(-len(tensor) // tensor.device_mesh.size(dimension))
+    return each * tensor.device_mesh.get_local_rank(dimension)
+
+
+def _in_full(shards: Iterable[Any]) -> Iterator[Tensor]:
+    return (shard.dequantize() if wraps_tensors(type(shard)) else shard for shard in shards)
