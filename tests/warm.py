@@ -14,9 +14,12 @@ for name in (
     "pytest",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "tests.commands",
     "tests.distributed.models",
     "tests.recipes.recording",
     "tests.recipes.running",
+    "torch.distributed.run",
+    "torchtune._cli.tune",
     "torchtune_adaptive.testing",
     *(path.stem for path in (ROOT / "recipes").glob("*.py")),
 ):

@@ -1,52 +1,47 @@
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import PATIENCE
+from tests.commands import run_here
 
 ROOT = Path(__file__).parents[2]
 
 
-def output_of(example: str) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", f"examples/{example}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    run = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120 * PATIENCE
-    )
-    assert run.returncode == 0, run.stderr
-    return run
+def output_of(example: str) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = run_here([*launcher, f"examples/{example}"], cwd=ROOT, timeout_s=120)
+    assert run.status == 0, run.output
+    return run.output
 
 
 def test_the_plain_fsdp2_example_trains_on_with_less_memory_on_one_rank():
-    run = output_of("plain_fsdp2.py")
-    assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", run.stderr)
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    output = output_of("plain_fsdp2.py")
+    assert re.search(r"step 1: out of memory on rank 1 .*microbatch 16 -> 8 rows, step repeated", output)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert len(losses) == 8
     assert losses[-1] < losses[0]
 
 
 def test_the_batch_size_example_trains_with_what_it_found():
-    run = output_of("find_batch_size.py")
-    assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", run.stdout)
-    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", run.stdout, re.MULTILINE)
-    assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", run.stdout) == ["1", "2", "3"]
+    output = output_of("find_batch_size.py")
+    assert re.search(r"batch search · linear · 64 tokens · budget 23\.8 MiB a rank", output)
+    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", output, re.MULTILINE)
+    assert re.findall(r"step (\d): .*, 8 rows, out of memory 0 times", output) == ["1", "2", "3"]
 
 
 def test_the_hugging_face_example_finds_its_size_and_survives_the_fault_that_it_asks_for():
     pytest.importorskip("transformers")
-    run = output_of("transformers_fsdp2.py")
-    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", run.stdout, re.MULTILINE)
-    assert re.findall(r"out of memory on .*", run.stderr) == [
+    output = output_of("transformers_fsdp2.py")
+    assert re.search(r"^  8 .*<- chosen \(.* fit, rounded down to a power of two\)$", output, re.MULTILINE)
+    assert re.findall(r"out of memory on .*", output) == [
         "out of memory on rank 1 (longest sample 62 tokens): microbatch 8 -> 4 rows, step repeated"
     ]
-    assert re.findall(r"step (\d): .* at most (\d) rows, recoveries: (\d)", run.stdout) == [
+    assert re.findall(r"step (\d): .* at most (\d) rows, recoveries: (\d)", output) == [
         (str(step), "8" if step < 3 else "4", str(int(step == 3))) for step in range(1, 7)
     ]
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", run.stdout)]
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
     assert losses == sorted(losses, reverse=True)
 
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.commands import tune_run_here
 from tests.recipes.running import STOCK, Finished, run_command, tune_run
 
 ROOT = Path(__file__).parents[2]
@@ -76,7 +77,7 @@ def test_the_readme_begins_with_lines_that_its_command_prints(tmp_path: Path) ->
     command, block = re.findall(r"^    \$ tune run (.+)\n\n((?:    .+\n)+)", text, re.MULTILINE)[0]
     launcher, number, recipe, *config = command.split()
     assert (launcher, number) == ("--nproc_per_node", "2")
-    ended = tune_run(recipe, *config, "epochs=1", ranks=2, cwd=tmp_path, timeout_s=180)
+    ended = tune_run_here(recipe, *config, "epochs=1", ranks=2, cwd=tmp_path, timeout_s=180)
     block = block.replace("2 epochs", "1 epoch")
     *printed, last = [re.sub(r"\d\.\d s ", "", line).strip() for line in block.splitlines()]
     seen = [re.sub(r"\d\.\d s ", "", line).strip() for line in ended.output.splitlines()]

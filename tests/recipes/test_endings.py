@@ -12,10 +12,11 @@ import pytest
 import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
+from tests.commands import tune_run_here
 from tests.distributed.kinds import as_dtensor_does
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
-from tests.recipes.running import Finished, demo_config, run_ours, start_here, tune_run
+from tests.recipes.running import Finished, demo_config, run_ours, start_here
 from torchtune_adaptive.demo.dataset import DemoDataset
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
@@ -178,7 +179,7 @@ def test_a_gradient_that_is_nan_stops_too() -> None:
 def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
     config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
     os.symlink(Path(__file__).parents[1], tmp_path / "tests")
-    return tune_run(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
+    return tune_run_here(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from tests.recipes.running import start_here, tune_run
+from tests.commands import tune_run_here
+from tests.recipes.running import start_here
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.configs import locate
 
@@ -344,7 +345,7 @@ A_SLIP = "batch_szie is not a known key: did you mean batch_size?"
     ],
 )
 def test_two_ranks_end_soon_with_the_message_once(tmp_path: Path, overrides: list[str], message: str) -> None:
-    ended = tune_run(
+    ended = tune_run_here(
         "adaptive_full_finetune_distributed",
         "--config",
         "adaptive/demo/full",

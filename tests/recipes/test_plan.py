@@ -21,9 +21,10 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from tests.commands import tune_run_here
 from tests.pictures import cut_off, is_drawn, marked, names_of, pictures
 from tests.ranks import run_on_ranks
-from tests.recipes.running import STOCK, demo_config, load_ours, tune_run
+from tests.recipes.running import STOCK, demo_config, load_ours
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
@@ -199,7 +200,7 @@ def ask(*arguments: str) -> None:
 
 def test_the_command_answers_with_a_table_and_what_to_run_next(tmp_path: Path) -> None:
     arguments = ("--config", "adaptive/demo/full", "world_size=2")
-    ended = tune_run("adaptive_plan", *arguments, ranks=None, cwd=tmp_path, timeout_s=200)
+    ended = tune_run_here("adaptive_plan", *arguments, ranks=None, cwd=tmp_path, timeout_s=200)
     assert ended.status == 0, ended.output
     assert "demo_model · full · 2 ranks · 256 tokens · 64.0 MiB usable of 64.0 MiB" in ended.output
     assert "<- most without allocator retries" in ended.output

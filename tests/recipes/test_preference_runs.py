@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.commands import tune_run_here
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights, tune_run
+from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights
 from tests.recipes.stopping import train_until
 from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
@@ -151,7 +152,7 @@ def test_a_run_that_ends_between_its_stages_goes_on_to_the_same_weights(runs: Pa
 )
 def test_the_demo_runs_as_a_user_calls_it(recipe: str, config: str, tmp_path: Path) -> None:
     short = ("dataset.samples=64", "max_steps_per_epoch=3", "tokenizer.max_seq_len=96", "adaptive.sequence_length=96")
-    ended = tune_run(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
+    ended = tune_run_here(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
     assert ended.status == 0, ended.output
     assert "batch search · reference log-probabilities · linear" in ended.output
     assert "batch search · policy · linear" in ended.output

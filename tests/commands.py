@@ -1,0 +1,174 @@
+"""Runs `tune run`, or another Python command, in processes forked from the server that forks ranks.
+
+A process of its own imports for five seconds, and a launcher with two ranks is three of them. For tests of what a
+recipe does under a launcher. What a user's interpreter prints while it imports, what /proc says of a process, and how
+an interpreter ends, are for `running.run_command`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from tests.ranks import PATIENCE, started
+from tests.recipes.running import Finished, environment
+
+ROOT = Path(__file__).parents[1]
+FIRST_FREE = 3
+"""The first file descriptor after those for input, output and errors."""
+
+
+def tune_run_here(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout_s: float) -> Finished:
+    """As `running.tune_run`."""
+    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    tune = str(Path(sys.executable).parent / "tune")
+    return run_here([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
+
+
+def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
+    """As `running.run_command`: none of its processes outlives it, nor the timeout, which is for an idle machine."""
+    timeout_s *= PATIENCE
+    began = time.monotonic()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    process = started(_become, [*command], cwd, environment(), sender)
+    sender.close()
+    written: list[bytes] = []
+    reader = threading.Thread(target=_read, args=(receiver.fileno(), written), daemon=True)
+    reader.start()
+    process.join(timeout_s)
+    status = process.exitcode
+    for left in _writing_to(receiver):  # the launcher is gone, or it is late
+        with suppress(ProcessLookupError):
+            os.kill(left, signal.SIGKILL)
+    reader.join(10 * PATIENCE)
+    receiver.close()
+    output = b"".join(written).decode(errors="replace")
+    if status is None:
+        raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}")
+    return Finished(status, output, time.monotonic() - began)
+
+
+def _read(pipe: int, written: list[bytes]) -> None:
+    while some := os.read(pipe, 1 << 16):
+        written.append(some)
+
+
+def _writing_to(pipe: Connection) -> list[int]:
+    """The processes whose output goes into this pipe: forked ones have no environment to be known by."""
+    name, found = os.readlink(f"/proc/self/fd/{pipe.fileno()}"), []
+    for outputs in Path("/proc").glob("[0-9]*/fd/[12]"):
+        with suppress(OSError):  # ended in the meantime, or another user's
+            if os.readlink(outputs) == name:
+                found.append(int(outputs.parts[2]))
+    return found
+
+
+def _become(command: list[str], cwd: Path, variables: Mapping[str, str], output: Connection) -> None:
+    """In a process from the server: what this command would be, but for its imports."""
+    os.setsid()
+    for stream in (1, 2):
+        os.dup2(output.fileno(), stream)
+    output.close()
+    multiprocessing.current_process()._config.pop("daemon")  # type: ignore[attr-defined]  # loaders start processes
+    multiprocessing.set_start_method(None, force=True)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "tests"]:
+        del sys.modules[name]  # a user's process has none, or those of its own folder
+    os.chdir(cwd)
+    SubprocessHandler._popen = lambda handler, args, env: _Forked(args, env, handler._stdout, handler._stderr)
+    _ending_as_an_interpreter_does(lambda: _run(command, variables))
+
+
+def _run(command: Sequence[str], variables: Mapping[str, str]) -> None:
+    """The script or the module, in this process."""
+    os.environ.clear()
+    os.environ.update(variables)
+    words = [*command[command[0] == sys.executable :]]
+    if words[0] == "-u":
+        sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
+        del words[0]
+    is_module = words[0] == "-m"
+    sys.orig_argv, sys.argv = [sys.executable, *words], words[is_module:]
+    first = Path.cwd() if is_module else Path(words[0]).resolve().parent
+    given = [path for path in variables.get("PYTHONPATH", "").split(os.pathsep) if path]
+    sys.path[:] = [str(first), *given, *(path for path in sys.path if path not in ("", str(ROOT)))]
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _ending_as_an_interpreter_does(work: Callable[[], None]) -> None:
+    status = 0
+    try:
+        work()
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException as error:  # noqa: BLE001 - as it is told where nobody catches it
+        traceback.print_exception(error)
+        status = 128 + signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
+class _Forked:
+    """What a launcher knows of a rank: as much of `subprocess.Popen` as it asks for."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], stdout: IO[str] | None, stderr: IO[str] | None):
+        self.returncode: int | None = None
+        leads, led = os.pipe()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            self._lead(led, stdout, stderr)
+            _ending_as_an_interpreter_does(lambda: _run(args, env))
+        os.close(led)
+        os.read(leads, 1)  # whoever ends the rank from now on ends its session
+        os.close(leads)
+
+    @staticmethod
+    def _lead(led: int, *redirected: IO[str] | None) -> None:
+        """Makes this process one that has nothing of the launcher's but its memory."""
+        os.setsid()
+        os.close(led)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        for stream, file in enumerate(redirected, 1):
+            if file is not None:
+                os.dup2(file.fileno(), stream)
+        os.closerange(FIRST_FREE, os.sysconf("SC_OPEN_MAX"))
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        deadline = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired([], timeout)
+            time.sleep(0.01)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
