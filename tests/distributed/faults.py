@@ -4,6 +4,7 @@ python -m tests.distributed.faults                 every operation of every case
 python -m tests.distributed.faults --at-most 50    50 operations of every case, evenly spread
 python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
 python -m tests.distributed.faults --case stages   only the steps of several stages
+python -m tests.distributed.faults --case rollouts only the stages of PPO, as its recipe has them
 """
 
 import argparse
@@ -13,7 +14,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,8 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
-from tests.distributed.stages import STAGE_CASES, StageBench, StageCase
+from tests.distributed.rollouts import ROLLOUT_CASES, RolloutCase
+from tests.distributed.stages import STAGE_CASES, StageCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
@@ -57,6 +59,10 @@ class Case:
     """The error that says so: one of KINDS."""
     stride: int = 1
     """Of the exhaustive sweep: 1 is every operation."""
+
+    def bench(self) -> "Bench":
+        """Collective."""
+        return Bench(self)
 
 
 JOINED = ModelConfig(joined=True, dropout=0.0)
@@ -213,10 +219,13 @@ class Bench:
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
 
 
-def sweep(case: Case | StageCase, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
+AnyCase: TypeAlias = Case | StageCase | RolloutCase
+
+
+def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
     """Collective: every operation of a step, or so many evenly spread, or those in and around collectives."""
     logging.disable(logging.WARNING)  # the runner reports every recovery
-    bench = Bench(case) if isinstance(case, Case) else StageBench(case)
+    bench = case.bench()
     expected = {rows: bench.undisturbed(rows) for rows in (4, 2, 1)}
     places = _places(bench.operations(), case.stride, at_most, only_collectives)
     runner = bench.new_runner()
@@ -244,7 +253,7 @@ def _places(operations: list[str], stride: int, at_most: int, only_collectives: 
     return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
 
 
-def run(case: Case | StageCase, at_most: int, timeout_s: float) -> Outcome:
+def run(case: AnyCase, at_most: int, timeout_s: float) -> Outcome:
     """A sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
     try:
         outcomes = run_on_ranks(case.world_size, sweep, case, at_most, timeout_s=timeout_s)
@@ -265,7 +274,7 @@ def main() -> int:
     arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
     options = arguments.parse_args()
     total, rows = Outcome(), []
-    for case in (case for case in (*CASES, *STAGE_CASES) if options.case in case.name):
+    for case in (case for case in (*CASES, *STAGE_CASES, *ROLLOUT_CASES) if options.case in case.name):
         started = time.monotonic()
         outcome = run(case, options.at_most, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))

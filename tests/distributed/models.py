@@ -72,10 +72,10 @@ def build(config: ModelConfig) -> nn.Module:
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif config.checkpointing == "selective":
         apply_selective_activation_checkpointing(model, "selective", 2)
-    return _shard(model.train(), config) if config.sharded else model.train()
+    return shard(model.train(), config) if config.sharded else model.train()
 
 
-def _shard(model: nn.Module, config: ModelConfig) -> nn.Module:
+def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     """What training.shard_model does, which cannot pass on a mixed precision policy."""
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     policy = half if config.bf16 else MixedPrecisionPolicy()

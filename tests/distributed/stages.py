@@ -1,4 +1,4 @@
-"""Steps of several stages, as in preference and reinforcement learning, and the ways in which one may fail."""
+"""Steps of several stages, as in preference learning, and the ways in which one may fail."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -22,7 +22,6 @@ from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES_PER_STEP = 4
 REFERENCE, TRAIN = "reference log-probabilities", "train policy"
-POLICY, VALUES, TRAIN_VALUE = "policy log-probabilities", "values", "train value"
 
 Numbered: TypeAlias = tuple[int, Tensor]
 Pass: TypeAlias = Callable[[Sequence[Numbered]], Totals]
@@ -103,26 +102,6 @@ def preferring_adapters(config: ModelConfig) -> Work:
     return work
 
 
-def acting_and_judging(config: ModelConfig) -> Work:
-    """Collective: both models without a backward, then the value model is trained, then the policy, as in PPO."""
-    policy, value = build(config), build(replace(config, layers=1))
-    work = Work()
-
-    def train_value(samples: Sequence[Numbered]) -> Totals:
-        found = log_probs(value, [tokens for _, tokens in samples])
-        return _backward((found - work.of(VALUES, samples) - 1) ** 2)
-
-    def train_policy(samples: Sequence[Numbered]) -> Totals:
-        found = log_probs(policy, [tokens for _, tokens in samples])
-        return _backward(-torch.exp(found - work.of(POLICY, samples)) * (1 - work.of(VALUES, samples)))
-
-    work.stages[POLICY] = Stage(work.scoring(POLICY, policy), (policy,))
-    work.stages[VALUES] = Stage(work.scoring(VALUES, value), (value,))
-    work.stages[TRAIN_VALUE] = Stage(train_value, (value,))
-    work.stages[TRAIN] = Stage(train_policy, (policy,))
-    return work
-
-
 def frozen(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
@@ -155,6 +134,10 @@ class StageCase:
     first_pass: bool = False
     stride: int = 1
 
+    def bench(self) -> "StageBench":
+        """Collective."""
+        return StageBench(self)
+
 
 GATHERED, CHECKPOINTED = ModelConfig(reshard_after_forward=False), ModelConfig(checkpointing="full")
 HYBRID = ModelConfig(replicas=2)
@@ -182,11 +165,6 @@ STAGE_CASES = (
     StageCase("stages, lora dpo, policy", preferring_adapters, TRAIN),
     StageCase("stages, lora dpo, policy, first pass", preferring_adapters, TRAIN, first_pass=True, stride=3),
     StageCase("stages, lora dpo, policy, checkpointing", preferring_adapters, TRAIN, CHECKPOINTED, stride=3),
-    StageCase("stages, ppo, policy forward", acting_and_judging, POLICY, stride=3),
-    StageCase("stages, ppo, values, no reshard, first pass", acting_and_judging, VALUES, GATHERED, first_pass=True),
-    StageCase("stages, ppo, train value", acting_and_judging, TRAIN_VALUE),
-    StageCase("stages, ppo, train policy", acting_and_judging, TRAIN, stride=3),
-    StageCase("stages, ppo, train policy, no reshard", acting_and_judging, TRAIN, GATHERED, stride=3),
 )
 
 

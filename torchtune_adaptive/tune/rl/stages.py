@@ -177,6 +177,26 @@ def build_stages(
 ) -> RolloutStages:
     """Collective: what runs each stage. They share one ledger, which watches all models."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
+    passes = passes_of(models, loss, tokenizer, settings, ppo, device, seed, gathering)
+    recover = recovers(settings, adaptive)
+    ledger = CollectiveLedger(*(models.everything if recover else ()))
+    build = partial(_runner, adaptive=adaptive, on_event=on_event, recover=recover, ledger=ledger)
+    limits = configured_limits(ppo)
+    runners = {name: build(name, model, run, limits[name]) for name, (model, run) in passes.items()}
+    return RolloutStages(runners, ledger, gathering)
+
+
+def passes_of(
+    models: Models,
+    loss: PPOLoss,
+    tokenizer: Any,
+    settings: Settings,
+    ppo: PPOSettings,
+    device: torch.device,
+    seed: int,
+    gathering: Gathering,
+) -> dict[str, tuple[nn.Module, Pass]]:
+    """The model of each stage, and what happens to a microbatch."""
     score = AnswerScorer(device=device, temperature=ppo.temperature)
     generate = Generate(
         model=cast(Any, models.policy),
@@ -189,7 +209,7 @@ def build_stages(
         stop_tokens=stop_tokens_of(tokenizer, ppo),
         gathered=gathering,
     )
-    passes: dict[str, tuple[nn.Module, Pass]] = {
+    return {
         GENERATE: (models.policy, generate),
         FORWARD[0]: (models.policy, Ask(model=models.policy, ask=score.log_probs, name=LOG_PROBS)),
         FORWARD[1]: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE)),
@@ -198,12 +218,6 @@ def build_stages(
         TRAIN_VALUE: (models.value, TrainValue(model=models.value, score=score, loss=loss)),
         TRAIN_POLICY: (models.policy, TrainPolicy(model=models.policy, score=score, loss=loss)),
     }
-    recover = recovers(settings, adaptive)
-    ledger = CollectiveLedger(*(models.everything if recover else ()))
-    build = partial(_runner, adaptive=adaptive, on_event=on_event, recover=recover, ledger=ledger)
-    limits = configured_limits(ppo)
-    runners = {name: build(name, model, run, limits[name]) for name, (model, run) in passes.items()}
-    return RolloutStages(runners, ledger, gathering)
 
 
 def _runner(
