@@ -152,6 +152,7 @@ class RolloutBench:
         self._steps = count()
         self.models = Models(**{name: make(case.model) for name, make in MAKERS.items()})
         self._found: list[Rollout] = []
+        self._put_back: Callable[[], None] = lambda: None
         if not case.whole:
             self._iterate(self._find_what_comes_before(self._plain(case.rows)))
 
@@ -217,7 +218,6 @@ class RolloutBench:
         self._start()
         with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
             self._outcome(self._running(step))
-        self.stages.close()
         names = [faults.operations]
         dist.broadcast_object_list(names, src=self.case.failing[0])
         return names[0]
@@ -238,6 +238,7 @@ class RolloutBench:
 
     def new_runner(self) -> StepRunner[Rollout]:
         """Collective: of the stage that is to fail, among all others; of models that have never run, if so said."""
+        self._put_back()  # else models that stay would be watched by one more at every place
         if self.case.first_pass:
             new = list(MAKERS) if self.case.whole else [RUNS[self.case.stage]]
             self.models = replace(self.models, **{name: MAKERS[name](self.case.model) for name in new})
@@ -254,7 +255,7 @@ class RolloutBench:
         )
         if self.case.layer_by_layer:
             self.stages.go_layer_by_layer()
-        self._fresh = self.stages.state_dict()
+        self._fresh, self._put_back = self.stages.state_dict(), self.stages.ledger.close
         return self.stages.runners[self.case.stage]
 
     def _start(self) -> None:
