@@ -2,7 +2,7 @@
 
     tune run adaptive_plan --config llama3_1/8B_full world_size=8 memory_limit=80GB sequence_length=4096
 
-Takes every config of the recipes for finetuning and preference training, torchtune's and ours, unchanged.
+Takes every config of the recipes for finetuning, preference training and PPO, torchtune's and ours, unchanged.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
 from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.settings import read_plan_settings
+from torchtune_adaptive.tune.plan.recipes import as_finetuning, trains_with_ppo
+from torchtune_adaptive.tune.plan.settings import check_advice, read_plan_settings
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
 
 
 def answer(cfg: DictConfig) -> None:
-    settings = read_plan_settings(cfg)
+    settings, cfg = read_plan_settings(cfg), as_finetuning(cfg)
+    check_advice(cfg, settings)
     (compare if len(settings.several_ranks) > 1 else answer_one)(cfg, settings)
 
 
@@ -63,7 +66,7 @@ def compare(cfg: DictConfig, settings: PlanSettings) -> None:
 def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> None:
     """Settings by their speed where that was asked for, else what fits."""
     first = found.answers[0]
-    title = heading(cfg, settings, first, next(iter(found.stages(0))))
+    title = heading(cfg, settings, first, found.trains)
     try:
         if advice is None or not advice.by_speed:
             draw(path, first, frontier(found), title)
@@ -77,16 +80,28 @@ def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers,
 def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
     parts = []
     for at in range(len(found.answers)):
-        for stage, each in found.stages(at).items():
-            parts += [heading(cfg, settings, each, stage), report.table(each)]
-            key = f"rows of {stage}" if stage else "batch_size"
-            parts += [report.choice(each, key) if each.chosen_rows or advice is None else report.shortfall(each)]
+        parts += (of_rollouts if trains_with_ppo(cfg) else of_a_step)(cfg, settings, found, advice, at)
         if rows := found.batch_size(at):
             parts += [f"measure it with: {command(cfg, settings, config_name(), rows)}"]
     parts += [] if advice is None else advice.lines(settings.ranks)
     parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
     parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
     return "\n".join(parts)
+
+
+def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None, at: int) -> list[str]:
+    """A table for each stage, of which there are one or two."""
+    parts = []
+    for stage, each in found.stages(at).items():
+        parts += [heading(cfg, settings, each, stage), report.table(each)]
+        key = f"rows of {stage}" if stage else "batch_size"
+        parts += [report.choice(each, key) if each.chosen_rows or advice is None else report.shortfall(each)]
+    return parts
+
+
+def of_rollouts(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None, at: int) -> list[str]:
+    """A line for each stage."""
+    return [heading(cfg, settings, found.answers[at]), report.stages(found.stages(at))]
 
 
 def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
@@ -113,4 +128,4 @@ def config_name() -> str:
 
 
 if __name__ == "__main__":
-    launch.answer(answer, keys=[field.name for field in fields(PlanSettings)])
+    launch.answer(answer, keys=[*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))])

@@ -89,6 +89,7 @@ ROOMS: dict[str, set[str]] = {
         "tune/parts",
         "tune/parts/optimization",
         "tune/parts/unpadded",
+        "tune/rl",
         "record/charts",
         "limits",
         "memory",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
@@ -19,6 +19,22 @@ def table(answer: Answer) -> str:
     lines = ["  rows   allocated   reserved    bound by"]
     lines += [_line(prediction, answer) for prediction in answer.predictions()]
     return "\n".join(lines)
+
+
+def stages(answers: Mapping[str, Answer]) -> str:
+    """What fits in each of several stages, a line each: the rows to run, and how many would fit."""
+    lines = [f"  {'stage':<28}rows   fit       allocated   reserved    of budget   bound by"]
+    return "\n".join([*lines, *(_stage_line(name, answer) for name, answer in answers.items())])
+
+
+def _stage_line(name: str, answer: Answer) -> str:
+    rows = answer.chosen_rows or 1
+    prediction, have = answer.predict(rows), answer.budget.usable_bytes
+    most = f"{MOST_ROWS}+" if answer.most_rows == MOST_ROWS else str(answer.most_rows)
+    sizes = f"{format_bytes(prediction.peak.peak_bytes or 0):<12}{format_bytes(prediction.reserved_bytes):<12}"
+    share = f"{100 * prediction.reserved_bytes / have:5.0f} %     "
+    fits = prediction.phase if answer.chosen_rows else "one row does not fit"
+    return f"  {name:<28}{rows:<7}{most:<10}{sizes}{share}{fits}"
 
 
 def choice(answer: Answer, key: str = "batch_size") -> str:

@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.recipes import read_settings, trains_on_pairs
 from torchtune_adaptive.tune.plan.settings import budget, lengths, read_plan_settings
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
@@ -54,7 +54,7 @@ OF_PAIRS = (FULL_DPO, LORA_DPO)
 CHECKS = {FULL_DPO: check_preferences, LORA_DPO: check_preferences, PPO: check_ppo}
 """What of `adaptive:` a recipe refuses."""
 KEYS_OF: Mapping[str, Sequence[str]] = {
-    PLAN: [field.name for field in fields(PlanSettings)],
+    PLAN: [*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))],
     PPO: (*PPO_SECTIONS, *PPO_KEYS),
 }
 """Keys that only one recipe knows."""
@@ -67,7 +67,8 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     settings = findings.of(lambda: READERS[recipe](cfg))
     adaptive = findings.of(lambda: read_adaptive(cfg.get("adaptive")))
     of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
-    if recipe == PPO and settings is not None:  # where the policy is what the others call the model
+    # where the policy is what the others call the model
+    if settings is not None and recipe in (PPO, PLAN) and POLICY in cfg:
         model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)

@@ -35,18 +35,18 @@ def generate(
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), pad_id, device=device)
-    real = torch.ones_like(tokens, dtype=torch.bool)  # by place and not by token: a prompt may contain the padding's
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) : longest] = prompt
-        real[row, : longest - len(prompt)] = False
-    positions = (real.cumsum(-1) - 1).clamp(min=0)
     places = torch.arange(longest + new, device=device)
+    padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
+    real = places >= padding[:, None]  # by place and not by token: a prompt may contain the padding's
+    positions = (real.cumsum(-1) - 1).clamp(min=0)
     stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
     with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
         begin = 0
-        for end in range(longest, longest + new):
+        for end in places_of_answers(longest, new):
             asking = places[begin:end]
             # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
             mask = (real[:, None] & (places <= asking[:, None])) | (places == asking[:, None])
@@ -56,6 +56,11 @@ def generate(
             ended |= torch.isin(found, stops)
             begin = end
     return tokens[:, longest:]
+
+
+def places_of_answers(longest: int, new: int) -> range:
+    """The columns that are chosen one after another, behind the longest prompt."""
+    return range(longest, longest + new)
 
 
 def _next(logits: Tensor, drawn: Tensor, temperature: float, top_k: int | None) -> Tensor:

@@ -11,7 +11,6 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, outcome_of
-from torchtune_adaptive.tune.parts.preference import POLICY
 from torchtune_adaptive.tune.plan.answers import Answers, Traced, predict
 from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.plan.overrides import (
@@ -26,7 +25,7 @@ from torchtune_adaptive.tune.plan.overrides import (
     savers,
     starts,
 )
-from torchtune_adaptive.tune.plan.recipes import on_gpu, read_settings, trains_on_pairs
+from torchtune_adaptive.tune.plan.recipes import on_gpu, read_settings, trains_with_ppo
 
 ENOUGH = 2
 """Combinations that fit, after which no more are tried."""
@@ -49,7 +48,7 @@ class Advice:
 
 def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) -> Advice | None:
     """What is asked for, or, unless it is declined, what fits where nothing does as it is."""
-    if plan.advise is False or (plan.advise is None and found.batch_size(0)):
+    if plan.advise is False or trains_with_ppo(cfg) or (plan.advise is None and found.batch_size(0)):
         return None
     others = Alternatives(cfg, plan, found, traced)
     by_speed = bool(plan.advise and found.time)
@@ -71,8 +70,8 @@ def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> tuple[list[
 
 
 def _notes(cfg: DictConfig, plan: PlanSettings, found: Answers) -> list[str]:
-    if trains_on_pairs(cfg):
-        return [f"this is the {POLICY}'s stage, and times of two stages are not told"]
+    if found.trains:
+        return [f"this is the stage '{found.trains}', and times of several stages are not told"]
     if found.time is None:
         return ["times are not told: other numbers of rows run other kernels"]
     timing = found.time.timing

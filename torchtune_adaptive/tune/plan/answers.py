@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -15,12 +15,11 @@ from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw, fit_work
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
 from torchtune_adaptive.tune.plan.predict import fake_steps
-from torchtune_adaptive.tune.plan.recipes import is_lora, on_gpu, read_settings, trains_on_pairs
+from torchtune_adaptive.tune.plan.recipes import is_lora, on_gpu, read_settings, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
     Lengths,
@@ -29,6 +28,8 @@ from torchtune_adaptive.tune.plan.settings import (
     lengths,
     link_bytes_per_s,
 )
+from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
+from torchtune_adaptive.tune.start.catalogue import PPO
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.wording import count_of
 
@@ -48,8 +49,10 @@ Traced = Callable[[], None]
 
 @dataclass(frozen=True)
 class Answers:
-    answers: Sequence[Answer]
-    """One for each length."""
+    by_stage: Mapping[str, Sequence[Answer]]
+    """One for each length, of every stage; a step of one has no name."""
+    trains: str
+    """The stage that updates the model."""
     longest: int
     """What the model takes."""
     largest_error: float
@@ -58,12 +61,15 @@ class Answers:
     """What the answer assumes, and what is not modelled."""
     time: StepTime | None
     """How long a step takes, where its kernels follow a law and all of them are in one stage."""
-    earlier: Sequence[Answer] = ()
-    """For each length, that of the stage before training, where a step has two."""
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        """Of the stage that updates the model."""
+        return self.by_stage[self.trains]
 
     def stages(self, at: int) -> dict[str, Answer]:
-        """The answers for one of the lengths, by stage; a step of one has no name."""
-        return {POLICY: self.answers[at], REFERENCE: self.earlier[at]} if self.earlier else {"": self.answers[at]}
+        """The answers for one of the lengths, by stage."""
+        return {stage: answers[at] for stage, answers in self.by_stage.items()}
 
     def batch_size(self, at: int) -> int:
         """What the config says for all stages together; 0 where nothing fits."""
@@ -73,33 +79,40 @@ class Answers:
 def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True) -> Answers:
     """What fits at each length; `traced` is called after each of `traces(...)` traces.
 
-    Without `check`, the first answer is not traced itself, and the stage before training is left out.
+    Without `check`, the first answer is not traced itself, and only the stage that updates the model is answered for.
     """
     adaptive = read_adaptive(cfg.get("adaptive"))
     given = lengths(cfg, adaptive, plan)
     have = budget(plan, adaptive, on_gpu=on_gpu(read_settings(cfg)[0]))
     with fake_steps(cfg, plan.ranks) as steps:
-        training, *before = steps.values()
-        longest = _longest(training, given)
+        trains = TRAIN_POLICY if TRAIN_POLICY in steps else next(iter(steps))
+        training = steps[trains]
+        longest = _longest(steps.values(), given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
-        rungs = rungs_up_to(adaptive.max_batch_size or MOST_ROWS, adaptive.round_to, training.settings.samples_per_step)
-
-        def answer_by(law: MemoryLaw) -> Answer:
-            return Answer(law, wanted[0], have, rungs)
 
         def answered(step: FakeStep) -> _Answered:
-            law, work = laws_of(step, wanted[0], traced)
+            most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
+            rungs = rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
+
+            def answer_by(law: MemoryLaw) -> Answer:
+                return Answer(law, wanted[0], have, rungs)
+
+            law, work = laws_of(step, wanted[0], traced, counting=len(steps) == 1)
             first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
+            if not first.most_rows_with_retries and step.otherwise is not None:
+                step.otherwise()
+                step.run_first()
+                return answered(replace(step, otherwise=None))
             return _Answered([first, *map(first.at, wanted[1:])], error, work)
 
-        found, *earlier = map(answered, [training, *(before if check else [])])
+        found = {stage: answered(step) for stage, step in steps.items() if check or stage == trains}
         return Answers(
-            answers=found.answers,
+            by_stage={stage: each.answers for stage, each in found.items()},
+            trains=trains,
             longest=longest,
-            largest_error=max((each.error for each in (found, *earlier)), key=abs),
+            largest_error=max((each.error for each in found.values()), key=abs),
             notes=[*notes_on_question(plan, given, wanted), *notes_on_answer(cfg, training, have)],
-            time=None if before else _time(training, plan, found.work),
-            earlier=earlier[0].answers if earlier else (),
+            time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
         )
 
 
@@ -141,7 +154,7 @@ def _checked(
 
 
 def traces(cfg: DictConfig) -> int:
-    return (2 * len(TRACED_ROWS) + 1) * (2 if trains_on_pairs(cfg) else 1)
+    return (2 * len(TRACED_ROWS) + 1) * (len(STAGES) if trains_with_ppo(cfg) else 2 if trains_on_pairs(cfg) else 1)
 
 
 def frontier(found: Answers) -> list[Answer]:
@@ -152,30 +165,35 @@ def frontier(found: Answers) -> list[Answer]:
 
 
 def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer, stage: str = "") -> str:
-    have = answer.budget
+    have, length = answer.budget, f"{answer.tokens} tokens"
+    if trains_with_ppo(cfg):
+        length = f"prompts of {length}, answers of {cfg.max_generated_tokens}"
     parts = [
         str(cfg.model.get("_component_")).rpartition(".")[2],
-        "lora" if is_lora(cfg) else "full",
+        "PPO" if trains_with_ppo(cfg) else "lora" if is_lora(cfg) else "full",
         *([stage] if stage else []),
         count_of(plan.ranks, "rank"),
         *(["compiled"] if cfg.get("compile") else []),
         *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
         *(["activation offloading"] if cfg.get("enable_activation_offloading") else []),
-        f"{answer.tokens} tokens",
+        length,
         f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",
     ]
     return " · ".join(parts)
 
 
 def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) -> str:
-    """What trains with the answer."""
+    """What trains with the answer, or finds as much for each of the stages of PPO."""
     way = "dpo" if trains_on_pairs(cfg) else "finetune"
     recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_{way}_distributed"
+    sizes = f"batch_size={rows}"
+    if trains_with_ppo(cfg):
+        recipe, sizes = PPO, "use_maximum_batch_size=True"
     ranks = plan.ranks
     on_one_machine = ranks <= 8 or ranks % 8
     nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
     launcher = f"--nproc_per_node {ranks}" if on_one_machine else nodes
-    return f"tune run {launcher} {recipe} --config {config_name} batch_size={rows}"
+    return f"tune run {launcher} {recipe} --config {config_name} {sizes}"
 
 
 def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS) -> MemoryLaw:
@@ -211,7 +229,7 @@ def laws_of(
 
 
 def _traced_length(step: FakeStep, multiple: int) -> int:
-    allowed = getattr(step.model, "max_seq_len", LONGEST_TRACED)
+    allowed = step.most_tokens(LONGEST_TRACED)
     for rounding in (4 * TRACED_MULTIPLE, 4 * multiple):
         if length := min(LONGEST_TRACED, allowed) // rounding * rounding:
             return int(length)
@@ -221,10 +239,10 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
     )
 
 
-def _longest(step: FakeStep, given: Lengths | None) -> int:
-    """What the model takes, which has to be as long as what is given."""
+def _longest(steps: Iterable[FakeStep], given: Lengths | None) -> int:
+    """What the models take, which has to be as long as what is given."""
     wanted = max(given.tokens) if given else ASSUMED_TOKENS
-    allowed = int(getattr(step.model, "max_seq_len", wanted))
+    allowed = min(step.most_tokens(wanted) for step in steps)
     if given and wanted > allowed:
         raise ConfigError(f"{given.key} is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it")
     return allowed

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.phases import measuring_phases
 from torchtune_adaptive.prediction.recorder import Recorder, Recording
-from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, DeviceStandIn
+from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, UPLOAD, DeviceStandIn
 from torchtune_adaptive.prediction.work import WorkCounter
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.parts.samples import Kind, Sample
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
+from torchtune_adaptive.tune.plan.recipes import on_gpu
 from torchtune_adaptive.tune.plan.shims import fake_tables
+from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.start.settings import Settings
 
 
@@ -31,7 +35,7 @@ class FakeStep:
     """What a microbatch runs."""
     beside: Sequence[nn.Module] = ()
     """Models of other stages, which stay in memory."""
-    run: Callable[[Sequence[Sample]], Totals]
+    run: Callable[[Sequence[Any]], Totals]
     """One microbatch."""
     update: Callable[[Totals], object]
     """What follows the last one."""
@@ -41,9 +45,22 @@ class FakeStep:
     """What cuts the step into phases."""
     tokens_multiple: int = 1
     """Sequences are cut into so many chunks of one length."""
-    kind: Kind
-    found_before: Sample = field(default_factory=dict)
-    """What an earlier stage has left in each sample."""
+    sample_of: Callable[[int], Any]
+    """A row of so many tokens."""
+    stand_in: Callable[[Any], Any]
+    """The least that goes through the model like such a row."""
+    padded: bool = True
+    """Whether rows of a microbatch are padded to the longest, or stand one after another."""
+    answer_tokens: int = 0
+    """Of a row, those that are not among the tokens that are asked about."""
+    accumulates: bool = False
+    """Whether a step has several microbatches."""
+    most_rows: int | None = None
+    """Of a microbatch: a rank has no more of them in this stage. None: as many as fit."""
+    otherwise: Callable[[], None] | None = None
+    """What a run does where not even one row fits."""
+    gradients_of: Sequence[nn.Module] = ()
+    """Models whose gradients another stage has left in memory."""
     fakes: FakeTensorMode
     device_stand_in: DeviceStandIn
     device: torch.device
@@ -59,6 +76,7 @@ class FakeStep:
             weights = recorder.events
             recorder.count(self._resident(self.optimizers))
             resident = {"weights": weights, "optimizer state": recorder.events}
+            recorder.count(self._gradients_left())
             with measuring_phases(_Clock(recorder), self.model, self.boundaries) as meter:
                 totals = self._run_microbatches(rows, tokens)
                 meter.begin_update()
@@ -82,21 +100,36 @@ class FakeStep:
         beside = [tensor for model in self.beside for tensor in resident_tensors(model, ())]
         return [*beside, *resident_tensors(self.model, optimizers)]
 
+    def most_tokens(self, unbounded: int) -> int:
+        """That the model takes, of those that are asked about."""
+        return int(getattr(self.model, "max_seq_len", unbounded + self.answer_tokens)) - self.answer_tokens
+
+    def _gradients_left(self) -> list[Tensor]:
+        """Of another stage; the update takes them along."""
+        for model in self.gradients_of:
+            give_gradients(model)
+        return [
+            parameter.grad
+            for model in self.gradients_of
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        ]
+
     def _run_microbatches(self, rows: int, tokens: int) -> Totals:
-        """One microbatch; where the config accumulates gradients, one of the smallest before it, which leaves some."""
-        sequences = self.kind.uniform(0, self.kind.length_at(tokens))
-        sample: Sample = {**sequences, "input_pos": [0] * tokens, **self.found_before}
-        if self.settings.gradient_accumulation_steps == 1:
+        """One microbatch; where a step accumulates gradients, one of the smallest before it, which leaves some."""
+        sample = self.sample_of(tokens)
+        if not self.accumulates:
             return self.run([sample] * rows)
         # eager where all else is compiled: a program of its own for this size would take longer than all others
         with torch.compiler.set_stance("force_eager"):
-            totals = self.run([self.kind.stand_in(sample)])
+            totals = self.run([self.stand_in(sample)])
         return totals.plus(self.run([sample] * rows))
 
     def run_first(self) -> None:
         """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
         with self.fakes, self.device_stand_in, torch.compiler.set_stance("force_eager"):
             self.device_stand_in.calibrate()
+            self._gradients_left()
             self._step(rows=1, tokens=16)
 
     def compile_update(self) -> None:
@@ -118,6 +151,34 @@ class FakeStep:
 
     def _step(self, rows: int, tokens: int) -> None:
         self.update(self._run_microbatches(rows, tokens))
+
+
+@dataclass(frozen=True)
+class Built:
+    """What all stages share."""
+
+    settings: Settings
+    model: nn.Module
+    """That is trained."""
+    optimization: Optimization
+    common: dict[str, Any]
+    """Of a FakeStep."""
+
+    @property
+    def batches_go_to(self) -> torch.device:
+        return UPLOAD if on_gpu(self.settings) else HOST
+
+
+def resharding(model: nn.Module, run: Callable[[Sequence[Any]], Totals]) -> Callable[[Sequence[Any]], Totals]:
+    """What a runner sees to after a pass that has no backward."""
+
+    def run_and_reshard(samples: Sequence[Any]) -> Totals:
+        totals = run(samples)
+        if isinstance(model, fsdp.FSDPModule) and fsdp.awaits_backward(model):
+            fsdp.settle(model)
+        return totals
+
+    return run_and_reshard
 
 
 class _Clock:

@@ -42,10 +42,10 @@ def planned(settings: Settings, model: nn.Module, kind: Kind) -> tuple[Kind, Col
     return kind, on_host(build_collate(settings, SimpleNamespace(pad_id=0), kind.ignored_label, packed=False))
 
 
-def made_up_checkpoint(settings: Settings) -> dict[str, Any]:
+def made_up_checkpoint(settings: Settings, key: str = "model") -> dict[str, Any]:
     """Weights of the right shapes: the model's own, made without sharding."""
     with training.set_default_dtype(dtype_of(settings, HOST)), META:
-        whole = components.build("model", settings.config)
+        whole = components.build(key, settings.config)
     weights = {key: torch.empty_like(weight, device=HOST) for key, weight in whole.state_dict().items()}
     adapters = {key: weights.pop(key) for key in get_adapter_params(whole)}
     return {training.MODEL_KEY: weights, **({training.ADAPTER_KEY: adapters} if adapters else {})}

@@ -13,7 +13,7 @@ from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.recipes import is_lora, keeps_reference, trains_on_pairs
+from torchtune_adaptive.tune.plan.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
 
 
@@ -35,7 +35,9 @@ def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
         notes += _notes_on_allocator(have)
     if trains_on_pairs(cfg):
         notes += _notes_on_stages(cfg, step)
-    if not step.kind.padded:
+    if trains_with_ppo(cfg):
+        notes += _notes_on_rollouts(step)
+    if not step.padded:
         notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is rows × tokens")
     if step.settings.fsdp_cpu_offload:
         host = format_bytes(step.host_bytes)
@@ -56,6 +58,16 @@ def _notes_on_stages(cfg: DictConfig, step: FakeStep) -> list[str]:
         notes.append("adaptive.precompute_reference: the policy is trained without the model of the reference")
     if step.on_gpu:
         notes.append("stages are replayed one by one: what one leaves cached may have to be flushed for the other")
+    return notes
+
+
+def _notes_on_rollouts(step: FakeStep) -> list[str]:
+    notes = [
+        "rows: the most that a rank has in a stage (batch_size, ppo_batch_size) or that fit, rounded down; "
+        "use_maximum_batch_size finds as many for each"
+    ]
+    if step.on_gpu:
+        notes.append("stages are replayed one by one: what one leaves cached may have to be flushed for the next")
     return notes
 
 

@@ -5,9 +5,9 @@ The process group is a fake one of any size, of which this process is rank 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -17,11 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torchtune import training
 
-from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.compilation import without_kernels
 from torchtune_adaptive.prediction.shims import HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
-from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import (
@@ -31,20 +29,19 @@ from torchtune_adaptive.tune.parts.model import (
     drop_nothing,
     phase_boundaries,
 )
-from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
+from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
 from torchtune_adaptive.tune.parts.preference import (
     KEPT,
     PAIRS,
     POLICY,
     REFERENCE,
-    Pass,
     Scorer,
     build_preference_loss,
     passes_of,
 )
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, mesh_shape, replicated_mesh
-from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Sample
-from torchtune_adaptive.tune.plan.fakes import FakeStep
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
+from torchtune_adaptive.tune.plan.fakes import Built, FakeStep, resharding
 from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint, planned
 from torchtune_adaptive.tune.plan.recipes import (
     compiles_itself,
@@ -52,7 +49,9 @@ from torchtune_adaptive.tune.plan.recipes import (
     on_gpu,
     read_settings,
     trains_on_pairs,
+    trains_with_ppo,
 )
+from torchtune_adaptive.tune.plan.rollouts import ppo_steps
 from torchtune_adaptive.tune.plan.shims import (
     apart_from_host,
     fake_tables,
@@ -78,6 +77,7 @@ def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
 def fake_steps(cfg: DictConfig, world_size: int) -> Iterator[dict[str, FakeStep]]:
     """The stages of that step by name, the one that trains first; a step of one stage has no name."""
     settings, lora = read_settings(cfg)
+    cfg = settings.config  # where PPO's policy is what the others call the model
     with META, quantizing_at_once():
         _check_model(components.build("model", cfg))
     with rank_0_of(world_size), working_on_fakes(), ExitStack() as stack:
@@ -121,27 +121,20 @@ def _device_of(settings: Settings) -> torch.device:
     return UPLOAD if settings.fsdp_cpu_offload else HOST
 
 
-@dataclass(frozen=True)
-class _Built:
-    """What all stages share."""
-
-    settings: Settings
-    model: nn.Module
-    """That is trained."""
-    optimization: Optimization
-    common: dict[str, Any]
-    """Of a FakeStep."""
-
-    @property
-    def batches_go_to(self) -> torch.device:
-        return UPLOAD if on_gpu(self.settings) else HOST
-
-
 def _build(settings: Settings, lora: LoraSettings | None, mesh: Meshes) -> dict[str, FakeStep]:
     """In the recipes' order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
     device, pairs = _device_of(settings), trains_on_pairs(settings.config)
+    common = {
+        "settings": settings,
+        "fakes": fakes,
+        "device_stand_in": device_stand_in,
+        "device": device,
+        "on_gpu": on_gpu(settings),
+    }
+    if trains_with_ppo(settings.config):
+        return ppo_steps(settings, mesh, common)
     with fakes, device_stand_in:
         if lora is None:
             model = build_full_model(settings, device, mesh, made_up_checkpoint(settings))
@@ -156,18 +149,11 @@ def _build(settings: Settings, lora: LoraSettings | None, mesh: Meshes) -> dict[
     if settings.compile:
         for each in {model, reference}:
             fake_tables(each.parameters(), fakes)
-    common = {
-        "settings": settings,
-        "fakes": fakes,
-        "device_stand_in": device_stand_in,
-        "device": device,
-        "on_gpu": on_gpu(settings),
-    }
-    built = _Built(settings, model, optimization, common)
+    built = Built(settings, model, optimization, common)
     return _preferring(built, reference) if pairs else {"": _finetuning(built)}
 
 
-def _finetuning(built: _Built) -> FakeStep:
+def _finetuning(built: Built) -> FakeStep:
     model, settings, optimization = built.model, built.settings, built.optimization
     with built.common["fakes"], built.common["device_stand_in"]:
         loss_fn = build_loss(settings, model)
@@ -180,12 +166,12 @@ def _finetuning(built: _Built) -> FakeStep:
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(model, loss_fn),
         tokens_multiple=getattr(loss_fn, "num_output_chunks", 1),
-        kind=kind,
+        **_rows_of(kind, built.settings),
         **built.common,
     )
 
 
-def _preferring(built: _Built, reference: nn.Module) -> dict[str, FakeStep]:
+def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
     """The policy's stage, then that of the reference, though it runs first."""
     model, optimization = built.model, built.optimization
     with built.common["fakes"], built.common["device_stand_in"]:
@@ -201,31 +187,32 @@ def _preferring(built: _Built, reference: nn.Module) -> dict[str, FakeStep]:
         update=lambda totals: optimization.update(totals.sums[PAIRS]),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(model, loss_fn),
-        kind=kind,
-        found_before={KEPT: torch.zeros(2)},
+        **_rows_of(kind, built.settings, {KEPT: torch.zeros(2)}),
         **built.common,
     )
     referring = FakeStep(
         model=reference,
         beside=() if reference is model else (model,),
-        run=_resharding(reference, refer),
+        run=resharding(reference, refer),
         update=lambda totals: None,
         # before training there is no state yet
         optimizers=() if asked_before else optimization.optimizers,
         boundaries=phase_boundaries(reference, None),
-        kind=kind,
+        **_rows_of(kind, built.settings),
         **built.common,
     )
     return {POLICY: policy, REFERENCE: referring}
 
 
-def _resharding(model: nn.Module, run: Pass) -> Pass:
-    """What a runner sees to after a pass that has no backward."""
+def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None) -> dict[str, Any]:
+    """What a FakeStep knows of its samples; `found_before`: what an earlier stage has left in each."""
 
-    def run_and_reshard(samples: Sequence[Sample]) -> Totals:
-        totals = run(samples)
-        if isinstance(model, fsdp.FSDPModule) and fsdp.awaits_backward(model):
-            fsdp.settle(model)
-        return totals
+    def sample_of(tokens: int) -> Sample:
+        return {**kind.uniform(0, kind.length_at(tokens)), "input_pos": [0] * tokens, **(found_before or {})}
 
-    return run_and_reshard
+    return {
+        "sample_of": sample_of,
+        "stand_in": kind.stand_in,
+        "padded": kind.padded,
+        "accumulates": settings.gradient_accumulation_steps > 1,
+    }

@@ -7,6 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.plan.inputs import is_packed
+from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import (
@@ -22,7 +23,9 @@ from torchtune_adaptive.tune.start.settings import (
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings of the recipe that this config is for, if its step can be traced."""
     pairs, lora = trains_on_pairs(cfg), None
-    if is_lora(cfg):
+    if trains_with_ppo(cfg):
+        settings = read_ppo_settings(cfg)[0]
+    elif is_lora(cfg):
         settings, lora = (read_lora_dpo_settings if pairs else read_lora_settings)(cfg)
     else:
         settings = (read_full_dpo_settings if pairs else read_full_settings)(cfg)
@@ -35,17 +38,28 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     return settings, lora
 
 
+def as_finetuning(cfg: DictConfig) -> DictConfig:
+    """The config, in which PPO's policy is what finetuning calls the model."""
+    return read_ppo_settings(cfg)[0].config if trains_with_ppo(cfg) else cfg
+
+
 def on_gpu(settings: Settings) -> bool:
     return not settings.device.startswith("cpu")
 
 
 def is_lora(cfg: DictConfig) -> bool:
-    return "lora_attn_modules" in components.require(cfg, "model")
+    return not trains_with_ppo(cfg) and "lora_attn_modules" in components.require(cfg, "model")
+
+
+def trains_with_ppo(cfg: DictConfig) -> bool:
+    return POLICY in cfg
 
 
 def trains_on_pairs(cfg: DictConfig) -> bool:
     """Whether the recipe is one of preference training, of which only those configs speak that name a reference: else
     the loss tells, which is one of pairs."""
+    if trains_with_ppo(cfg):
+        return False
     if cfg.get("ref_checkpointer") is not None:
         return True
     try:

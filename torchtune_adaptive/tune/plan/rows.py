@@ -12,6 +12,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction.answer import Answer, Budget
 from torchtune_adaptive.tune.plan.answers import law_of
 from torchtune_adaptive.tune.plan.predict import fake_steps
+from torchtune_adaptive.tune.plan.recipes import trains_with_ppo
 from torchtune_adaptive.tune.start.remedies import in_keys
 
 
@@ -21,9 +22,10 @@ def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: i
     The law is not checked against another trace: the search measures its answer.
     """
     config = OmegaConf.create(cfg)
-    if not config.get("optimizer_in_bwd"):
+    if not config.get("optimizer_in_bwd") and not trains_with_ppo(config):
         config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
     with fake_steps(config, world_size) as steps:
+        tokens -= steps[stage].answer_tokens
         law = law_of(steps[stage], tokens, traced=lambda: None)
     return Answer(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
 

@@ -16,6 +16,7 @@ from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, amount_by
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes
 from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
+from torchtune_adaptive.tune.plan.recipes import trains_with_ppo
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
@@ -38,6 +39,11 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
     if settings.picture is not None:
         check_drawable(Path(settings.picture), "picture")
     return settings
+
+
+def check_advice(cfg: DictConfig, settings: PlanSettings) -> None:
+    if settings.advise and trains_with_ppo(cfg):
+        raise ConfigError("advise is True, but settings of PPO are not compared: leave it out")
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.limits.limit import Limit, RowLimit
@@ -25,16 +24,8 @@ from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
-from torchtune_adaptive.tune.rl.models import Models
-from torchtune_adaptive.tune.rl.rollouts import (
-    ADVANTAGES,
-    COUNTS,
-    LOG_PROBS,
-    RETURNS,
-    VALUED,
-    VALUES,
-    Rollout,
-)
+from torchtune_adaptive.tune.rl.models import Models, give_gradients
+from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, RolloutStages, most_rows
 from torchtune_adaptive.tune.run.fitting import FitRequest, say, search_batch_size
@@ -112,7 +103,7 @@ def _as_in_training(parts: RolloutParts, memory: MemorySource) -> Iterator[None]
         # Not limited, so that it is the search that says by how much a rank has too little.
         with _explaining_what_does_not_fit(), memory.unlimited():
             for model in trained:
-                _give_gradients(model)
+                give_gradients(model)
             for optimizer in parts.optimization.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -164,7 +155,7 @@ def _worst_step(parts: RolloutParts, stage: str) -> TrainingStep[Rollout]:
     runner = parts.stages.runners[stage]
     update: Callable[[StepResult], object] = _do_nothing
     if stage == TRAIN_POLICY:
-        _give_gradients(parts.models.value)
+        give_gradients(parts.models.value)
         update = partial(_update, parts)
     norm = getattr(runner.model, "norm", None)
     return TrainingStep(
@@ -180,12 +171,7 @@ def _worst_rollout(parts: RolloutParts) -> Rollout:
     sample = worst_sample(
         parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.adaptive.sequence_length
     )
-    prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
-    width = parts.ppo.max_generated_tokens
-    answer, everywhere = prompt[:1].repeat(width), torch.ones(width, dtype=torch.bool)
-    found = {name: torch.zeros(width) for name in (LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
-    found |= {COUNTS: everywhere, VALUED: everywhere}
-    return Rollout(0, 0, prompt, answer, length=width, found=found)
+    return worst_rollout(torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens)
 
 
 def _do_nothing(result: StepResult) -> None:
@@ -195,12 +181,7 @@ def _do_nothing(result: StepResult) -> None:
 def _update(parts: RolloutParts, result: StepResult) -> None:
     """Collective: the update of both models; what the next probe finds is as it was before."""
     parts.optimization.update({"policy": result.target_tokens, "value": result.target_tokens})
-    _give_gradients(parts.models.value)
-
-
-def _give_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    give_gradients(parts.models.value)
 
 
 def _table(found: Mapping[str, Event]) -> str:

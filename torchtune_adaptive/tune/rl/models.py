@@ -7,7 +7,7 @@ tokens, so neither depends on how often the other's microbatches were cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +26,7 @@ from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.optimization.state import load_state
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
-from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
+from torchtune_adaptive.tune.rl.settings import POLICY, POLICY_FILES, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -52,14 +52,21 @@ class Models:
         return self.policy, self.value, self.reference, self.reward
 
 
-def build_models(settings: Settings, device: torch.device, mesh: Meshes, checkpoint: Weights, seed: int) -> Models:
+def build_models(
+    settings: Settings,
+    device: torch.device,
+    mesh: Meshes,
+    checkpoint: Weights,
+    seed: int,
+    frozen: Callable[[Settings, str], Weights] = load_reference,
+) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
     builder = _Builder(settings, device, mesh, seed)
     models = Models(
-        policy=builder.build(POLICY, "checkpointer", checkpoint[training.MODEL_KEY], trained=True),
+        policy=builder.build(POLICY, POLICY_FILES, checkpoint[training.MODEL_KEY], trained=True),
         value=builder.build(VALUE, VALUE_FILES, checkpoint[VALUE_MODEL], trained=True),
-        reference=builder.build(POLICY, REFERENCE_FILES, load_reference(settings, REFERENCE_FILES), trained=False),
-        reward=builder.build(VALUE, REWARD_FILES, load_reference(settings, REWARD_FILES), trained=False),
+        reference=builder.build(POLICY, REFERENCE_FILES, frozen(settings, REFERENCE_FILES), trained=False),
+        reward=builder.build(VALUE, REWARD_FILES, frozen(settings, REWARD_FILES), trained=False),
     )
     _check_vocabularies(models)
     return models
@@ -115,6 +122,11 @@ def _check_vocabularies(models: Models) -> None:
 def _vocabulary(model: nn.Module) -> int | None:
     embedding = getattr(model, "tok_embeddings", None)
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
+
+
+def give_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
 
 
 def build_ppo_optimization(

@@ -10,7 +10,7 @@ train policy        forward and backward
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -74,12 +74,17 @@ class Generate:
                 pad_id=self.pad_id,
                 stop_tokens=self.stop_tokens,
             ).cpu()
-        ends = where_answers_end(answers, self.stop_tokens)
-        for rollout, answer, last in zip(rollouts, answers, ends.last.tolist(), strict=True):
-            rollout.answer, rollout.length = answer.clone(), last + 1
-        keep(rollouts, COUNTS, ends.counts)
-        keep(rollouts, VALUED, ends.valued)
+        keep_answers(rollouts, answers, self.stop_tokens)
         return _nothing(sum(each.length for each in rollouts), self.device)
+
+
+def keep_answers(rollouts: Sequence[Rollout], answers: Tensor, stop_tokens: Collection[int]) -> None:
+    """Each rollout keeps its answer, and which tokens of it count."""
+    ends = where_answers_end(answers, stop_tokens)
+    for rollout, answer, last in zip(rollouts, answers, ends.last.tolist(), strict=True):
+        rollout.answer, rollout.length = answer.clone(), last + 1
+    keep(rollouts, COUNTS, ends.counts)
+    keep(rollouts, VALUED, ends.valued)
 
 
 @dataclass(frozen=True, kw_only=True)

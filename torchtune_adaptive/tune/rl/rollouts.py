@@ -84,6 +84,14 @@ class Sequences:
         return outputs[torch.arange(len(outputs), device=outputs.device)[:, None], self.before]
 
 
+def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
+    """With every new token, all of which count, and whatever stages find."""
+    answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
+    found = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
+    found |= {COUNTS: everywhere, VALUED: everywhere}
+    return Rollout(0, 0, prompt, answer, length=new_tokens, found=found)
+
+
 def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Sequences:
     """`width`: columns of the answers; by default those of the longest."""
     lengths = torch.tensor([len(each.prompt) + each.length for each in rollouts])

@@ -102,8 +102,6 @@ def check_ppo(adaptive: AdaptiveConfig) -> None:
     for key, (value, allowed) in refused.items():
         if value != allowed:
             raise ConfigError(f"adaptive.{key} is {value}, which PPO does not support yet: allowed is {_said(allowed)}")
-    if adaptive.search == "static":
-        raise ConfigError("adaptive.search is static, but adaptive_plan does not predict PPO yet: set it to linear")
 
 
 def _check_optimizer(cfg: DictConfig) -> None:

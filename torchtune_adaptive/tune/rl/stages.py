@@ -196,7 +196,7 @@ def passes_of(
     seed: int,
     gathering: Gathering,
 ) -> dict[str, tuple[nn.Module, Pass]]:
-    """The model of each stage, and what happens to a microbatch."""
+    """The model of each stage, and what it does with a microbatch."""
     score = AnswerScorer(device=device, temperature=ppo.temperature)
     generate = Generate(
         model=cast(Any, models.policy),

@@ -41,9 +41,8 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     """Refuses keys that look like misspelt ones; names the others that nothing reads in a log line."""
     if OF_PPO in cfg and OF_PPO not in more:
         raise ConfigError(
-            f"{OF_PPO} is a section of PPO's configs, which no other recipe reads, nor does adaptive_plan: start "
-            "adaptive_ppo_full_finetune_distributed, which measures what fits in each stage with "
-            "use_maximum_batch_size=True"
+            f"{OF_PPO} is a section of PPO's configs, which no other recipe reads: start "
+            "adaptive_ppo_full_finetune_distributed"
         )
     known = {*keys_of(Settings), *SECTIONS, *more}
     unread = sorted(str(key) for key in cfg if key not in known | _referred_to(cfg))

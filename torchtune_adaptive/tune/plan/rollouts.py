@@ -1,0 +1,150 @@
+"""The stages of PPO without data, each beside all four models and whatever the others leave in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
+from torchtune import training
+
+from torchtune_adaptive.prediction.shims import HOST, UPLOAD
+from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.step.draws import draws
+from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.parts import generation
+from torchtune_adaptive.tune.parts.model import phase_boundaries
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
+from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
+from torchtune_adaptive.tune.plan.fakes import FakeStep, resharding
+from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint
+from torchtune_adaptive.tune.plan.recipes import on_gpu
+from torchtune_adaptive.tune.rl import passes
+from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
+from torchtune_adaptive.tune.rl.components import build_ppo_loss
+from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_optimization
+from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, found_of, sequences_of, worst_rollout
+from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, VALUE, PPOSettings, read_ppo_settings
+from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE, Gathering, most_rows, passes_of
+from torchtune_adaptive.tune.start.settings import Settings
+
+NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
+TRACED_ANSWER = 3
+"""Tokens of an answer that are traced: each after the second allocates what that does."""
+
+
+def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[str, FakeStep]:
+    """By name, in the order of an iteration."""
+    ppo = read_ppo_settings(settings.config)[1]
+    with common["fakes"], common["device_stand_in"]:
+        checkpoint = {training.MODEL_KEY: _weights(settings, POLICY), VALUE_MODEL: _weights(settings, VALUE)}
+        models = build_models(settings, common["device"], mesh, checkpoint, 0, _frozen)
+        optimization = build_ppo_optimization(settings, models, {}, HOST)
+        loss = build_ppo_loss(settings)
+    gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
+    batches_go_to = UPLOAD if on_gpu(settings) else HOST
+    ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, batches_go_to, 0, gathering)
+    generate = ran[GENERATE][1]
+    assert isinstance(generate, passes.Generate)
+    ran[GENERATE] = models.policy, replace(generate, device=HOST)  # what it makes by itself are fakes wherever it is
+
+    def layer_by_layer() -> None:
+        gathering.stays = False
+
+    def step_of(stage: str, model: nn.Module, run: passes.Pass) -> FakeStep:
+        trains, gathers = stage in UPDATES, stage == GENERATE and mesh[SHARDING].size() > 1 and gathering.reshards
+        return FakeStep(
+            model=model,
+            beside=[each for each in models.everything if each is not model],
+            run=_keeping_nothing(run if trains else resharding(model, run), batches_go_to),
+            update=partial(UPDATES.get(stage, _nothing_to_update), models, optimization),
+            optimizers=optimization.optimizers,
+            boundaries=phase_boundaries(model, None),
+            sample_of=partial(_rollout_of, ppo),
+            stand_in=Rollout.stand_in,
+            answer_tokens=ppo.max_generated_tokens,
+            accumulates=trains and (ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size),
+            most_rows=most_rows(stage, ppo),
+            otherwise=layer_by_layer if gathers else None,
+            gradients_of=(models.value,) if stage == TRAIN_POLICY else (),
+            **common,
+        )
+
+    return {stage: step_of(stage, *of_stage) for stage, of_stage in ran.items()}
+
+
+def _weights(settings: Settings, key: str) -> dict[str, Any]:
+    """Each time others: where nothing is sharded, a model takes them as they are."""
+    weights: dict[str, Any] = made_up_checkpoint(settings, key)[training.MODEL_KEY]
+    return weights
+
+
+def _frozen(settings: Settings, files: str) -> dict[str, Any]:
+    return _weights(settings, POLICY if files == REFERENCE_FILES else VALUE)
+
+
+def _rollout_of(ppo: PPOSettings, tokens: int) -> Rollout:
+    """With a prompt of so many tokens."""
+    with no_dispatch():
+        return worst_rollout(torch.zeros(tokens, dtype=torch.long), ppo.max_generated_tokens)
+
+
+def _update_both(models: Models, optimization: Optimization, totals: Totals) -> None:
+    optimization.update({"policy": totals.target_tokens, "value": totals.target_tokens})
+
+
+def _drop_gradients(models: Models, optimization: Optimization, totals: Totals) -> None:
+    """They stay for the update, in the stage that follows, which makes its own."""
+    models.value.zero_grad(set_to_none=True)
+
+
+def _nothing_to_update(models: Models, optimization: Optimization, totals: Totals) -> None:
+    """Of a stage without a backward."""
+
+
+UPDATES = {TRAIN_VALUE: _drop_gradients, TRAIN_POLICY: _update_both}
+
+
+def _keeping_nothing(run: passes.Pass, device: torch.device) -> passes.Pass:
+    """A pass whose samples are on the host, where nothing is counted but the batches that it makes of them."""
+
+    def sequences(*args: Any) -> Sequences:
+        with no_dispatch():
+            made = sequences_of(*args)
+        return Sequences(*map(torch.clone, vars(made).values()))
+
+    def found(rollouts: Sequence[Rollout], name: str, where: torch.device = HOST) -> Tensor:
+        with no_dispatch():
+            stacked = found_of(rollouts, name)
+        return torch.clone(stacked).to(where)
+
+    def drawn(*args: Any, **options: Any) -> Tensor:
+        with no_dispatch():
+            made = draws(*args, **options)
+        return torch.clone(made).to(device)
+
+    def without_keeping(rollouts: Sequence[Rollout]) -> Totals:
+        with replaced(
+            (passes, "sequences_of", sequences),
+            (passes, "found_of", found),
+            (passes, "draws", drawn),
+            (passes, "keep", _keep_nothing),
+            (passes, "keep_answers", _keep_nothing),
+            (generation, "places_of_answers", _first_places),
+        ):
+            return run(rollouts)
+
+    return without_keeping
+
+
+def _keep_nothing(*_: Any) -> None:
+    pass
+
+
+def _first_places(longest: int, new: int) -> range:
+    return range(longest, longest + min(new, TRACED_ANSWER))
