@@ -71,22 +71,25 @@ def test_a_critic_that_is_larger_than_the_policy_has_a_limit_of_its_own(tmp_path
     assert set(too_many) == {TRAIN_VALUE}
 
 
-def refused_for_want_of_memory(folder: Path, port: int) -> str:
+def refused_for_want_of_memory(folder: Path, port: int, limits: str) -> str:
     """Collective: what a run says whose models and optimizer are too much for its ranks."""
     os.environ["MASTER_PORT"] = str(port)
     adam = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001")
-    limits = ("adaptive.memory_limit=[9MiB,2MiB]", "use_maximum_batch_size=True")
-    recipe = load_ppo()(ppo_config(folder, *adam, *limits, "batch_size=4"))
+    searched = (f"adaptive.memory_limit={limits}", "use_maximum_batch_size=True")
+    recipe = load_ppo()(ppo_config(folder, *adam, *searched, "batch_size=4"))
     with pytest.raises(OneRowDoesNotFitError) as error:
         recipe.setup()
     process_group.leave()
     return str(error.value)
 
 
-def test_where_not_one_row_fits_every_rank_says_what_it_would_need(tmp_path: Path) -> None:
-    told = run_on_ranks(2, refused_for_want_of_memory, tmp_path / "run", free_ports(1)[0], timeout_s=60, in_group=False)
+@pytest.mark.parametrize("limits", ["[9MiB,2MiB]", "[9MiB,0.5MiB]"])
+def test_where_not_one_row_fits_every_rank_says_what_it_would_need(tmp_path: Path, limits: str) -> None:
+    """Also where a rank has no room for the models alone."""
+    arguments = tmp_path / "run", free_ports(1)[0], limits
+    told = run_on_ranks(2, refused_for_want_of_memory, *arguments, timeout_s=60, in_group=False)
     assert told[0] == told[1]
-    assert "on rank 1, whose budget is 2.0 MiB" in told[0]
+    assert f"on rank 1, whose budget is {'2.0 MiB' if '2MiB' in limits else '512.0 KiB'}" in told[0]
 
 
 def generate_failing(folder: Path, port: int, layer_by_layer: bool) -> tuple[int, int, int, bool]:

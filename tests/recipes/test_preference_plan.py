@@ -182,4 +182,4 @@ def test_where_nothing_fits_doing_without_the_reference_is_advised(capsys: pytes
     output = capsys.readouterr().out
     assert "does not fit in 22.0 MiB" in output
     assert "adaptive.precompute_reference=True" in output
-    assert f"note: this is the {POLICY}'s stage, and times of two stages are not told" in output
+    assert f"note: this is the stage '{POLICY}', and times of several stages are not told" in output

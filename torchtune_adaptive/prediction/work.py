@@ -108,7 +108,7 @@ def _of_attention(sides: tuple[Any, ...], *, backward: bool) -> float:
     """Flops for each token of a row. Without a mask attention is causal, and half of the scores are never computed."""
     query, key = sides[0], sides[1]
     flops: float = 4 * prod(query.shape) * (BACKWARD_OF_ATTENTION if backward else 1)
-    masked = query.dim() == 4 and isinstance(sides[3], Tensor) and sides[3].dim() == 4
+    masked = query.dim() == 4 and len(sides) > 3 and isinstance(sides[3], Tensor) and sides[3].dim() == 4
     return flops if masked or key.shape[-2] != query.shape[-2] else flops / 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -47,11 +46,7 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
         optimization = build_ppo_optimization(settings, models, {}, HOST)
         loss = build_ppo_loss(settings)
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
-    batches_go_to = UPLOAD if on_gpu(settings) else HOST
-    ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, batches_go_to, 0, gathering)
-    generate = ran[GENERATE][1]
-    assert isinstance(generate, passes.Generate)
-    ran[GENERATE] = models.policy, replace(generate, device=HOST)  # what it makes by itself are fakes wherever it is
+    ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, HOST, 0, gathering)
 
     def layer_by_layer() -> None:
         gathering.stays = False
@@ -61,7 +56,7 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
         return FakeStep(
             model=model,
             beside=[each for each in models.everything if each is not model],
-            run=_keeping_nothing(run if trains else resharding(model, run), batches_go_to),
+            run=_keeping_nothing(run if trains else resharding(model, run), UPLOAD if on_gpu(settings) else HOST),
             update=partial(UPDATES.get(stage, _nothing_to_update), models, optimization),
             optimizers=optimization.optimizers,
             boundaries=phase_boundaries(model, None),
@@ -111,17 +106,17 @@ UPDATES = {TRAIN_VALUE: _drop_gradients, TRAIN_POLICY: _update_both}
 
 
 def _keeping_nothing(run: passes.Pass, device: torch.device) -> passes.Pass:
-    """A pass whose samples are on the host, where nothing is counted but the batches that it makes of them."""
+    """A pass of whose work on the host nothing is counted but the batches that it makes; these go to the device."""
 
     def sequences(*args: Any) -> Sequences:
         with no_dispatch():
             made = sequences_of(*args)
-        return Sequences(*map(torch.clone, vars(made).values()))
+        return Sequences(*(torch.clone(each).to(device) for each in vars(made).values()))
 
-    def found(rollouts: Sequence[Rollout], name: str, where: torch.device = HOST) -> Tensor:
+    def found(rollouts: Sequence[Rollout], name: str, to: torch.device | None = None) -> Tensor:
         with no_dispatch():
             stacked = found_of(rollouts, name)
-        return torch.clone(stacked).to(where)
+        return torch.clone(stacked) if to is None else torch.clone(stacked).to(device)
 
     def drawn(*args: Any, **options: Any) -> Tensor:
         with no_dispatch():

@@ -130,7 +130,7 @@ def _search(parts: RolloutParts, memory: MemorySource, stage: str) -> Event:
         settings=parts.settings,
         adaptive=parts.adaptive,
         memory=memory,
-        worst_step=partial(_worst_step, parts, stage),
+        worst_step=partial(_worst_step, parts, memory, stage),
         data=parts.data,
         kind=parts.data.kind,
         found=found.append,
@@ -150,17 +150,20 @@ def _search(parts: RolloutParts, memory: MemorySource, stage: str) -> Event:
     return found[-1]
 
 
-def _worst_step(parts: RolloutParts, stage: str) -> TrainingStep[Rollout]:
+def _worst_step(parts: RolloutParts, memory: MemorySource, stage: str) -> TrainingStep[Rollout]:
     """Collective: the longest prompt with the longest answer; the policy is trained beside the value's gradients."""
     runner = parts.stages.runners[stage]
     update: Callable[[StepResult], object] = _do_nothing
-    if stage == TRAIN_POLICY:
-        give_gradients(parts.models.value)
-        update = partial(_update, parts)
+    # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much a rank has too little.
+    with memory.unlimited():
+        rollout = _worst_rollout(parts)
+        if stage == TRAIN_POLICY:
+            give_gradients(parts.models.value)
+            update = partial(_update, parts)
     norm = getattr(runner.model, "norm", None)
     return TrainingStep(
         runner=runner,
-        sample=_worst_rollout(parts),
+        sample=rollout,
         update=update,
         optimizers=(),  # as_in_training keeps and restores what there is
         boundaries={"layers": norm} if norm is not None else {},

@@ -1,0 +1,190 @@
+"""PPO with a limit for each stage, against one number of rows for all of them, which is the smallest.
+
+    python -m benchmarks --only rollouts
+
+One run on two ranks, whose iterations take turns: with the limits that its searches have found, and with the smallest
+of these in every stage. That is what a search of the policy alone gives, or, where the critic is larger, what it should
+have given. The learning rate is 0, so both sides answer the same prompts with the same tokens and train on the same
+advantages. Goal: an iteration 1.3 times as fast. While iterations are timed nothing limits or counts memory, which
+would slow both down.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch.utils.data import Dataset
+
+from benchmarks.results import Result, compared
+from tests.ranks import run_on_ranks
+from tests.recipes.rollouts import load_ppo, ppo_config
+from torchtune_adaptive.demo.model import demo_model
+from torchtune_adaptive.demo.rewards import demo_classifier
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
+
+RANKS = 2
+ANSWERS = 32
+"""Of a rank, in an iteration."""
+TRAINED = 16
+"""In an update."""
+HALVES = {"generating": (GENERATE,), "forward": FORWARD, "training": (TRAIN_VALUE, TRAIN_POLICY)}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is trained, and in how much memory."""
+
+    name: str
+    width: int
+    prompt: int
+    answer: int
+    memory_mib: float
+    critic_layers: int = 2
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"num_layers": 2, "embed_dim": self.width, "intermediate_dim": 2 * self.width}
+
+    @property
+    def config(self) -> tuple[str, ...]:
+        plain = "torchtune.training.FullModelTorchTuneCheckpointer"
+        files = {"checkpointer": "policy", "ref_policy_checkpointer": "policy"}
+        files |= {"value_checkpointer": "critic", "reward_checkpointer": "critic"}
+        return (
+            *(f"policy_model.{size}={value}" for size, value in self.sizes.items()),
+            *(f"reward_and_value_model.{size}={value}" for size, value in self.critic_sizes.items()),
+            *(f"{key}._component_={plain}" for key in files),
+            *(f"{key}.checkpoint_files=[{name}.pt]" for key, name in files.items()),
+            "dataset._component_=benchmarks.rollouts.random_prompts",
+            f"dataset.tokens={self.prompt}",
+            f"dataset.samples={ANSWERS * RANKS}",
+            f"tokenizer.max_seq_len={self.prompt}",
+            f"max_generated_tokens={self.answer}",
+            f"batch_size={ANSWERS}",
+            f"ppo_batch_size={TRAINED}",
+            "ppo_epochs=1",
+            f"num_steps={ANSWERS * RANKS}",
+            "optimizer.lr=0.0",
+            "use_maximum_batch_size=True",
+            f"adaptive.memory_limit={self.memory_mib}MiB",
+        )
+
+    @property
+    def critic_sizes(self) -> dict[str, int]:
+        return {**self.sizes, "num_layers": self.critic_layers}
+
+
+SHAPES = (
+    Shape("short answers", width=64, prompt=16, answer=12, memory_mib=3.5),
+    Shape("long answers", width=64, prompt=16, answer=64, memory_mib=8),
+    Shape("long prompts", width=64, prompt=128, answer=16, memory_mib=12),
+    Shape("wide model", width=256, prompt=16, answer=32, memory_mib=32),
+    Shape("larger critic", width=64, prompt=16, answer=32, memory_mib=10, critic_layers=6),
+)
+
+
+def run(pairs: int) -> Result:
+    rows = [measure(shape, pairs) for shape in SHAPES]
+    note = (
+        f"rows: of a microbatch in generating, forward, train value, train policy; a rank has {ANSWERS} answers, and "
+        f"{TRAINED} in an update. ratio: seconds of an iteration with one number for all stages over those with one "
+        "for each, by wall time and by CPU time of all ranks; of each half of an iteration by wall time"
+    )
+    shown = [{"figure": name, **{row["shape"]: row[name] for row in rows}} for name in rows[0] if name != "shape"]
+    return Result(rows, note, shown)
+
+
+def measure(shape: Shape, pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        weights = Path(folder) / "weights"
+        weights.mkdir()
+        torch.manual_seed(0)
+        torch.save(demo_model(**shape.sizes).state_dict(), weights / "policy.pt")
+        torch.save(demo_classifier(**shape.critic_sizes).state_dict(), weights / "critic.pt")
+        timeout_s = 240 + 60 * pairs
+        timed = run_on_ranks(RANKS, compare, shape, Path(folder) / "timed", pairs, timeout_s=timeout_s, in_group=False)
+    return {"shape": shape.name, **timed[0]}
+
+
+class RandomPrompts(Dataset[dict[str, list[int]]]):
+    """Of one length."""
+
+    def __init__(self, samples: int, tokens: int) -> None:
+        self._samples = samples
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens = random.Random(index).choices(range(256), k=self._tokens)
+        return {"tokens": tokens, "labels": tokens}
+
+
+def random_prompts(tokenizer: Any, *, samples: int, tokens: int) -> RandomPrompts:
+    """Component for a config's `dataset:`."""
+    return RandomPrompts(samples, tokens)
+
+
+class Cost(NamedTuple):
+    """What an iteration takes."""
+
+    wall_s: float
+    cpu_s: float
+    """Of all ranks."""
+    halves: Mapping[str, float]
+    """Seconds of each."""
+
+
+def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
+    """Collective: iterations with a limit for each stage and with one, in turns, after one of each to warm up."""
+    recipe = load_ppo()(config_of(shape, folder))
+    recipe.setup()
+    own = {stage: recipe.stages.runners[stage].limit.rows for stage in STAGES}
+    one = dict.fromkeys(STAGES, min(own.values()))
+    prompts = [recipe.data.dataset[index] for index in range(dist.get_rank(), ANSWERS * RANKS, RANKS)]
+    rounds = [(iterate(recipe, own, prompts), iterate(recipe, one, prompts)) for _ in range(pairs + 1)][1:]
+    assert recipe.stages.recoveries == 0
+    recipe.cleanup()
+    wall = compared([(each.wall_s, single.wall_s) for each, single in rounds])
+    cpu = compared([(each.cpu_s, single.cpu_s) for each, single in rounds])
+    return {
+        "rows": " ".join(str(own[stage]) for stage in (GENERATE, FORWARD[0], TRAIN_VALUE, TRAIN_POLICY)),
+        "one number": min(own.values()),
+        "iteration s": statistics.median(each.wall_s for each, _ in rounds),
+        **wall,
+        **{f"{figure} by CPU time": cpu[figure] for figure in ("ratio", "lowest", "highest")},
+        **{half: compared([(e.halves[half], s.halves[half]) for e, s in rounds])["ratio"] for half in HALVES},
+    }
+
+
+def config_of(shape: Shape, folder: Path) -> DictConfig:
+    cfg = ppo_config(folder, *shape.config)
+    for key in ("checkpointer", "ref_policy_checkpointer"):
+        del cfg[key]["sizes"]  # those of weights that the demo makes
+    return cfg
+
+
+def iterate(recipe: Any, rows: Mapping[str, int], prompts: Sequence[Any]) -> Cost:
+    """Collective: the first iteration, once more."""
+    recipe.stages.use_limits({stage: RowLimit(count) for stage, count in rows.items()})
+    dist.barrier()
+    began, cpu_began = time.perf_counter(), time.process_time()
+    recipe.iterate(prompts, 1)
+    wall_s = time.perf_counter() - began
+    everywhere: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(everywhere, time.process_time() - cpu_began)
+    ran = recipe.stages.ran
+    halves = {half: sum(each.seconds for stage in of for each in ran[stage]) for half, of in HALVES.items()}
+    return Cost(wall_s, sum(everywhere), halves)
