@@ -76,7 +76,7 @@ def test_what_is_not_supported_is_refused_by_its_name(override: str, part: str) 
 
 @pytest.mark.parametrize(
     "values",
-    [{"token_budget": 100}, {"precompute_reference": True}, {"oversize": "skip"}, {"search": "static"}],
+    [{"token_budget": 100}, {"precompute_reference": True}, {"oversize": "skip"}],
     ids=lambda values: next(iter(values)),
 )
 def test_what_no_stage_can_do_is_refused_by_its_name(values: dict[str, Any]) -> None:
