@@ -70,7 +70,9 @@ class AdaptiveFullFinetuneDistributed:
         loss_fn = build_loss(settings, self.model)
 
         self.data = build_data(settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event)
+        self.runner = build_step_runner(
+            self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event, mesh
+        )
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
             settings=settings,

@@ -13,14 +13,17 @@ import logging
 import sys
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from benchmarks.results import save
+from tests.distributed import tensors
 from tests.distributed.failing import fail_there, over_ranks
 from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
@@ -29,12 +32,14 @@ from tests.distributed.models import (
     build,
     forward_backward_of,
     gradients_of,
+    mesh_of,
     same_gradients,
     samples_of,
 )
 from tests.distributed.rollouts import ROLLOUT_CASES, RolloutCase
 from tests.distributed.stages import STAGE_CASES, StageCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
+from torchtune_adaptive.comm.tensor import TensorLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector
@@ -68,6 +73,7 @@ class Case:
 JOINED = ModelConfig(joined=True, dropout=0.0)
 HYBRID = ModelConfig(replicas=2)
 OFFLOADED = ModelConfig(offload=True)
+TENSOR = ModelConfig(tensor_ranks=2, dropout=0.0, layers=1)
 
 CASES = (
     Case("plain"),
@@ -111,6 +117,23 @@ CASES = (
     Case("offloaded, full checkpointing", replace(OFFLOADED, checkpointing="full"), stride=5),
     Case("offloaded, bf16", replace(OFFLOADED, bf16=True), stride=5),
     Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), 4, stride=5),
+    Case("tensor", TENSOR),
+    Case("tensor, rank 0 fails", TENSOR, failing=(0,), stride=3),
+    Case("tensor, all ranks fail", TENSOR, failing=(0, 1), stride=3),
+    Case("tensor, fails in the retry too", TENSOR, rows=4, again="retry", stride=3),
+    Case("tensor, fails in the drain too", TENSOR, rows=4, again="drain", stride=3),
+    Case("tensor, first pass", TENSOR, first_pass=True, stride=5),
+    Case("tensor, full checkpointing", replace(TENSOR, checkpointing="full"), stride=3),
+    Case("tensor, loss parallel", replace(TENSOR, tensor_plan="loss"), stride=3),
+    Case("tensor, sequence parallel", replace(TENSOR, tensor_plan="sequence"), stride=3),
+    Case("tensor, sharded", TENSOR, 4, (3,)),
+    Case("tensor, sharded, rank 0 fails", TENSOR, 4, (0,), stride=3),
+    Case("tensor, sharded, a group fails", TENSOR, 4, (2, 3), stride=5),
+    Case("tensor, sharded, a rank of each group fails", TENSOR, 4, (0, 3), stride=5),
+    Case("tensor, sharded, fails in the drain too", TENSOR, 4, (2,), 4, again="drain", stride=5),
+    Case("tensor, sharded, first pass", TENSOR, 4, first_pass=True, stride=9),
+    Case("tensor, sharded, chunked logits", replace(TENSOR, chunks=4), 4, stride=5),
+    Case("tensor, sharded, bf16, full checkpointing", replace(TENSOR, bf16=True, checkpointing="full"), 4, stride=5),
 )
 
 
@@ -151,13 +174,17 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.samples = samples_of(dist.get_rank(), case.samples)
+        self.samples = samples_of(dist.get_rank() // case.model.tensor_ranks, case.samples)
         self._steps = count()
         self._renew()
 
     def _renew(self) -> None:
-        self.model = build(self.case.model)
-        self.forward_backward = forward_backward_of(self.model, joined=self.case.model.joined)
+        config = self.case.model
+        self.model = build(config)
+        if config.tensor_ranks > 1:
+            self.forward_backward = tensors.forward_backward_of(self.model, config.tensor_plan)
+        else:
+            self.forward_backward = forward_backward_of(self.model, joined=config.joined)
 
     def undisturbed(self, rows: int) -> Step:
         """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
@@ -165,7 +192,8 @@ class Bench:
         loss_sum, target_tokens = torch.zeros(()), 0
         for start in range(0, self.case.samples, rows):
             # as a loop for replicas is written: they cost a message a step, and not a microbatch
-            self.model.set_requires_all_reduce(start + rows >= self.case.samples)
+            if isinstance(self.model, FSDPModule):
+                self.model.set_requires_all_reduce(start + rows >= self.case.samples)
             totals = self.forward_backward(self.samples[start : start + rows])
             loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
         over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
@@ -205,9 +233,16 @@ class Bench:
             limit=RowLimit(self.case.rows),
             length_of=len,
             stand_in=lambda sample: sample[:2],
+            ledger=self._tensor_ledger() if self.case.model.tensor_ranks > 1 else None,
         )
         self.fresh = runner.state_dict()
         return runner
+
+    def _tensor_ledger(self) -> TensorLedger[Tensor]:
+        config = self.case.model
+        without_data = partial(build, config, without_data=True)
+        rehearsal = tensors.rehearsal_of(without_data, config.tensor_plan)
+        return TensorLedger(self.model, mesh_of(config)["tp"].get_group(), rehearsal)
 
     def _start(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -215,6 +250,8 @@ class Bench:
 
     def _outcome(self, totals: Totals) -> Step:
         gradients, rng = gradients_of(self.model), torch.get_rng_state()
+        if self.case.model.tensor_ranks > 1:  # torch cannot take the norm of DTensors over different meshes
+            return Step(gradients, totals.loss_sum.item(), totals.target_tokens, torch.zeros(()), rng)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
 

@@ -17,6 +17,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
+from tests.distributed.tensors import parallelized
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.unpadded.documents import joined as join
 from torchtune_adaptive.tune.parts.unpadded.documents import taking_long_rows
@@ -46,10 +47,16 @@ class ModelConfig:
     """Of the sharded model: more than one are hybrid sharding."""
     offload: bool = False
     """Shards and gradients live on the host, and are copied to the device and back: here, from memory to memory."""
+    tensor_ranks: int = 1
+    """Ranks that share every layer, and their samples: more than one are tensor parallelism."""
+    tensor_plan: str = "plain"
+    """What they share, one of tensors.PLANS."""
+    chunks: int = 1
+    """Of the logits."""
 
 
-def build(config: ModelConfig) -> nn.Module:
-    """Collective: the same model on every rank."""
+def build(config: ModelConfig, *, without_data: bool = False) -> nn.Module:
+    """Collective: the same model on every rank. Without data, under a fake mode, it is none."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCABULARY,
@@ -68,6 +75,10 @@ def build(config: ModelConfig) -> nn.Module:
     take_documents(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
+    if config.chunks > 1:
+        model.set_num_output_chunks(config.chunks)
+    if config.tensor_ranks > 1:
+        model = parallelized(model, config.tensor_plan, mesh_of(config)["tp"], without_data=without_data)
     if config.checkpointing == "full":
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif config.checkpointing == "selective":
@@ -83,7 +94,11 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     if config.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         copy_what_is_offloaded()
-    mesh = mesh_of(config.replicas)
+    mesh = mesh_of(config)
+    if config.tensor_ranks > 1:
+        mesh = mesh["dp"]
+        if mesh.size() == 1:
+            return model
     for name, module in reversed(list(model.named_modules())):
         if name == "" or training.get_shard_conditions(name, module):
             fully_shard(module, mesh=mesh, **options)
@@ -107,10 +122,16 @@ def copy_what_is_offloaded() -> None:
     Tensor.to = to
 
 
-@cache  # a mesh keeps its groups for good
-def mesh_of(replicas: int) -> DeviceMesh:
+def mesh_of(config: ModelConfig) -> DeviceMesh:
     """Collective: all ranks in one dimension, or in two."""
+    return _mesh_of(config.replicas, config.tensor_ranks)
+
+
+@cache  # a mesh keeps its groups for good
+def _mesh_of(replicas: int, tensor_ranks: int) -> DeviceMesh:
     ranks = dist.get_world_size()
+    if tensor_ranks > 1:
+        return init_device_mesh("cpu", (ranks // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp"))
     if replicas == 1:
         return init_device_mesh("cpu", (ranks,))
     return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

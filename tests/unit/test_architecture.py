@@ -30,6 +30,7 @@ ROOMS: dict[str, set[str]] = {
     "schedules": set(),
     "memory": set(),
     "comm": {"memory"},
+    "comm/tensor": {"comm", "memory"},
     "step": {"limits", "memory", "comm"},
     "search": {"limits", "memory", "comm", "step"},
     "record": {"limits", "schedules", "memory.peak", "search"},
@@ -44,7 +45,17 @@ ROOMS: dict[str, set[str]] = {
         "comm.collectives",
         "comm.heartbeat",
     },
-    "tune/parts": {"tune/start", "tune/parts/unpadded", "limits", "schedules", "memory", "comm", "step", "record"},
+    "tune/parts": {
+        "tune/start",
+        "tune/parts/unpadded",
+        "limits",
+        "schedules",
+        "memory",
+        "comm",
+        "comm/tensor",
+        "step",
+        "record",
+    },
     "tune/parts/unpadded": {"tune/start", "comm"},
     "tune/parts/optimization": {"tune/start", "memory"},
     "tune/parts/checkpoints": {
@@ -325,7 +336,7 @@ def test_below_tune_only_comm_speaks_to_other_ranks() -> None:
 
     speaking = {name for name in library() if speaks(MODULES[name])}
     assert speaking
-    assert speaking <= modules_in({"comm"})
+    assert speaking <= modules_in({"comm", "comm/tensor"})
 
 
 @pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH) - NEEDS_TORCH - {"search"}))

@@ -7,7 +7,7 @@ issues the rest with zeros.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,6 +59,11 @@ class CollectiveLedger:
     run the same models share one ledger, which keeps a record for each of them.
     """
 
+    tensor_position = 0
+    tensor_groups: tuple[tuple[int, ...], ...] = ()
+    """Where there is tensor parallelism, another ledger counts."""
+    why_recovery_is_off = staticmethod(fsdp.why_recovery_is_off)
+
     def __init__(self, *roots: Any, watches: bool = True) -> None:
         """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
 
@@ -107,10 +112,10 @@ class CollectiveLedger:
         """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""
         self._records.pop(stage, None)
 
-    def begin_step(self, microbatches: int, stage: str = "") -> None:
+    def begin_step(self, microbatches: Sequence[object], stage: str = "") -> None:
         """Starts counting, from a state in which every microbatch communicates the same."""
         self.position, self.sent = 0, Sent()
-        self._microbatches, self._number = microbatches, -1
+        self._microbatches, self._number = len(microbatches), -1
         self._record = self._records.setdefault(stage, _Record())
         if self._watches:
             self._messages.look_for_groups()
@@ -161,9 +166,12 @@ class CollectiveLedger:
         return self._record.foreign if self._record.listened else 0
 
     def refuse_recovery(self, messages: int) -> str:
-        """From now on, running out of memory in this stage is fatal. Returns what it communicates besides FSDP."""
+        """From now on, running out of memory in this stage is fatal. Returns why, and what to do about it."""
         self._record.foreign = messages
-        return what_is_foreign(messages, self._record.names)
+        return (
+            f"microbatches communicate besides FSDP ({what_is_foreign(messages, self._record.names)}), in which a rank "
+            "that has run out of memory could not take part (communicate after the step, in the update say)"
+        )
 
     def listening(self) -> AbstractContextManager[object]:
         """Open it around a microbatch: where one before it has communicated besides FSDP, this one is listened to."""

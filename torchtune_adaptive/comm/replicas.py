@@ -17,7 +17,8 @@ _MODULUS = 2**52
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
     """Collective, where there are replicas: raises on all ranks if those of any shard differ in a bit."""
-    parameters = [parameter for model in models for parameter in model.parameters()]
+    # not those of which each rank has a part of its own, as most are under tensor parallelism
+    parameters = [each for model in models for each in model.parameters() if any(_replica_groups(each))]
     groups = {id(group): group for parameter in parameters for group in _replica_groups(parameter)}
     if not groups:
         return

@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.comm.fsdp import why_recovery_is_off
+from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.comm.replicas import compare_replicas
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
@@ -27,8 +27,37 @@ Pass: TypeAlias = Literal["microbatch", "drain"]
 AroundPass: TypeAlias = Callable[[Pass], AbstractContextManager[object]]
 
 
-def _check_recovery(models: Sequence[nn.Module]) -> None:
-    for reason in filter(None, map(why_recovery_is_off, models)):
+class Ledger(Protocol):
+    """Counts what a step communicates, and finishes it for a rank that has failed: a CollectiveLedger, as a rule."""
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def tensor_position(self) -> int: ...
+    @property
+    def foreign_messages(self) -> int: ...
+
+    @property
+    def tensor_groups(self) -> Sequence[Sequence[int]]: ...
+    @property
+    def sent(self) -> Sent: ...
+    @property
+    def waited_s(self) -> float: ...
+
+    def why_recovery_is_off(self, model: nn.Module) -> str | None: ...
+    def begin_step(self, microbatches: Sequence[Sequence[Any]], stage: str = "") -> None: ...
+    def begin_microbatch(self, number: int) -> None: ...
+    def listening(self) -> AbstractContextManager[object]: ...
+    def end_microbatch(self) -> None: ...
+    def break_off_microbatch(self) -> None: ...
+    def drain(self, replay: Callable[[], object]) -> None: ...
+    def refuse_recovery(self, messages: int) -> str: ...
+    def reset(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def _check_recovery(models: Sequence[nn.Module], why_it_is_off: Callable[[nn.Module], str | None]) -> None:
+    for reason in filter(None, map(why_it_is_off, models)):
         raise RecoveryUnsupportedError(
             f"a step of this model cannot be run again after running out of memory: {reason}", Remedy.NO_RECOVERY
         )
@@ -41,7 +70,7 @@ class PlanRunner(Generic[Sample]):
         self,
         models: Sequence[nn.Module],
         forward_backward: Callable[[Sequence[Sample]], Totals],
-        ledger: CollectiveLedger | None,
+        ledger: Ledger | None,
         *,
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None,
@@ -49,10 +78,10 @@ class PlanRunner(Generic[Sample]):
         stage: str = "",
     ) -> None:
         if recover:
-            _check_recovery(models)
+            _check_recovery(models, (ledger or CollectiveLedger).why_recovery_is_off)
         self.around_pass: AroundPass = lambda _: nullcontext()
         self._forward_backward = forward_backward
-        self.ledger = CollectiveLedger(*models, watches=recover) if ledger is None else ledger
+        self.ledger: Ledger = ledger or CollectiveLedger(*models, watches=recover)
         self._models = models
         self._stand_in = stand_in
         self._filler = filler
@@ -67,10 +96,10 @@ class PlanRunner(Generic[Sample]):
             self._compared = True
         totals: Totals | None = None
         self._began = time.perf_counter()
-        self.ledger.begin_step(len(plan), self._stage)
-        for number, rows in enumerate(plan):
+        microbatches = [[samples[index] for index in rows] or self._nothing(samples) for rows in plan]
+        self.ledger.begin_step(microbatches, self._stage)
+        for number, (rows, microbatch) in enumerate(zip(plan, microbatches, strict=True)):
             before = totals
-            microbatch = [samples[index] for index in rows] or self._nothing(samples)
             totals = self._run_microbatch(number, microbatch, before)
             if totals is None:  # outside of `except`, whose traceback would keep the failed pass alive
                 self._drain(samples[rows[0] if rows else 0])
@@ -88,15 +117,13 @@ class PlanRunner(Generic[Sample]):
 
     def refuse_recovery(self, messages: int, step: int | None) -> None:
         """What all ranks have agreed on: running out of memory in this stage ends the run from now on."""
-        what = self.ledger.refuse_recovery(messages)
+        why = self.ledger.refuse_recovery(messages)
         where = ", ".join(filter(None, ["" if step is None else f"step {step}", self._stage]))
         if rank() == 0:
             logger.warning(
-                "%smicrobatches communicate besides FSDP (%s), in which a rank that has run out of memory could not "
-                "take part: training goes on without recovery, and running out of memory ends it; communicate after "
-                "the step, in the update say, to have recovery back",
+                "%s%s: training goes on without recovery, and running out of memory ends it",
                 where and f"{where}: ",
-                what,
+                why,
             )
 
     def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -127,15 +154,15 @@ class PlanRunner(Generic[Sample]):
         """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
         # A drain may run out of memory too. What it has issued by then counts, so each try goes on from there, and
         # only one that gets nowhere is the end.
-        stuck_at = -1
+        stuck_at = None
         while not self._try_to_drain(sample):
-            if self.ledger.position == stuck_at:
+            if (position := (self.ledger.position, self.ledger.tensor_position)) == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with nothing but its shard of the training state "
                     "allocated, so it cannot even finish the collectives that its peers wait for; train on "
                     "more ranks"
                 )
-            stuck_at = self.ledger.position
+            stuck_at = position
 
     def _try_to_drain(self, sample: Sample) -> bool:
         """Collective: frees everything, then drains; False if that ran out of memory too."""

@@ -90,6 +90,8 @@ class Report(NamedTuple):
     joined_tokens: float = 0
     """Tokens of that microbatch where nothing is padded; 0 where it is."""
     position: float = 0
+    tensor_position: float = 0
+    """Collectives of tensor parallelism."""
     target_tokens: float = 0
     loss_sum: float = 0
     upcoming_microbatches: float = 0
@@ -184,14 +186,17 @@ class Reports(tuple[Report, ...]):
             most_tokens=int(max(report.most_tokens for report in self)),
         )
 
-    def check_positions(self) -> None:
-        positions = [int(report.position) for report in self]
-        if len(set(positions)) > 1:
-            raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
-                "what they received is not what they expected; give all ranks the same model and the same "
-                "number of samples"
-            )
+    def check_positions(self, tensor_groups: Sequence[Sequence[int]] = ()) -> None:
+        """Raises where ranks have not issued as many collectives as those whom they share them with."""
+        counts = [[int(report.position) for report in self]]
+        counts += [[int(self[rank].tensor_position) for rank in group] for group in tensor_groups]
+        for positions in counts:
+            if len(set(positions)) > 1:
+                raise UnrecoverableError(
+                    f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
+                    "what they received is not what they expected; give all ranks the same model and the same "
+                    "number of samples"
+                )
 
 
 def exchange(agreement: Agreement, report: Report) -> Reports:

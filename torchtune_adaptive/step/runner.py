@@ -15,7 +15,6 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
-from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
@@ -23,7 +22,7 @@ from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
 from torchtune_adaptive.memory.gauge import Gauge
-from torchtune_adaptive.step.attempt import AroundPass, PlanRunner
+from torchtune_adaptive.step.attempt import AroundPass, Ledger, PlanRunner
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
@@ -78,7 +77,7 @@ class StepRunner(Generic[Sample]):
         padded: bool = True,
         recover: bool = True,
         regrow_after: int = 200,
-        ledger: CollectiveLedger | None = None,
+        ledger: Ledger | None = None,
         frozen: Sequence[nn.Module] = (),
         stage: str = "",
         on_change: Callable[[Change], None] | None = None,
@@ -246,6 +245,7 @@ class StepRunner(Generic[Sample]):
             length=size.length,
             joined_tokens=size.tokens or 0,
             position=self._plans.ledger.position,
+            tensor_position=self._plans.ledger.tensor_position,
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
@@ -256,7 +256,7 @@ class StepRunner(Generic[Sample]):
             foreign_messages=self._plans.ledger.foreign_messages,
         )
         reports = exchange(self._agreement, mine)
-        reports.check_positions()
+        reports.check_positions(self._plans.ledger.tensor_groups)
         if self.recovers and reports.foreign_messages:
             self.recovers = False
             self._plans.refuse_recovery(reports.foreign_messages, self.current_step)

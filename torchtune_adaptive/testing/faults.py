@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.comm.collectives import rank as this_rank
+from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.step.attempt import AroundPass, Pass
 from torchtune_adaptive.step.runner import StepRunner
 
@@ -124,5 +125,9 @@ class _Watch(TorchDispatchMode):
         self._faults = faults
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # without data, so it takes no memory that could run out
         self._faults.tick(str(func))
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+            return NotImplemented
         return func(*args, **(kwargs or {}))

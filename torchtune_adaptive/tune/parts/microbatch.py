@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,13 +17,17 @@ from torchtune import training
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
-from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.comm.tensor import Rehearsal, TensorLedger
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import Event, event_of
+from torchtune_adaptive.step.attempt import Ledger
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.data import Collate, Data
+from torchtune_adaptive.tune.parts.loss import build_loss
+from torchtune_adaptive.tune.parts.model import build_shadow_model
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
+from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, longest_of, taking_long_rows
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
@@ -35,6 +39,17 @@ logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 Logits = Tensor | list[Tensor]
+
+
+class Prepared(NamedTuple):
+    """A microbatch as a model takes it."""
+
+    batch: Batch
+    labels: Tensor
+    """Of each position, the token that follows."""
+    target_tokens: int
+    learns: bool
+    """Whether any label counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +69,10 @@ class ForwardBackward:
     """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
+        return self.run(self.prepare(samples))
+
+    def prepare(self, samples: Sequence[Sample]) -> Prepared:
+        """A batch of these samples, on the host."""
         ignored = self.kind.ignored_label
         batch = self.collate(self.kind.rows_of(samples))
         check_length(self.model, longest_of(batch))
@@ -62,10 +81,15 @@ class ForwardBackward:
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
         learned_tokens = int(labels.ne(ignored).sum())
         target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
+        return Prepared(batch, labels, target_tokens, learned_tokens > 0)
+
+    def run(self, prepared: Prepared) -> Totals:
+        """Forward and backward."""
+        batch, labels, target_tokens, learns = prepared
         batch_to_device(batch, self.device)
         with self.activations, taking_long_rows(self.model, batch):
             logits = self.model(**batch)
-        loss = self._loss(logits, labels.to(self.device)) * target_tokens if learned_tokens else _zero_of(logits)
+        loss = self._loss(logits, labels.to(self.device)) * target_tokens if learns else _zero_of(logits)
         del logits  # or they would live through the backward
         total = loss.detach()
         if self.loss_scale is not None:
@@ -131,13 +155,43 @@ def build_step_runner(
     adaptive: AdaptiveConfig,
     device: torch.device,
     on_event: Callable[[Event], None],
+    mesh: Meshes,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
     kind, collate = planned(data, model, settings, adaptive, device)
     split_alike = adaptive.token_budget is not None
     forward_backward = build_forward_backward(model, loss_fn, collate, kind, settings, device, split_alike=split_alike)
     recover = recovers(settings, adaptive)
-    return stage_runner(model, forward_backward, kind, settings, adaptive, on_event, recover=recover)
+    ledger = None
+    if recover and settings.tensor_parallel_dim > 1:
+        assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
+        ledger = tensor_ledger(forward_backward, settings, adaptive, mesh)
+    return stage_runner(model, forward_backward, kind, settings, adaptive, on_event, recover=recover, ledger=ledger)
+
+
+def tensor_ledger(
+    forward_backward: ForwardBackward, settings: Settings, adaptive: AdaptiveConfig, mesh: Meshes
+) -> TensorLedger[Sample]:
+    """Collective: what counts under tensor parallelism, and knows how to run a microbatch without data."""
+    kind = forward_backward.kind
+
+    def build() -> nn.Module:
+        model = build_shadow_model(settings, forward_backward.device, mesh)
+        build_loss(settings, model)  # a loss that takes logits in chunks makes the model cut them
+        return model
+
+    def key_of(samples: Sequence[Sample]) -> tuple[int, int, bool]:
+        learns = any(any(kind.learned_tokens(sample)) for sample in samples)
+        return len(samples), max(map(kind.length_of, samples)), learns
+
+    rehearsal = Rehearsal(
+        build=build,
+        batch=forward_backward.prepare,
+        run=lambda model, prepared: replace(forward_backward, model=model).run(prepared),
+        key_of=key_of,
+    )
+    group, untested = mesh["tp"].get_group(), adaptive.recover_untested
+    return TensorLedger(forward_backward.model, group, rehearsal, untested_backends=untested)
 
 
 def planned(
@@ -159,7 +213,7 @@ def stage_runner(
     *,
     recover: bool,
     stage: str = "",
-    ledger: CollectiveLedger | None = None,
+    ledger: Ledger | None = None,
 ) -> StepRunner[Sample]:
     """Collective: what runs one stage of a step, or a step that has only one."""
     return StepRunner(
@@ -206,14 +260,32 @@ def recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
 
 
 def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig) -> str | None:
-    """Why a step cannot be run again, as it can where no weight changes and no activation travels before it ends."""
+    """Why a step cannot be run again: weights change before it ends, or peers would be left waiting."""
     reason = None
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"
     elif settings.tensor_parallel_dim > 1:
-        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
+        sharing = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
+        if not adaptive.recover_from_oom:
+            return f"{sharing}; adaptive.recover_from_oom: True has it on there too"
+        if (not_yet := _not_under_tensor_parallelism(settings, adaptive)) is not None:
+            reason = f"{sharing}, and {not_yet}"
     if reason is not None and adaptive.recover_from_oom:
         raise ConfigError(
             f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
         )
     return reason
+
+
+def _not_under_tensor_parallelism(settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+    """What keeps a rank from knowing what the others expect of it, or has not been tested."""
+    if settings.compile:
+        return "compile is True, which hides some of them"
+    if settings.enable_activation_offloading:
+        return "enable_activation_offloading is True, which no pass without data can repeat"
+    if not settings.device.startswith("cpu") and not adaptive.recover_untested:
+        return (
+            f"device is {settings.device!r}: with another backend than gloo this has not been tested "
+            "(adaptive.recover_untested: True has it on all the same)"
+        )
+    return None

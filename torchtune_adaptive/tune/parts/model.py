@@ -19,11 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
+from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import peft
+from torchtune.training import activations
 
 from torchtune_adaptive.comm.replicas import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
@@ -52,6 +55,22 @@ def build_full_model(
     _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
+
+
+def build_shadow_model(settings: Settings, device: torch.device, mesh: Meshes) -> nn.Module:
+    """`build_full_model` for a fake mode, under tensor parallelism: without weights, and without a word to anyone."""
+    # torchtune counts the layers of a process, of which it checkpoints every n-th; scaling branches on each frequency
+    with replaced((activations.checkpoint_wrapper, "_count", 0), (Llama3ScaledRoPE, "apply_scaling", same_frequencies)):
+        model = built_on(device, settings.config, dtype_of(settings, device))
+        model = _parallelize_tensors(model, settings.config, mesh["tp"], source=None)
+        _checkpoint_activations(model, settings)
+        _shard(model, settings, mesh)
+    return model
+
+
+def same_frequencies(_: Any, frequencies: torch.Tensor, *__: Any) -> torch.Tensor:
+    """In place of scaled ones, where they have no value."""
+    return frequencies.clone()
 
 
 def build_reference_model(
@@ -122,13 +141,14 @@ def _compile(model: nn.Module, settings: Settings) -> None:
         training.compile_model(model, verbose=False)
 
 
-def _parallelize_tensors(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh) -> nn.Module:
+def _parallelize_tensors(model: nn.Module, cfg: DictConfig, mesh: DeviceMesh, source: int | None = 0) -> nn.Module:
+    """Collective, if the weights are those of a `source`, a rank of the mesh."""
     plan = components.build("tensor_parallel_plan", cfg)
     try:
         model = training.prepare_mha_for_tp(model, mesh)
     except ValueError as error:
         raise ConfigError(f"tensor_parallel_dim is {mesh.size()}: {error}") from error
-    return parallelize_module(model, mesh, parallelize_plan=plan)
+    return parallelize_module(model, mesh, parallelize_plan=plan, src_data_rank=source)
 
 
 def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:

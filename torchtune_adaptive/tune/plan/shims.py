@@ -30,6 +30,7 @@ from torchtune.training import _activation_offloading, activations
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.parts.model import same_frequencies
 from torchtune_adaptive.tune.parts.unpadded import kernels
 
 
@@ -50,7 +51,7 @@ def working_on_fakes() -> Iterator[None]:
     """While open, models can be built, sharded and filled without data."""
     with (
         replaced(
-            (Llama3ScaledRoPE, "apply_scaling", _same_frequencies),
+            (Llama3ScaledRoPE, "apply_scaling", same_frequencies),
             (training._distributed, "distribute_tensor", own_shard),
             (torch.utils, "swap_tensors", _swap_fakes),
             # torchtune counts the layers of a process, of which it checkpoints every n-th: a new one begins here
@@ -152,11 +153,6 @@ def fake_tables(tensors: Iterable[Tensor], fakes: FakeTensorMode) -> None:
 
 def _pairs_of_weights(weight: Tensor, *_: Any) -> Tensor:
     return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
-
-
-def _same_frequencies(rope: Any, frequencies: Tensor, *_: Any) -> Tensor:
-    """Scaling branches on each frequency, and none of them has a value here."""
-    return frequencies.clone()
 
 
 def own_shard(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -112,7 +112,12 @@ class AdaptiveConfig:
         BOOL | NULL,
         None,
         means="`True`: run a step again that ran out of memory. `False`: let it end the run. null: on wherever it is "
-        "possible, that is without `optimizer_in_bwd` and with `tensor_parallel_dim: 1`",
+        "possible without a word from you, that is without `optimizer_in_bwd` and with `tensor_parallel_dim: 1`",
+    )
+    recover_untested: bool = option(
+        BOOL,
+        False,
+        means="`True`: recovery also where it has not been tested: under tensor parallelism on anything but CPUs",
     )
     regrow_after: int = option(
         COUNT_OR_0,

@@ -1,0 +1,28 @@
+"""Which ranks have to have issued as many collectives as which others."""
+
+from __future__ import annotations
+
+import pytest
+
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.step.reports import Report, Reports
+
+PAIRS = ((0, 1), (2, 3))
+
+
+def reports(*positions: tuple[int, int]) -> Reports:
+    return Reports(Report(position=everywhere, tensor_position=shared) for everywhere, shared in positions)
+
+
+def test_groups_may_differ_in_what_they_share() -> None:
+    reports((9, 20), (9, 20), (9, 22), (9, 22)).check_positions(PAIRS)
+
+
+def test_ranks_of_a_group_may_not() -> None:
+    with pytest.raises(UnrecoverableError, match=r"\[22, 20\], by rank"):
+        reports((9, 20), (9, 20), (9, 22), (9, 20)).check_positions(PAIRS)
+
+
+def test_nor_may_groups_in_what_all_of_them_share() -> None:
+    with pytest.raises(UnrecoverableError, match=r"\[9, 9, 8, 8\], by rank"):
+        reports((9, 20), (9, 20), (8, 20), (8, 20)).check_positions(PAIRS)
