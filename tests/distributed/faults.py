@@ -242,7 +242,7 @@ class Bench:
         config = self.case.model
         without_data = partial(build, config, without_data=True)
         rehearsal = tensors.rehearsal_of(without_data, config.tensor_plan)
-        return TensorLedger(self.model, mesh_of(config)["tp"].get_group(), rehearsal)
+        return TensorLedger(self.model, mesh_of(tensor_ranks=config.tensor_ranks)["tp"].get_group(), rehearsal)
 
     def _start(self) -> None:
         self.model.zero_grad(set_to_none=True)

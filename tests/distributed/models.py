@@ -78,7 +78,9 @@ def build(config: ModelConfig, *, without_data: bool = False) -> nn.Module:
     if config.chunks > 1:
         model.set_num_output_chunks(config.chunks)
     if config.tensor_ranks > 1:
-        model = parallelized(model, config.tensor_plan, mesh_of(config)["tp"], without_data=without_data)
+        model = parallelized(
+            model, config.tensor_plan, mesh_of(tensor_ranks=config.tensor_ranks)["tp"], without_data=without_data
+        )
     if config.checkpointing == "full":
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif config.checkpointing == "selective":
@@ -94,7 +96,7 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     if config.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         copy_what_is_offloaded()
-    mesh = mesh_of(config)
+    mesh = mesh_of(config.replicas, config.tensor_ranks)
     if config.tensor_ranks > 1:
         mesh = mesh["dp"]
         if mesh.size() == 1:
@@ -122,13 +124,9 @@ def copy_what_is_offloaded() -> None:
     Tensor.to = to
 
 
-def mesh_of(config: ModelConfig) -> DeviceMesh:
-    """Collective: all ranks in one dimension, or in two."""
-    return _mesh_of(config.replicas, config.tensor_ranks)
-
-
 @cache  # a mesh keeps its groups for good
-def _mesh_of(replicas: int, tensor_ranks: int) -> DeviceMesh:
+def mesh_of(replicas: int = 1, tensor_ranks: int = 1) -> DeviceMesh:
+    """Collective: all ranks in one dimension, or in two."""
     ranks = dist.get_world_size()
     if tensor_ranks > 1:
         return init_device_mesh("cpu", (ranks // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp"))

@@ -65,7 +65,7 @@ def test_the_program_for_upstream_shows_it():
 def runner_of(change: Callable[[nn.Module, ForwardBackward], ForwardBackward]) -> StepRunner[Tensor]:
     """Collective: of a model whose microbatches, but not the passes without data, are changed."""
     model = build(TENSOR)
-    ledger = TensorLedger(model, mesh_of(TENSOR)["tp"].get_group(), rehearsal())
+    ledger = TensorLedger(model, mesh_of(tensor_ranks=2)["tp"].get_group(), rehearsal())
     return StepRunner(
         model,
         change(model, tensors.forward_backward_of(model, "plain")),
@@ -88,7 +88,7 @@ def speaking(how: str) -> Callable[[nn.Module, ForwardBackward], ForwardBackward
         def run(samples: Sequence[Tensor]) -> Totals:
             nonlocal calls
             calls += 1
-            group = mesh_of(TENSOR)["tp"].get_group()
+            group = mesh_of(tensor_ranks=2)["tp"].get_group()
             if how == "plain":
                 dist.all_reduce(torch.ones(3), group=group)
             elif how == "unlisted":
@@ -128,11 +128,11 @@ def test_what_no_script_has_switches_recovery_off_and_is_named(how: str, named: 
 
 
 def reasons() -> dict[str, str | None]:
-    group = mesh_of(TENSOR)["tp"].get_group()
+    group = mesh_of(tensor_ranks=2)["tp"].get_group()
 
     def why(*layers: nn.Module) -> str | None:
         model = nn.Sequential(nn.Linear(4, 4), *layers)
-        parallelize_module(model, mesh_of(TENSOR)["tp"], {"0": ColwiseParallel()})
+        parallelize_module(model, mesh_of(tensor_ranks=2)["tp"], {"0": ColwiseParallel()})
         return TensorLedger(model, group, rehearsal()).why_recovery_is_off(model)
 
     compiled = nn.ReLU()
@@ -167,7 +167,7 @@ def test_what_cannot_be_repeated_is_refused_by_name():
 def refuse_a_compiled_model() -> str:
     model = build(TENSOR)
     model.layers[0].compile()
-    ledger = TensorLedger(model, mesh_of(TENSOR)["tp"].get_group(), rehearsal())
+    ledger = TensorLedger(model, mesh_of(tensor_ranks=2)["tp"].get_group(), rehearsal())
     try:
         StepRunner(
             model,
@@ -189,7 +189,9 @@ def test_a_runner_refuses_a_compiled_model():
 def drop_what_was_issued() -> tuple[int, int]:
     def change(_: nn.Module, forward_backward: ForwardBackward) -> ForwardBackward:
         def run(samples: Sequence[Tensor]) -> Totals:
-            torch.ops._c10d_functional.all_reduce(torch.ones(3), "sum", mesh_of(TENSOR)["tp"].get_group().group_name)
+            torch.ops._c10d_functional.all_reduce(
+                torch.ones(3), "sum", mesh_of(tensor_ranks=2)["tp"].get_group().group_name
+            )
             return forward_backward(samples)
 
         return run
