@@ -25,7 +25,7 @@ BENCHMARKS = (
     "advice",
     "scaling",
 )
-BY_NAME = ("stages", "rollouts")
+BY_NAME = ("stages", "rollouts", "learning")
 """Run where they are asked for: they were not timed yet on a machine that does nothing else."""
 
 
