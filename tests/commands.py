@@ -44,38 +44,62 @@ def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished
     """As `running.run_command`: none of its processes outlives it, nor the timeout, which is for an idle machine."""
     timeout_s *= PATIENCE
     began = time.monotonic()
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    process = started(_become, [*command], cwd, environment(), sender)
-    sender.close()
-    written: list[bytes] = []
-    reader = threading.Thread(target=_read, args=(receiver.fileno(), written), daemon=True)
+    process = Forked(command, cwd)
+    lines: list[str] = []
+    reader = threading.Thread(target=lambda: lines.extend(process.stdout), daemon=True)
     reader.start()
-    process.join(timeout_s)
-    status = process.exitcode
-    for left in _writing_to(receiver):  # the launcher is gone, or it is late
-        with suppress(ProcessLookupError):
-            os.kill(left, signal.SIGKILL)
+    try:
+        status = process.wait(timeout_s)
+    except subprocess.TimeoutExpired:
+        status = None
+    process.end()  # with what it has left
     reader.join(10 * PATIENCE)
-    receiver.close()
-    output = b"".join(written).decode(errors="replace")
+    output = "".join(lines)
     if status is None:
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}")
     return Finished(status, output, time.monotonic() - began)
 
 
-def _read(pipe: int, written: list[bytes]) -> None:
-    while some := os.read(pipe, 1 << 16):
-        written.append(some)
+class Forked:
+    """A command that runs: as much of `subprocess.Popen` as tests ask for."""
 
+    def __init__(self, command: Sequence[str], cwd: Path, **variables: str) -> None:
+        receiver, sender = multiprocessing.Pipe(duplex=False)
+        self._process = started(_become, [*command], cwd, {**environment(), **variables}, sender)
+        sender.close()
+        self._pipe = os.readlink(f"/proc/self/fd/{receiver.fileno()}")
+        self.stdout = open(os.dup(receiver.fileno()), encoding="utf-8", errors="replace")  # noqa: SIM115
+        receiver.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
 
-def _writing_to(pipe: Connection) -> list[int]:
-    """The processes whose output goes into this pipe: forked ones have no environment to be known by."""
-    name, found = os.readlink(f"/proc/self/fd/{pipe.fileno()}"), []
-    for outputs in Path("/proc").glob("[0-9]*/fd/[12]"):
-        with suppress(OSError):  # ended in the meantime, or another user's
-            if os.readlink(outputs) == name:
-                found.append(int(outputs.parts[2]))
-    return found
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired([], timeout)
+        return self.returncode
+
+    def processes(self) -> list[int]:
+        """Itself and what it has started: all whose output goes into its pipe, since they have no environment to be
+        known by."""
+        found = set()
+        for outputs in Path("/proc").glob("[0-9]*/fd/[12]"):
+            with suppress(OSError):  # ended in the meantime, or another user's
+                if os.readlink(outputs) == self._pipe:
+                    found.add(int(outputs.parts[2]))
+        return sorted(found)
+
+    def end(self) -> None:
+        for each in self.processes():
+            with suppress(ProcessLookupError):
+                os.kill(each, signal.SIGKILL)
 
 
 def _become(command: list[str], cwd: Path, variables: Mapping[str, str], output: Connection) -> None:
@@ -89,7 +113,7 @@ def _become(command: list[str], cwd: Path, variables: Mapping[str, str], output:
     for name in [each for each in sys.modules if each.partition(".")[0] == "tests"]:
         del sys.modules[name]  # a user's process has none, or those of its own folder
     os.chdir(cwd)
-    SubprocessHandler._popen = lambda handler, args, env: _Forked(args, env, handler._stdout, handler._stderr)
+    SubprocessHandler._popen = lambda handler, args, env: _ForkedRank(args, env, handler._stdout, handler._stderr)
     _ending_as_an_interpreter_does(lambda: _run(command, variables))
 
 
@@ -128,8 +152,8 @@ def _ending_as_an_interpreter_does(work: Callable[[], None]) -> None:
     os._exit(status)
 
 
-class _Forked:
-    """What a launcher knows of a rank: as much of `subprocess.Popen` as it asks for."""
+class _ForkedRank:
+    """What a launcher knows of a rank, likewise."""
 
     def __init__(self, args: Sequence[str], env: Mapping[str, str], stdout: IO[str] | None, stderr: IO[str] | None):
         self.returncode: int | None = None

@@ -5,25 +5,17 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
-import threading
-import time
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from tests.recipes.running import COMMAND_MARK, end_marked, environment, marked
+from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
 
 FULL = "adaptive_full_finetune_distributed"
 LONG = ("dataset.samples=100000", "use_maximum_batch_size=False", "adaptive=null", "output_dir=out")
 TRAINS = re.compile(r"loss \d")
-STARTS_S = 200.0
-"""Ranks share the cores with whatever else runs."""
 RAISES = """
 import time
 import torch.distributed as dist
@@ -39,67 +31,12 @@ def tokenizer(max_seq_len, ranks):
 """
 
 
-@dataclass
-class Started:
-    """`tune run` in a session of its own, as a terminal starts it, and what it has written so far."""
-
-    process: subprocess.Popen[str]
-    mark: str
-    lines: list[tuple[float, str]] = field(default_factory=list)
-
-    def read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append((time.time(), line.rstrip()))
-
-    @property
-    def output(self) -> str:
-        return "\n".join(line for _, line in self.lines)
-
-    def when(self, condition: Callable[[], object], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert time.monotonic() < deadline, self.output
-            time.sleep(0.05)
-
-    def ranks(self) -> list[int]:
-        """Processes of the command that have a rank."""
-        found = []
-        for pid in marked(COMMAND_MARK, self.mark):
-            with suppress(OSError):  # ended in the meantime
-                found += [pid] * (b"\0RANK=" in Path(f"/proc/{pid}/environ").read_bytes())
-        return found
-
-
 @contextmanager
-def tune_run_in_a_terminal(ranks: int | None, folder: Path, *overrides: str) -> Iterator[Started]:
+def tune_run_in_a_terminal(ranks: int | None, folder: Path, *overrides: str, forked: bool = False) -> Iterator[Started]:
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-    with in_a_terminal(folder, [*launcher, FULL, "--config", "adaptive/demo/full", *overrides]) as started:
+    command = [*launcher, FULL, "--config", "adaptive/demo/full", *overrides]
+    with in_a_terminal(folder, command, forked=forked) as started:
         yield started
-
-
-@contextmanager
-def in_a_terminal(folder: Path, arguments: Sequence[str], **variables: str) -> Iterator[Started]:
-    """`tune run`, with these variables besides those of every test."""
-    mark = uuid.uuid4().hex
-    process = subprocess.Popen(
-        [str(Path(sys.executable).parent / "tune"), "run", *arguments],
-        cwd=folder,
-        env={**environment(), COMMAND_MARK: mark, **variables},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    started = Started(process, mark)
-    reader = threading.Thread(target=started.read, daemon=True)
-    reader.start()
-    try:
-        yield started
-    finally:
-        end_marked(COMMAND_MARK, mark)
-        process.wait(10)
-        reader.join(10)
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
@@ -130,7 +67,7 @@ def test_ctrl_c_saves_and_is_told_in_one_line(ranks: int | None, tmp_path: Path)
 def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     overrides = ("tokenizer=raises.tokenizer", f"tokenizer.ranks={failing}".replace(" ", ""))
-    with tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides) as run:
+    with tune_run_in_a_terminal(ranks, tmp_path, *LONG, *overrides, forked=True) as run:
         assert run.process.wait(STARTS_S) == 1
         run.when(lambda: "this machine has no such file" in run.output, 10)
     raised = min(float(path.read_text()) for path in tmp_path.glob("raised_*"))

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from tests.ranks import PATIENCE, free_ports
-from tests.recipes.test_launched_endings import STARTS_S, Started, in_a_terminal
+from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
 
 RECIPE = "adaptive_full_finetune_distributed"
 RUN = (
@@ -46,7 +46,7 @@ def node(folder: Path, port: int, *, meeting_place: bool) -> Iterator[Started]:
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
     conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", "3"]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    with in_a_terminal(folder, [*launcher, RECIPE, *RUN], **NEW_STORE) as started:
+    with in_a_terminal(folder, [*launcher, RECIPE, *RUN], forked=True, **NEW_STORE) as started:
         yield started
 
 

@@ -14,7 +14,8 @@ import pytest
 
 from tests.ranks import PATIENCE
 from tests.recipes.running import run_command
-from tests.recipes.test_launched_endings import STARTS_S, Started, tune_run_in_a_terminal
+from tests.recipes.terminal import STARTS_S, Started
+from tests.recipes.test_launched_endings import tune_run_in_a_terminal
 
 TIMEOUT_S = 8
 RUN = ("dataset.samples=320", "epochs=1", "use_maximum_batch_size=False", "output_dir=out", "save_every_n_steps=4")
