@@ -200,6 +200,48 @@ def test_each_stage_has_a_panel_and_a_limit_of_bytes_a_unit(tmp_path: Path, monk
     assert line_of(figure.axes[0], "limit") == ([0.5, 2, 3.5], [4, 2, 2])
 
 
+def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    stages = ["generate", "values", "train value", "train policy"]
+    for number, stage in enumerate(stages):
+        journal.event(Event(kind=EPOCH, step=0, reason="", stage=stage, after=16, unit="rows"))
+        for step in range(20, 20 + 4 * number, 4):
+            changed = {"stage": stage, "unit": "rows", "reason": ""}
+            journal.event(Event(kind=RECOVERY, step=step, before=16, after=8, **changed))
+            journal.event(Event(kind=GROWTH, step=step + 2, before=8, after=16, **changed))
+    for step in range(1, 41):
+        journal.step(step, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    key, *small = figure.axes
+    assert key.get_title(loc="left") == "most rows in a microbatch, by stage"
+    assert [text.get_text() for text in key.texts] == [
+        "out of memory: the step is run again, in smaller microbatches",
+        "has been quiet for long: larger ones are tried again",
+    ]
+    assert [axes.get_title(loc="left") for axes in small] == [
+        "generate",
+        "values · run again 1 time",
+        "train value · run again 2 times",
+        "train policy · run again 3 times",
+    ]
+    assert not any(axes.texts for axes in small)
+    assert [len(marked(axes, "v")) for axes in small] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("step", [2, 14, 17, 20, 23, 26, 39])
+def test_what_a_mark_means_is_said_within_its_panel(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    journal.event(Event(kind=RECOVERY, step=step, reason="", before=16, after=8, unit="rows"))
+    for each in range(1, 41):
+        journal.step(each, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    (axes,) = figure.axes
+    figure.draw_without_rendering()
+    (said,), panel = axes.texts, axes.get_window_extent()
+    assert panel.x0 - 1 <= said.get_window_extent().x0
+    assert said.get_window_extent().x1 <= panel.x1 + 1
+
+
 def test_a_batch_that_grows_has_a_panel_with_its_mark_where_it_rises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
@@ -9,6 +10,7 @@ from torchtune_adaptive.record.charts.figures import ALARM, BLUE, GREEN, GREY, I
 from torchtune_adaptive.record.course import AFTER, LimitCourse, Speed
 from torchtune_adaptive.record.events import SCHEDULE
 from torchtune_adaptive.record.timeline import Timeline
+from torchtune_adaptive.wording import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,47 +28,80 @@ _ROOM_ABOVE = 0.30
 
 
 def draw_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:
-    """The limit as steps, on a logarithmic scale: it is halved and doubled."""
-    unit, per = unit_of(max(course.sizes)) if course.unit == "bytes" else (course.unit, 1)
-    _heading(axes, f"most {unit} in a microbatch" + (f", stage {course.stage}" if course.stage else ""))
+    """The limit of a run, or of one of few stages, with what its marks mean."""
+    _heading(axes, f"most {_unit(course)[0]} in a microbatch" + (f", stage {course.stage}" if course.stage else ""))
+    _draw_course(axes, course, end, room_above=_ROOM_ABOVE)
+    _draw_marks(axes, course, end, explained=True)
+
+
+def draw_small_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:
+    """One of many: its marks are explained above all of them."""
+    repeated = sum(mark.kind == RECOVERY for mark in course.marks)
+    unit = f", {_unit(course)[0]}" if course.unit == "bytes" else ""
+    _heading(axes, course.stage + unit + (f" · run again {count_of(repeated, 'time')}" if repeated else ""))
+    _draw_course(axes, course, end, room_above=0)
+    _draw_marks(axes, course, end, explained=False)
+
+
+def draw_key(axes: Axes, *, courses: Sequence[LimitCourse]) -> None:
+    """What the panels below show, and what their marks mean: a line for each kind that there is."""
+    units = dict.fromkeys(each.unit for each in courses)
+    _heading(axes, f"most {' or '.join(units)} in a microbatch, by stage")
+    axes.set_axis_off()
+    there = {mark.kind for each in courses for mark in each.marks}
+    for row, kind in enumerate(kind for kind in _MARKS if kind in there):
+        means, colour, marker = _MARKS[kind]
+        height = 0.85 - 0.36 * row
+        axes.plot(0.008, height, marker, color=colour, markersize=6, transform=axes.transAxes, clip_on=False)
+        axes.text(0.02, height, means, color=colour, fontsize=9, transform=axes.transAxes, verticalalignment="center")
+
+
+def _unit(course: LimitCourse) -> tuple[str, int]:
+    return unit_of(max(course.sizes)) if course.unit == "bytes" else (course.unit, 1)
+
+
+def _draw_course(axes: Axes, course: LimitCourse, end: float, room_above: float) -> None:
+    """As steps, on a logarithmic scale: a limit is halved and doubled."""
+    per = _unit(course)[1]
     sizes, highest = ([size / per for size in (*values, values[-1])] for values in (course.sizes, course.highest))
     at = [*course.at, end]
     axes.fill_between(at, sizes, highest, step="post", color=LOWERED, linewidth=0, zorder=0)
     axes.step(at, sizes, where="post", color=BLUE, linewidth=1.8, label="limit")
     axes.set_yscale("log", base=2)
     low, high = min(sizes), max(sizes)
-    axes.set_ylim(low / 1.35, high * (high / low * 2) ** (_ROOM_ABOVE / (1 - _ROOM_ABOVE)))
+    axes.set_ylim(low / 1.35, 1.15 * high * (high / low * 2) ** (room_above / (1 - room_above)))
     shown = sorted({*sizes}) if len({*sizes}) <= 6 else None
     if shown:
         axes.set_yticks(shown)
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
-    _draw_marks(axes, course, per, end)
 
 
-def _draw_marks(axes: Axes, course: LimitCourse, per: int, end: float) -> None:
-    """A mark for every change, and beside the first of a kind what it is."""
-    row = 0
+def _draw_marks(axes: Axes, course: LimitCourse, end: float, *, explained: bool) -> None:
+    """A mark for every change and, where they are explained, beside the first of a kind what it is."""
+    row, per = 0, _unit(course)[1]
     for kind, (means, colour, marker) in _MARKS.items():
         at = [mark.at for mark in course.marks if mark.kind == kind]
         sizes = [mark.size / per for mark in course.marks if mark.kind == kind]
         if not at:
             continue
         axes.plot(at, sizes, marker, color=colour, markersize=6, zorder=4, clip_on=False, linestyle="none")
-        _say(axes, at[0], sizes[0], f"{means} ({len(at)})", colour, row=row, end=end)
+        if explained:
+            _say(axes, at[0], sizes[0], f"{means} ({len(at)})", colour, row=row, end=end)
         row += 1
 
 
 def _say(axes: Axes, x: float, y: float, text: str, colour: str, *, row: int, end: float) -> None:
     """Above the line, where nothing else is, with a thin leader down to the mark."""
     height = 0.97 - 0.13 * row
-    right = x > 0.4 * end
+    # The longest takes more than half of the width: from a mark in the middle it goes both ways.
+    side, towards = ("left", 0.0) if x < 0.42 * end else ("right", 1.0) if x > 0.58 * end else ("center", 0.5)
     axes.annotate(
         text,
         xy=(x, y),
         xytext=(x, height),
         textcoords=("data", "axes fraction"),
-        horizontalalignment="right" if right else "left",
+        horizontalalignment=side,
         verticalalignment="top",
         color=colour,
         fontsize=9,
@@ -76,7 +111,7 @@ def _say(axes: Axes, x: float, y: float, text: str, colour: str, *, row: int, en
             "linewidth": 0.7,
             "shrinkA": 0,
             "shrinkB": 3,
-            "relpos": (float(right), 0.5),
+            "relpos": (towards, 0.5),
         },
     )
 

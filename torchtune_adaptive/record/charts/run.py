@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "adaptive_report.png"
 SMALL_FROM = 3
-"""Limits from which each has less room in the picture."""
+"""Limits from which on they are small multiples, with one key above them."""
 Panel = tuple[Callable[["Axes"], None], float]
 """What draws it, and its height beside the others'."""
 
@@ -55,9 +55,12 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
 def panels_of(timeline: Timeline) -> list[Panel]:
     """From top to bottom, those for which the record has the figures."""
     end = _last_step(timeline) + course.AFTER
-    limits = course.courses(timeline)
-    height = 1.6 if len(limits) < SMALL_FROM else 0.9  # of several stages: small multiples
-    shown: list[Panel] = [(partial(panels.draw_limit, course=each, end=end), height) for each in limits]
+    limits, shown = course.courses(timeline), list[Panel]()
+    if len(limits) < SMALL_FROM:
+        shown += [(partial(panels.draw_limit, course=each, end=end), 1.6) for each in limits]
+    else:
+        shown.append((partial(panels.draw_key, courses=limits), 0.45))
+        shown += [(partial(panels.draw_small_limit, course=each, end=end), 0.55) for each in limits]
     if not shown and timeline.series("microbatch_rows")[0]:
         shown.append((partial(panels.draw_rows, timeline=timeline), 1.6))
     if len(set(timeline.series("samples")[1])) > 1:
