@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -29,6 +30,9 @@ class MemoryMeter(TorchDispatchMode):
     Memory that a kernel uses only inside of itself is not seen. And autograd, under any dispatch mode, adds
     to gradients out of place: accumulating without FSDP, the peak is one parameter higher than it would be.
     """
+
+    counts_fakes = False
+    """Whether tensors without data count as if they had some. DTensor makes some to find out about shapes."""
 
     def __init__(self, cap_bytes: int | None = None) -> None:
         super().__init__()
@@ -78,9 +82,9 @@ class MemoryMeter(TorchDispatchMode):
             return result
         before = self.live_bytes
         for tensor in (result,) if type(result) is Tensor else tree_iter(result):
-            if isinstance(tensor, Tensor):
-                self._update(tensor.untyped_storage(), may_be_new=effect is _Effect.ALLOCATES)
-        if self.live_bytes > before:
+            if isinstance(tensor, Tensor) and (self.counts_fakes or not isinstance(tensor, FakeTensor)):
+                self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
+        if self.live_bytes > before and effect is not _Effect.MATCHED:
             self._check(0, str(func))
         return result
 
@@ -133,13 +137,16 @@ class _Effect(Enum):
     NONE = auto()
     CHANGES_SIZE = auto()
     ALLOCATES = auto()
+    MATCHED = auto()
+    """Allocates, and peers have taken part by the time it has run, so it must not fail."""
 
 
 @cache
 def _effect_of(func: Any) -> _Effect:
-    if func.namespace in ("c10d", "_c10d_functional"):
-        # A collective returns its arguments. Its peers have matched it once it has run, so it must not fail.
+    if func.namespace == "c10d":  # a collective returns its arguments
         return _Effect.NONE
+    if func.namespace == "_c10d_functional":
+        return _Effect.MATCHED
     if func is torch.ops.aten.lift_fresh.default:
         # torch.tensor() allocates where no mode sees it, and then hands over what it made.
         return _Effect.ALLOCATES

@@ -50,6 +50,8 @@ class Recording:
 class Recorder(MemoryMeter):
     """A meter that keeps what it counts."""
 
+    counts_fakes = True
+
     def __init__(self, workspaces: Mapping[Any, Workspace], counter: WorkCounter | None = None) -> None:
         """`workspaces` says what an operation's kernel takes for itself: bytes, from the operation's arguments.
 

@@ -2,7 +2,9 @@ import gc
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
 
 from torchtune_adaptive.memory.meter import MemoryMeter
@@ -129,3 +131,24 @@ def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
     with MemoryMeter() as meter:
         train(model, optimizer)
     assert meter.peak_bytes == pytest.approx(expected, rel=0.001)
+
+
+def test_tensors_without_data_take_no_memory():
+    with MemoryMeter(cap_bytes=MIB) as meter:
+        with FakeTensorMode():
+            torch.ones(3 * MIB) * 2
+        assert (meter.live_bytes, meter.peak_bytes) == (0, 0)
+
+
+def test_what_a_collective_returns_is_counted_and_does_not_fail_once_peers_have_matched_it():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with MemoryMeter(cap_bytes=MIB) as meter:
+            mine = a_mebibyte()
+            sums = torch.ops._c10d_functional.all_reduce(mine, "sum", dist.group.WORLD.group_name)
+            torch.ops._c10d_functional.wait_tensor(sums)
+            assert meter.live_bytes == mine.nbytes + sums.nbytes == 2 * MIB
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.ones(1)
+    finally:
+        dist.destroy_process_group()

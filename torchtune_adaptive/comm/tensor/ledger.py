@@ -64,7 +64,7 @@ class TensorLedger(Generic[Sample]):
         self._group, self._rehearsal, self._untested_backends = group, rehearsal, untested_backends
         self._root = model if isinstance(model, fsdp.FSDPModule) else None
         self._put_back = self._watch(model)
-        self._shadow = Shadow(rehearsal, self._watch)
+        self._shadow = Shadow(rehearsal, self._watch, lambda: Listener(self._refuse))
         self._masks, self._messages = Masks(), MessageCount()
         self._scripts: OrderedDict[Hashable, Script] = OrderedDict()
         self._microbatches: Sequence[Sequence[Sample]] = ()
@@ -252,7 +252,7 @@ class TensorLedger(Generic[Sample]):
         """What this microbatch communicates, from a pass of the shadow."""
         self._rehearsed = []
         try:
-            with counted(self, self._group), self._masks.noting(), Listener(self._refuse):
+            with counted(self, self._group), self._masks.noting():
                 self._shadow.run(microbatch)
             return tuple(self._rehearsed)
         finally:

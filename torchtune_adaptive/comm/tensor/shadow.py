@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any, Generic, TypeVar
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 from torchtune_adaptive.replacing import replaced
@@ -37,8 +38,14 @@ class Rehearsal(Generic[Sample]):
 class Shadow(Generic[Sample]):
     """Runs microbatches without data. The model is built when the first of them is."""
 
-    def __init__(self, rehearsal: Rehearsal[Sample], when_built: Callable[[nn.Module], object]) -> None:
+    def __init__(
+        self,
+        rehearsal: Rehearsal[Sample],
+        when_built: Callable[[nn.Module], object],
+        around: Callable[[], AbstractContextManager[object]],
+    ) -> None:
         self._rehearsal = rehearsal
+        self._around = around
         self._when_built = when_built
         self._built: tuple[FakeTensorMode, nn.Module] | None = None
 
@@ -47,7 +54,8 @@ class Shadow(Generic[Sample]):
         built, self._built = self._built or self._build(), None
         fakes, model = built
         batch = self._rehearsal.batch(microbatch)
-        with fakes:
+        # Not under the modes of others: what a MemoryMeter counts here, nobody allocates.
+        with _disable_current_modes(), self._around(), fakes:
             self._rehearsal.run(model, tree_map_only(Tensor, fakes.from_tensor, batch))
         for parameter in model.parameters():
             parameter.grad = None
@@ -55,7 +63,7 @@ class Shadow(Generic[Sample]):
 
     def _build(self) -> tuple[FakeTensorMode, nn.Module]:
         fakes = FakeTensorMode(allow_non_fake_inputs=True)
-        with _real_meshes(), fakes, torch.random.fork_rng(devices=[]):
+        with _disable_current_modes(), _real_meshes(), fakes, torch.random.fork_rng(devices=[]):
             model = self._rehearsal.build()
         self._when_built(model)
         return fakes, model
