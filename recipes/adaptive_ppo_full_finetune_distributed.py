@@ -49,7 +49,7 @@ class AdaptivePPOFullFinetuneDistributed:
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)
         self._ranks = self._mesh["dp"].size()
-        self._start = find_start(self._settings, recipe="full_ppo", steps=self._ppo.iterations(self._ranks))
+        self._start = find_start(self._settings, recipe="full_ppo", steps=self._ppo.iterations)
         self._checkpoints = Checkpoints(
             self._settings,
             self._start,

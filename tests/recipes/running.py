@@ -33,6 +33,7 @@ OURS = {
     "lora": ("adaptive_lora_finetune_distributed", "AdaptiveLoraFinetuneDistributed"),
     "full_dpo": ("adaptive_full_dpo_distributed", "AdaptiveFullDPODistributed"),
     "lora_dpo": ("adaptive_lora_dpo_distributed", "AdaptiveLoraDPODistributed"),
+    "full_ppo": ("adaptive_ppo_full_finetune_distributed", "AdaptivePPOFullFinetuneDistributed"),
 }
 DEMO = {"full_dpo": "dpo"}
 """The demo's config of a kind, where it has another name."""

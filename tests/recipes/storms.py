@@ -17,9 +17,10 @@ from torch.utils.data import Dataset
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
 
 LONGEST, MEDIAN = 256, 48
-MIB = 2**20
+KIB, MIB = 2**10, 2**20
 CALM_BYTES = 64 * MIB
 
 
@@ -38,6 +39,11 @@ CLIMATES = {
     "": Climate(15 * MIB, CALM_BYTES // 3, 1500),
     REFERENCE: Climate(9 * MIB, 14 * MIB, 400),
     POLICY: Climate(22 * MIB, 40 * MIB, 1500),
+    GENERATE: Climate(1660 * KIB, 1720 * KIB, 1500),
+    **{stage: Climate(1500 * KIB, 1550 * KIB, 200) for stage in FORWARD[:2]},
+    **{stage: Climate(1430 * KIB, 1460 * KIB, 200) for stage in FORWARD[2:]},
+    TRAIN_VALUE: Climate(1770 * KIB, 2100 * KIB, 500),
+    TRAIN_POLICY: Climate(2110 * KIB, 2600 * KIB, 500),
 }
 
 
@@ -86,11 +92,18 @@ def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
 def stages_of(recipe: Any) -> dict[str, Any]:
     """The runner of each stage of a step, in their order."""
     stages = getattr(recipe, "stages", None)
+    if hasattr(stages, "runners"):
+        return dict(stages.runners)
     return {"": recipe.runner} if stages is None else {REFERENCE: stages.reference, POLICY: stages.policy}
 
 
+def number_of(sample: Any) -> int:
+    """Of a sample of a dataset, or of a rollout: among those of its iteration."""
+    return int(sample["number"] if isinstance(sample, dict) else sample.number)
+
+
 class Cut(NamedTuple):
-    """How a stage of a step was cut in the end, on one rank: numbers of samples."""
+    """How a stage of a step was cut in the end, on one rank: numbers of samples. It may have run more than once."""
 
     step: int
     stage: str
@@ -141,7 +154,7 @@ class Storm:
             at = self._alone.randrange(1, climate.operations)
             self._faults[name].fail_at(rank=dist.get_rank(), step=step, operation=at)
         result = run(samples, step=step, **options)
-        cut = [[samples[index]["number"] for index in rows] for rows in self._last_plan]
+        cut = [[number_of(samples[index]) for index in rows] for rows in self._last_plan]
         with self._cuts.open("a") as file:
             file.write(json.dumps(Cut(step, name, cut)._asdict()) + "\n")
         return result

@@ -14,6 +14,7 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.rollouts import load_ppo, ppo_config, run_ppo, saved
 from tests.recipes.stopping import train_until
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
@@ -136,6 +137,21 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs:
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
     assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 1, 2, 3, 4, 5, 6]
+
+
+def go_on_alone(folder: Path, port: int) -> str:
+    """What a run on one rank says of the checkpoint of two."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=96"))
+    with pytest.raises(ConfigError) as error:
+        recipe.setup()
+    return str(error.value)
+
+
+def test_another_number_of_ranks_is_refused_since_iterations_would_have_other_samples(runs: Path) -> None:
+    [told] = run_on_ranks(1, go_on_alone, runs / "stopped", free_ports(1)[0], timeout_s=60, in_group=False)
+    assert "that of 2 ranks, and there are 1 now" in told
+    assert told.endswith("go on with 2")
 
 
 def test_every_stage_is_measured_for_itself(runs: Path) -> None:

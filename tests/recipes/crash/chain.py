@@ -50,7 +50,7 @@ class Chain:
     def live_once(self, point: Point | None) -> Life:
         complete, logged = evidence.complete_checkpoints(self.out), evidence.logged_steps(self.start.folder)
         newest = max(complete.values(), default=0)
-        life = live(self.start, self.lives, *aimed(point, newest))
+        life = live(self.start, self.lives, *aimed(point, newest, self.variant.stages))
         self.lives += 1
         how = f"{self.how}, life {self.lives - 1}, {point}"
         print(f"  {how}: {life.ended} {life.where} ({life.seconds:.1f} s)", flush=True)
@@ -113,10 +113,10 @@ class Chain:
             self.tally.fault(f"{self.how} (at its end): {'; '.join(found)}")
 
 
-def aimed(point: Point | None, newest: int) -> tuple[Point | None, int]:
+def aimed(point: Point | None, newest: int, stages: int) -> tuple[Point | None, int]:
     """The point in a life that goes on after the step `newest`, and the step after which operations count."""
     if point is not None and point.stage == LAST_STEP:
-        point = replace(point, stage=STEP, at=STEPS - newest)
+        point = replace(point, stage=STEP, at=(STEPS - newest) * stages)
     if point is not None and point.stage == LAST_SAVE:
         return replace(point, stage=TRAIN), STEPS - 1
     return point, max(newest, FIRST_PRUNING)

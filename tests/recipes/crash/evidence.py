@@ -66,7 +66,8 @@ def _badly_kept(out: Path) -> Iterator[str]:
 
 def _different_weights(ours: Path, theirs: Path) -> list[str]:
     found = []
-    names = sorted(path.name for pattern in ("model*.bin", "adapter*.pt") for path in theirs.glob(pattern))
+    patterns = ("model*.bin", "adapter*.pt", "value/model*.bin")
+    names = sorted(str(path.relative_to(theirs)) for pattern in patterns for path in theirs.glob(pattern))
     assert names, f"no weights to compare in {theirs}"
     for name in names:
         if not (ours / name).exists():

@@ -13,8 +13,9 @@ from pathlib import Path
 from tests.recipes.crash.chain import FIRST_PRUNING
 from tests.recipes.crash.points import INT, LAST_SAVE, LAST_STEP, PROBE, START, STEP, TERM, TIME, TRAIN, Point
 from tests.recipes.crash.tally import place
-from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, SAVES, Variant, write_config
+from tests.recipes.crash.variants import ASYNC, FULL, LORA, PAIRS, PAIRS_LORA, PPO, SAVES, Variant, write_config
 from tests.recipes.crash.victims import EVERYTHING, FINISHED, LAUNCHER_FIRST, RANK_FIRST, Start, live
+from torchtune_adaptive.tune.rl.checkpoints import VALUE_FOLDER
 
 WHAT_COUNTS_IS_WRITTEN = ("rename", "link", "unlink", "rmdir")
 """Where a failing power would show what had not been synced before."""
@@ -84,6 +85,20 @@ def one_of_each(seen: Scout, _: random.Random) -> Iterator[Point]:
         yield Point(TRAIN, at, torn=can_be_torn(operations[at - 1]))
 
 
+def between_models(seen: Scout, _: random.Random) -> Iterator[Point]:
+    """Where the policy is written and the value model is not, or not for good: at every operation on that one."""
+    for at, label in enumerate(seen.operations(TRAIN), start=1):
+        if f"/{VALUE_FOLDER}" in label and label.startswith(("mkdir", "save", "rename", "fsync")):
+            yield Point(TRAIN, at, rank=at % 2)
+            if can_be_torn(label):
+                yield Point(TRAIN, at, torn=True)
+
+
+def random_stages(count: int) -> Aim:
+    """Before a stage of one of the first three steps of a life."""
+    return lambda _, draw: (Point(STEP, draw.randrange(1, 28), rank=number % 2) for number in range(count))
+
+
 def can_be_torn(label: str) -> bool:
     return label.startswith(("write", "save")) and not is_record(label)
 
@@ -131,6 +146,11 @@ RANK_0, RANK_1, LAUNCHER = Point(TIME, 0), Point(TIME, 0, rank=1), Point(TIME, 0
 
 def in_a_step(_: Scout, draw: random.Random) -> Point:
     return Point(STEP, draw.randrange(1, 4))
+
+
+def in_a_stage(_: Scout, draw: random.Random) -> Point:
+    """Of one of the first three steps, which have nine."""
+    return Point(STEP, draw.randrange(1, 28))
 
 
 def in_the_search(_: Scout, draw: random.Random) -> Point:
@@ -186,6 +206,9 @@ def kill_plans() -> list[Plan]:
         *(Plan("moments", variant, random_moments(6)) for variant in (FULL, LORA, one_async)),
         *(Plan("moments", variant, random_moments(6, ranks=2)) for variant in (full, lora, PAIRS)),
         Plan("operations", PAIRS_LORA, random_operations(6)),
+        Plan("between policy and value", PPO, between_models),
+        Plan("stages", PPO, random_stages(6)),
+        Plan("operations", PPO, random_operations(4, ranks=2)),
     ]
 
 
@@ -211,6 +234,7 @@ def signal_plans() -> list[Plan]:
         Plan("asked", lora, asked((in_a_step, in_a_save), (RANK_1,))),
         Plan("asked", PAIRS, asked((in_a_step, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("asked", PAIRS_LORA, asked((in_a_step, at_the_start))),
+        Plan("asked", PPO, asked((in_a_stage, in_a_save, in_the_last_step), (RANK_0, RANK_1))),
         Plan("asked", full_searched, asked((in_the_search, in_a_step), (RANK_0, RANK_1))),
         Plan("asked", lora_searched, asked((in_the_search, in_a_save))),
     ]
@@ -224,6 +248,7 @@ def tune_run_plans() -> list[Plan]:
         *(Plan("tune run, moments", variant, random_moments(4), tune_run=True) for variant in (FULL, LORA)),
         *(Plan("tune run", variant, random_operations(10, 2), tune_run=True) for variant in (full, ASYNC, lora)),
         *(Plan("tune run", variant, random_operations(6), tune_run=True) for variant in (FULL, LORA)),
+        Plan("tune run", PPO, random_operations(3, 2), tune_run=True),
         *(
             Plan(f"tune run, {manner}", variant, random_moments(5, 2), tune_run=True, manner=manner)
             for variant, manner in manners

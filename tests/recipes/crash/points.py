@@ -12,9 +12,9 @@ ORDERS = "TORCHTUNE_ADAPTIVE_TEST_KILLS"
 START, TRAIN, TIME = "start", "train", "time"
 """Counted are operations on files of output_dir: from the start on, from a step on; or milliseconds."""
 PROBE, STEP = "probe", "step"
-"""Counted are the probes of the search, and the steps, of this life."""
+"""Counted are the probes of the search, and the steps, of this life; of a step that has stages, each of them."""
 LAST_STEP, LAST_SAVE = "last-step", "last-save"
-"""The last step of the run, whatever the number; and the operations of the save after it."""
+"""The last step of the run, in its last stage; and the operations of the save after it."""
 STAGES = (START, TRAIN, TIME, PROBE, STEP, LAST_STEP, LAST_SAVE)
 
 KILL, TERM, INT, HOLD = "KILL", "TERM", "INT", "HOLD"

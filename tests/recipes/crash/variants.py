@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from tests.recipes.rollouts import ppo_config
 from tests.recipes.running import OURS, demo_config
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
 
 EPOCHS, STEPS_PER_EPOCH = 4, 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -15,6 +17,8 @@ SAVE_EVERY, KEEP = 2, 2
 SAVES = sorted({*range(SAVE_EVERY, STEPS, SAVE_EVERY), *range(STEPS_PER_EPOCH, STEPS + 1, STEPS_PER_EPOCH)})
 """The steps after which there is a checkpoint."""
 ROWS, MICROBATCHES = 2, 2
+UPDATES = 2
+"""Of an iteration of PPO."""
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
 
 
@@ -37,6 +41,16 @@ class Variant:
     def recipe(self) -> str:
         return OURS[self.kind][0]
 
+    @property
+    def stages(self) -> int:
+        """How often a step goes through a StepRunner."""
+        return 5 + 2 * UPDATES if self.kind == "full_ppo" else 2 if self.kind.endswith("_dpo") else 1
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Of the recipe's config, besides those of finetuning."""
+        return (*PPO_SECTIONS, *PPO_KEYS) if self.kind == "full_ppo" else ()
+
     def safe_after(self, step: int) -> int:
         """The step that has to be on disk by the time that this one is done, so that a kill costs only what follows it.
 
@@ -50,24 +64,23 @@ FULL, ASYNC, LORA = Variant("full", 1, budget=True), Variant("full", 2, asynchro
 """Those whose every operation is aimed at."""
 PAIRS, PAIRS_LORA = Variant("full_dpo", 2), Variant("lora_dpo", 1, budget=True)
 """Preference training, whose steps have two stages."""
+PPO = Variant("full_ppo", 2)
+"""A step is an iteration of it, an epoch one of its prompts."""
 VARIANTS = (
     *(FULL, ASYNC, LORA),
     *(Variant("full", 2), Variant("full", 1, budget=True, asynchronous=True), Variant("lora", 2, budget=True)),
-    *(PAIRS, PAIRS_LORA),
+    *(PAIRS, PAIRS_LORA, PPO),
     *(Variant("full", 2, searched=True), Variant("lora", 1, searched=True)),
 )
 
 
 def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
     """The arguments with which this run is started, and after each kill goes on."""
-    samples = STEPS_PER_EPOCH * ROWS * MICROBATCHES * variant.ranks
-    cfg = demo_config(
-        variant.kind,
+    cfg = _config(
+        variant,
         folder,
         "metric_logger._component_=tests.recipes.crash.trap.WatchedLogger",
-        f"checkpointer.checkpoint_dir={folder.parent / 'weights'}",
-        *(f"dataset.samples={samples}", "tokenizer.max_seq_len=96", "clip_grad_norm=1.0", "shuffle=True"),
-        *(f"batch_size={ROWS}", f"gradient_accumulation_steps={MICROBATCHES}", f"epochs={EPOCHS}"),
+        *("clip_grad_norm=1.0", "shuffle=True"),
         *("overwrite_output_dir=False", "resume_from_checkpoint=auto"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
         *(["adaptive.token_budget=256"] if variant.budget else []),
@@ -78,3 +91,24 @@ def write_config(variant: Variant, folder: Path, *overrides: str) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, folder / "config.yaml")
     return ["--config", str(folder / "config.yaml")]
+
+
+def _config(variant: Variant, folder: Path, *overrides: str) -> DictConfig:
+    if variant.kind == "full_ppo":
+        answers = STEPS_PER_EPOCH * ROWS * variant.ranks
+        return ppo_config(
+            folder,
+            *(f"dataset.samples={answers}", f"num_steps={EPOCHS * answers}", "max_generated_tokens=4"),
+            *(f"batch_size={ROWS}", f"ppo_batch_size={ROWS}", f"ppo_epochs={UPDATES}", "forward_batch_size=1"),
+            *(f"gradient_accumulation_steps={ROWS}", "optimizer.momentum=0.9"),
+            *overrides,
+        )
+    samples = STEPS_PER_EPOCH * ROWS * MICROBATCHES * variant.ranks
+    return demo_config(
+        variant.kind,
+        folder,
+        f"checkpointer.checkpoint_dir={folder.parent / 'weights'}",
+        *(f"dataset.samples={samples}", "tokenizer.max_seq_len=96"),
+        *(f"batch_size={ROWS}", f"gradient_accumulation_steps={MICROBATCHES}", f"epochs={EPOCHS}"),
+        *overrides,
+    )

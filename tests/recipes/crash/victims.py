@@ -108,7 +108,7 @@ def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
     trap.install(order, rank)
     with mock.patch.object(sys, "argv", [start.variant.recipe, *start.arguments]):
         try:
-            launch.main(recipe)
+            launch.main(recipe, keys=start.variant.keys)
         except SystemExit as status:
             if status.code:
                 raise RuntimeError(f"ended with status {status.code}") from None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -34,6 +34,8 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on
 logger = logging.getLogger(__name__)
 
 AUTO = "auto"
+
+StepsOnRanks: TypeAlias = Callable[[int], int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,10 @@ class Start:
             lock.release()
 
 
-def find_start(settings: Settings, recipe: str, *, steps: int | None = None) -> Start:
+def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = None) -> Start:
     """Collective: the decision, which raises `RunFinished` or the same error on every rank.
 
-    `steps` are those of the whole run, where it counts them and not epochs.
+    `steps` says how many the whole run has on so many ranks, where it counts them and not epochs.
     """
     decided: list[Any] = [None]
     locks: list[Lock] = []
@@ -105,7 +107,7 @@ def checkpoint_directory(settings: Settings) -> Path:
     return Path(section.get("output_dir", None) or settings.output_dir)
 
 
-def decide(settings: Settings, recipe: str, steps: int | None = None) -> Start:
+def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:
     """On rank 0: looks at the output directory, and prepares it for what the run will write."""
     directory = checkpoint_directory(settings)
     check_names_are_free(directory)
@@ -132,7 +134,7 @@ def decide(settings: Settings, recipe: str, steps: int | None = None) -> Start:
 
 
 def _newest(
-    found: Sequence[Found], settings: Settings, recipe: str, directory: Path, steps: int | None
+    found: Sequence[Found], settings: Settings, recipe: str, directory: Path, steps: StepsOnRanks | None
 ) -> Found | None:
     """The newest intact checkpoint, if it is one of this run."""
     chosen, passed_over = folders.newest_intact(found)
@@ -173,9 +175,10 @@ def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None
         )
 
 
-def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings, steps: int | None) -> None:
+def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
     position = manifest.position
-    if position.epochs >= settings.epochs if steps is None else position.step >= steps:
+    # by the ranks that it had: on others a step has other samples, and what is half done would look finished
+    if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
         _finish_cleaning(chosen.path.parent, settings)
         more = f"epochs above {position.epochs}" if steps is None else "a larger num_steps"
         raise RunFinished(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,9 @@ def config(directory: Path, *overrides: str) -> DictConfig:
     return merged
 
 
-def start(directory: Path, *overrides: str, recipe: str = "full") -> Start:
+def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callable[[int], int] | None = None) -> Start:
     cfg = config(directory, *overrides)
-    return decide(read_full_settings(cfg), recipe)
+    return decide(read_full_settings(cfg), recipe, steps)
 
 
 def saved(
@@ -104,6 +105,13 @@ def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, cha
     for word in (*CHANGES[change], "overwrite_output_dir"):
         assert word in str(error.value)
     assert complete(tmp_path) == ["epoch_0"]
+
+
+def test_where_steps_are_counted_a_run_is_finished_by_the_ranks_that_it_had(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0", ranks=2)  # after 4 steps
+    assert start(tmp_path, steps=lambda ranks: 10 // ranks).resumes
+    with pytest.raises(RunFinished, match="a larger num_steps"):
+        start(tmp_path, steps=lambda ranks: 8 // ranks)
 
 
 @pytest.mark.parametrize("change", ["epochs=9", "log_every_n_steps=3", "+adaptive.memory_limit=1GiB", "dtype=bf16"])
