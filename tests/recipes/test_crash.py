@@ -19,16 +19,18 @@ from tests.recipes.crash.plans import (
     Plan,
     asked,
     in_a_save,
+    in_a_stage,
     in_a_step,
     in_the_last_step,
     in_the_search,
     one_of_each,
     random_operations,
+    random_stages,
 )
 from tests.recipes.crash.points import HOLD, INT, START, STEP, TERM, TIME, TRAIN, Order, Point, parse_point
 from tests.recipes.crash.restarts import restarted
 from tests.recipes.crash.session import Session
-from tests.recipes.crash.variants import ASYNC, FULL, LORA, STEPS, Variant
+from tests.recipes.crash.variants import ASYNC, FULL, LORA, PPO, STEPS, Variant
 from tests.recipes.crash.victims import STOPPED, Life, struck_at
 from torchtune_adaptive.record.events import STEPS_FILE
 from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
@@ -37,8 +39,9 @@ SAMPLE = [
     Plan("one of each operation", FULL, one_of_each),
     Plan("sample", LORA, random_operations(3)),
     Plan("sample", ASYNC, random_operations(3, ranks=2)),
+    Plan("sample", PPO, random_stages(2)),
 ]
-LEAST_KILLED = {FULL: 5, LORA: 2, ASYNC: 2}
+LEAST_KILLED = {FULL: 5, LORA: 2, ASYNC: 2, PPO: 2}
 """Fewer than are aimed at: what comes last may find a run that is done."""
 
 
@@ -54,6 +57,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(pl
     [
         (Plan("asked", FULL, asked((in_a_save, in_a_step, in_the_last_step))), 4),
         (Plan("asked", ASYNC, asked((in_a_step,), (RANK_1,))), 2),
+        (Plan("asked", PPO, asked((in_a_stage,), (RANK_1,))), 2),
         (Plan("asked", Variant("lora", 1, searched=True), asked((in_the_search,))), 2),
     ],
     ids=lambda value: str(value),

@@ -2,7 +2,7 @@
 
     python -m tests.recipes.crash [--only "full/2/rows"] [--seed 3] [--at train:17/torn [--tune-run]] [--minutes 60]
 
-Small runs of both recipes are killed at every operation of a save (in the midst of writing, while syncing, renaming,
+Small runs of the recipes are killed at every operation of a save (in the midst of writing, while syncing, renaming,
 pruning), of the start after it, and at random moments, through forked ranks and through `tune run`; also with a
 launcher that starts killed ranks again, and on disks that are full or read-only. They are asked to end by SIGTERM and
 SIGINT, wherever they are, and queued again by a scheduler; and a second run is started where there is one. At the end
