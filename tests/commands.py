@@ -40,8 +40,11 @@ def tune_run_here(recipe: str, *arguments: str, ranks: int | None, cwd: Path, ti
     return run_here([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
 
 
-def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
-    """As `running.run_command`: none of its processes outlives it, nor the timeout, which is for an idle machine."""
+def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float, leaves_nothing: bool = False) -> Finished:
+    """As `running.run_command`: none of its processes outlives it, nor the timeout, which is for an idle machine.
+
+    With `leaves_nothing` it is an error if some would have.
+    """
     timeout_s *= PATIENCE
     began = time.monotonic()
     process = Forked(command, cwd)
@@ -52,11 +55,12 @@ def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished
         status = process.wait(timeout_s)
     except subprocess.TimeoutExpired:
         status = None
-    process.end()  # with what it has left
+    left = process.end()
     reader.join(10 * PATIENCE)
     output = "".join(lines)
     if status is None:
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}")
+    assert not (left and leaves_nothing), f"left running: {left}\n{output}"
     return Finished(status, output, time.monotonic() - began)
 
 
@@ -96,10 +100,13 @@ class Forked:
                     found.add(int(outputs.parts[2]))
         return sorted(found)
 
-    def end(self) -> None:
-        for each in self.processes():
+    def end(self) -> list[int]:
+        """Ends it with all that it has started; which processes those were."""
+        left = self.processes()
+        for each in left:
             with suppress(ProcessLookupError):
                 os.kill(each, signal.SIGKILL)
+        return left
 
 
 def _become(command: list[str], cwd: Path, variables: Mapping[str, str], output: Connection) -> None:

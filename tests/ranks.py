@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import random
 import socket
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,8 @@ from typing import Any
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["tests.warm"])
 _ROOT = Path(__file__).parents[1]
+_STARTING = threading.Lock()
+"""Threads share one working directory."""
 
 PATIENCE = 4
 """How much longer things may take here than on two idle cores: only what hangs takes longer than that."""
@@ -63,13 +66,14 @@ def started(main: Callable[..., None], *args: Any) -> BaseProcess:
     """`main(*args)` in a forked process."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read by the server when it imports torch
     process = _CONTEXT.Process(target=main, args=args, daemon=True)
-    here = Path.cwd()
-    os.chdir(_ROOT)  # where the server finds what it is to import, if this is what starts it
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.chdir(here)
-    process.start()
+    with _STARTING:
+        here = Path.cwd()
+        os.chdir(_ROOT)  # where the server finds what it is to import, if this is what starts it
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.chdir(here)
+        process.start()
     return process
 
 

@@ -45,6 +45,11 @@ def test_a_command_ends_with_its_status_and_takes_along_what_it_leaves_behind(tm
         time.sleep(0.05)
 
 
+def test_a_command_that_is_to_leave_nothing_and_does_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match=r"left running: \[\d+\]\nasked for this"):
+        run_here(command(tmp_path, LEAVES_A_PROCESS), cwd=tmp_path, timeout_s=60, leaves_nothing=True)
+
+
 def test_a_command_that_takes_too_long_is_ended_and_named(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match=r"still running after 4 s: .*program\.py this\nbegins"):
         run_here(

@@ -16,9 +16,11 @@ from unittest import mock
 
 import pytest
 
+from tests.commands import run_here
 from tests.ranks import free_ports
-from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished, end_marked, run_command, tune_run
+from tests.recipes.running import RELATIVE_AFTER_ADAM, Finished, end_marked, run_command
 
+TUNE = str(Path(sys.executable).parent / "tune")
 RECIPE = "adaptive_full_finetune_distributed"
 SHRUNK = (
     "--config",
@@ -56,8 +58,12 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def one_node(tmp_path_factory: pytest.TempPathFactory) -> Run:
     cwd = tmp_path_factory.mktemp("one_node")
-    with nothing_left_running():
-        ended = tune_run(RECIPE, *SHRUNK, UNLIMITED, ranks=2, cwd=cwd, timeout_s=TIMEOUT_S)
+    ended = run_here(
+        [TUNE, "run", "--nproc_per_node", "2", RECIPE, *SHRUNK, UNLIMITED],
+        cwd=cwd,
+        timeout_s=TIMEOUT_S,
+        leaves_nothing=True,
+    )
     assert ended.status == 0, ended.output
     return Run(ended, None, metric_log(cwd))
 
@@ -66,7 +72,7 @@ def run_on_two_nodes(folder: Path, *arguments: str) -> Run:
     """The README's command on each node; which of them has rank 0 is up to their meeting."""
     endpoint = f"localhost:{free_ports(1)[0]}"
     command = [
-        str(Path(sys.executable).parent / "tune"),
+        TUNE,
         "run",
         "--nnodes",
         "2",
@@ -82,8 +88,9 @@ def run_on_two_nodes(folder: Path, *arguments: str) -> Run:
     nodes = [folder / "node_a", folder / "node_b"]
     for node in nodes:
         node.mkdir()
-    with nothing_left_running(), ThreadPoolExecutor(len(nodes)) as pool:
-        runs = [pool.submit(run_command, command, cwd=node, timeout_s=TIMEOUT_S) for node in nodes]
+    with ThreadPoolExecutor(len(nodes)) as pool:
+        ways = {"timeout_s": TIMEOUT_S, "leaves_nothing": True}
+        runs = [pool.submit(run_here, command, cwd=node, **ways) for node in nodes]
         ended = {node: run.result() for node, run in zip(nodes, runs, strict=True)}
     assert [run.status for run in ended.values()] == [0, 0], "\n".join(run.output for run in ended.values())
     first, second = sorted(nodes, key=lambda node: not (node / "out" / "logs").exists())
