@@ -33,8 +33,8 @@ from torchtune_adaptive.tune.start.catalogue import PPO
 
 SIZES = ((1, 64), (5, 96), (9, 32))
 """Rows, and tokens of each prompt."""
-A_FEW_BYTES = 256
-"""What gloo's threads hold a moment longer in one run than in another: a scale of 64 numbers."""
+A_FEW_BYTES = 1024
+"""What a rank holds a moment longer than predicted, or shorter: scales of a few norms, in 2 MiB."""
 ADAM = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001", "optimizer.fused=True")
 LAYER_BY_LAYER = "layer by layer"
 CASES = {
