@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunStopped, SampleError, UnrecoverableError
+from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.wording import shown
@@ -107,6 +108,8 @@ def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, last: int) ->
         raise
     except Exception as error:
         if isinstance(error, AdaptiveError) and not isinstance(error, UnrecoverableError):
+            raise
+        if is_oom(error.__cause__ or error):  # looking at a sample takes memory, too
             raise
         known = _vocabulary_of(model)
         for index in samples.last(last):

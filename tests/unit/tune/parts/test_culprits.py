@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.errors import ConfigError, SampleError, UnrecoverableError
+from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 
 
@@ -92,3 +93,20 @@ def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException
         len(NamedSamples(Sized(error)))
     with pytest.raises(ConfigError, match=r"^dataset does not tell .* has no len\(\)\): give"):
         len(NamedSamples(iter([1])))
+
+
+@pytest.mark.parametrize("told", [None, UnrecoverableError("out of memory in the optimizer step")])
+def test_no_sample_is_to_blame_for_memory_that_ran_out(told: Exception | None) -> None:
+    samples = NamedSamples([{"tokens": [1], "labels": [1]}])
+    samples[0]
+
+    def run_out(meter: MemoryMeter) -> None:
+        with naming(samples):
+            try:
+                torch.ones(64)
+            except torch.OutOfMemoryError as error:
+                meter.cap_bytes = 0  # nor is there any to look at a sample
+                raise (told or error) from (error if told else None)
+
+    with MemoryMeter(cap_bytes=64) as meter, pytest.raises((torch.OutOfMemoryError, UnrecoverableError)):
+        run_out(meter)
