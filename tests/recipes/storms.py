@@ -39,6 +39,8 @@ CLIMATES = {
     "": Climate(15 * MIB, CALM_BYTES // 3, 1500),
     REFERENCE: Climate(9 * MIB, 14 * MIB, 400),
     POLICY: Climate(22 * MIB, 40 * MIB, 1500),
+}
+ROLLOUT_CLIMATES = {
     GENERATE: Climate(1660 * KIB, 1720 * KIB, 1500),
     **{stage: Climate(1500 * KIB, 1550 * KIB, 200) for stage in FORWARD[:2]},
     **{stage: Climate(1430 * KIB, 1460 * KIB, 200) for stage in FORWARD[2:]},
@@ -144,7 +146,8 @@ class Storm:
 
     def _run(self, name: str, run: Any, samples: Sequence[Any], *, step: int, **options: Any) -> Any:
         """Collective: the stage, in whatever comes."""
-        climate, self._memory.cap_bytes = CLIMATES[name], CALM_BYTES
+        climates = ROLLOUT_CLIMATES if GENERATE in self._stages else CLIMATES
+        climate, self._memory.cap_bytes = climates[name], CALM_BYTES
         event = self._together.choice(["squeeze", "strike"]) if self._stormy() else "calm"
         if event == "squeeze":
             self._memory.cap_bytes = self._alone.randrange(climate.least_bytes, climate.most_bytes)
