@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 from tests.ranks import run_on_ranks
@@ -26,14 +27,25 @@ SIZES = ((64, 384), (384, 131), (131, 5))
 """Layers that 2 and 3 ranks share evenly, unevenly, and in shards that are too small for blocks."""
 
 
-def trained(kind: str, replicas: int = 1) -> tuple[nn.Module, torch.optim.Optimizer]:
+ONE_DIMENSION, REPLICAS, TENSOR_PARALLEL = "", "replicate", "tensor"
+TENSOR_PLAN = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+
+
+def trained(kind: str, mesh: str = ONE_DIMENSION) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Collective: after a step, the same on every number of ranks."""
     torch.manual_seed(0)
     torch.compiler.set_stance("force_eager")
     model = nn.Sequential(*(nn.Linear(*size) for size in SIZES))
     ranks = dist.get_world_size()
-    shape, names = ((ranks,), ("shard",)) if replicas == 1 else ((replicas, ranks // replicas), ("replicate", "shard"))
-    fully_shard(model, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+    if mesh == ONE_DIMENSION:
+        shards = init_device_mesh("cpu", (ranks,))
+    elif mesh == REPLICAS:
+        shards = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=(REPLICAS, "shard"))
+    else:
+        both = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("shard", TENSOR_PARALLEL))
+        parallelize_module(model, both[TENSOR_PARALLEL], TENSOR_PLAN)
+        shards = both["shard"]
+    fully_shard(model, mesh=shards)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
     step(model, optimizer)
     return model, optimizer
@@ -54,9 +66,9 @@ def bits(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [plain.clone() for moment in moments(optimizer) for plain in plain_tensors(moment)]
 
 
-def save(kind: str, path: Path, replicas: int = 1) -> set[bool]:
+def save(kind: str, path: Path, mesh: str = ONE_DIMENSION) -> set[bool]:
     """Collective: saves, and trains on. Whether shards of this rank are in few bits."""
-    model, optimizer = trained(kind, replicas)
+    model, optimizer = trained(kind, mesh)
     state = gather_state(model, optimizer, CPU)
     if dist.get_rank() == 0:
         torch.save(state, path)
@@ -69,11 +81,11 @@ def local_of(moment: Any) -> Tensor:
     return moment.to_local() if isinstance(moment, DTensor) else moment
 
 
-def load_anew(kind: str, path: Path, replicas: int = 1) -> tuple[bool, float]:
+def load_anew(kind: str, path: Path, mesh: str = ONE_DIMENSION) -> tuple[bool, float]:
     """Collective: a new optimizer with what was saved: whether it has the bits of one that trained as far; else by
     how much the whole moments differ, of the largest.
     """
-    model, expected = trained(kind, replicas)
+    model, expected = trained(kind, mesh)
     optimizer = OPTIMIZERS[kind](model.parameters(), lr=0.01)
     load_state(model, optimizer, torch.load(path, weights_only=True), CPU)
     same = all(torch.equal(one, other) for one, other in zip(bits(optimizer), bits(expected), strict=True))
@@ -112,8 +124,21 @@ def test_what_one_process_has_saved_is_shared_out(tmp_path: Path) -> None:
 
 
 def test_of_replicas_one_is_saved(tmp_path: Path) -> None:
-    run_on_ranks(4, save, "8 bits", tmp_path / "state.pt", 2, timeout_s=120)
+    run_on_ranks(4, save, "8 bits", tmp_path / "state.pt", REPLICAS, timeout_s=120)
     state = torch.load(tmp_path / "state.pt", weights_only=True)["state"]
     shards = state["0.weight"]["exp_avg"][SHARDS]
-    assert [tuple(shard.shape) for shard in shards] == [(192, 64), (192, 64)]
-    assert all(same for same, _ in run_on_ranks(4, load_anew, "8 bits", tmp_path / "state.pt", 2, timeout_s=120))
+    assert [(begin, tuple(shard.shape)) for begin, shard in shards] == [((0, 0), (192, 64)), ((192, 0), (192, 64))]
+    assert all(same for same, _ in run_on_ranks(4, load_anew, "8 bits", tmp_path / "state.pt", REPLICAS, timeout_s=120))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_tensor_parallel_ranks_go_on_with_the_same_bits_and_others_with_the_same_values(
+    ranks: int, tmp_path: Path
+) -> None:
+    path, timeout_s = tmp_path / "state.pt", 120
+    run_on_ranks(ranks, save, "8 bits", path, TENSOR_PARALLEL, timeout_s=timeout_s)
+    again = run_on_ranks(ranks, load_anew, "8 bits", path, TENSOR_PARALLEL, timeout_s=timeout_s)
+    assert all(same for same, _ in again)
+    for others, mesh in ((6 - ranks, TENSOR_PARALLEL), (2, ONE_DIMENSION), (1, ONE_DIMENSION)):
+        for _, apart in run_on_ranks(others, load_anew, "8 bits", path, mesh, timeout_s=timeout_s):
+            assert apart < ERRORS["8 bits"], (others, mesh)

@@ -8,7 +8,7 @@ they are. As many ranks go on with the same bits; another number of ranks with t
 from __future__ import annotations
 
 import io
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
@@ -27,6 +28,9 @@ from torchtune_adaptive.memory.snapshot import copied_to_host
 State: TypeAlias = dict[str, Any]
 Entry: TypeAlias = tuple[str, str]
 """The name of a parameter, and what of it is kept."""
+
+Shard: TypeAlias = tuple[tuple[int, ...], Tensor]
+"""Where it begins in each dimension of the whole, and what it holds."""
 
 SHARDS = "adaptive_shards"
 """Key of a list of shards, in the place of a tensor."""
@@ -95,16 +99,25 @@ def _set_aside(optimizer: Optimizer, tensors: Collection[Tensor]) -> Iterator[No
             state[key] = each
 
 
-def _shards_on_rank_0(tensor: DTensor) -> list[Tensor]:
-    """Collective: on rank 0 the shards in their order, of one replica; nothing elsewhere."""
-    coordinate = tensor.device_mesh.get_coordinate()
+def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
+    """Collective: on rank 0 each shard once, whoever else has it; nothing elsewhere."""
+    local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     placed = zip(coordinate, tensor.placements, strict=True)
     is_first_replica = not any(at for at, placement in placed if placement.is_replicate())
-    mine = _in_bytes(copied_to_host(tensor.to_local())) if is_first_replica else None
+    mine = (_begin(tensor), _in_bytes(copied_to_host(local))) if is_first_replica and local.numel() else None
     told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, told)
-    return [torch.load(io.BytesIO(each), weights_only=True) for each in told or [] if each is not None]
+    # ranks of another mesh than the tensor's, as under tensor parallelism, have the same shards
+    each_once = dict(sorted(each for each in told or [] if each is not None))
+    return [(begin, torch.load(io.BytesIO(shard), weights_only=True)) for begin, shard in each_once.items()]
+
+
+def _begin(tensor: Tensor) -> tuple[int, ...]:
+    """Where this rank's shard begins, in each dimension."""
+    if not isinstance(tensor, DTensor):
+        return (0,) * tensor.dim()
+    return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
 def _in_bytes(tensor: Tensor) -> bytes:
@@ -113,9 +126,9 @@ def _in_bytes(tensor: Tensor) -> bytes:
     return file.getvalue()
 
 
-def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Entry, list[Tensor]]]:
+def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Entry, list[Shard]]]:
     """A state without what is in shards, or would have to be cut into some; and that."""
-    in_shards: dict[Entry, list[Tensor]] = {}
+    in_shards: dict[Entry, list[Shard]] = {}
     plain: dict[str, State] = {}
     if not isinstance(state.get("state"), Mapping):
         return state, in_shards  # told by its name where it is loaded
@@ -125,37 +138,33 @@ def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Entry
             if isinstance(value, Mapping) and SHARDS in value:
                 in_shards[name, key] = value[SHARDS]
             elif wraps_tensors(type(value)):
-                in_shards[name, key] = [value]
+                in_shards[name, key] = [(_begin(value), value)]
             else:
                 plain[name][key] = value
     return {**state, "state": plain}, in_shards
 
 
 @torch.no_grad()
-def _fill(target: Tensor, shards: Sequence[Tensor]) -> None:
+def _fill(target: Tensor, shards: Sequence[Shard]) -> None:
     """This rank's part of a tensor, which is there, from all shards of it."""
     local = target.to_local() if isinstance(target, DTensor) else target
     if not local.numel():
         return
-    first_row = _first_row(target) if isinstance(target, DTensor) else 0
-    begins = 0
-    for shard in shards:
-        if begins == first_row and shard.shape == local.shape:
+    mine = _begin(target)
+    for begin, shard in shards:
+        if tuple(begin) == mine and shard.shape == local.shape:
             local.copy_(shard)
             return
-        begins += len(shard)
-    rows = torch.cat(list(_in_full(shards)))
-    local.copy_(rows[first_row : first_row + len(local)])
+    whole = torch.empty(target.shape, device=local.device)
+    for begin, shard in shards:
+        whole[_box(begin, shard)] = _in_full(shard).to(whole)
+    local.copy_(whole[_box(mine, local)])
 
 
-def _first_row(tensor: DTensor) -> int:
-    """Where this rank's shard begins: FSDP gives each rank as many rows, and the last ones what is left."""
-    [(dimension, _)] = [
-        (dimension, placement) for dimension, placement in enumerate(tensor.placements) if placement.is_shard(0)
-    ]
-    each = -(-len(tensor) // tensor.device_mesh.size(dimension))
-    return each * tensor.device_mesh.get_local_rank(dimension)
+def _box(begin: Sequence[int], part: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(begin, part.shape, strict=True))
 
 
-def _in_full(shards: Iterable[Any]) -> Iterator[Tensor]:
-    return (shard.dequantize() if wraps_tensors(type(shard)) else shard for shard in shards)
+def _in_full(shard: Any) -> Tensor:
+    whole: Tensor = shard.dequantize() if wraps_tensors(type(shard)) else shard
+    return whole
