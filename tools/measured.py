@@ -68,6 +68,24 @@ def dealing(rows: list[Row]) -> tuple[str, str]:
     return what, f"{dealt} with samples dealt to the ranks, {stayed} without"
 
 
+def saves(rows: list[Row]) -> tuple[str, str]:
+    cells = [f"{row['checkpoint']} {row['ours s']:.2f} ({row['stock s']:.2f})" for row in rows]
+    size = span(row["MiB"] for row in rows)
+    return f"seconds that training stands still for a save (stock's), 2 ranks, {size} MiB", ", ".join(cells)
+
+
+def stages(rows: list[Row]) -> tuple[str, str]:
+    return "DPO with one number of pairs for both stages, CPU time over one for each, 2 ranks", _over(rows)
+
+
+def rollouts(rows: list[Row]) -> tuple[str, str]:
+    return "PPO with one number of rows for all seven stages, CPU time over one for each, 2 ranks", _over(rows)
+
+
+def _over(rows: list[Row]) -> str:
+    return ", ".join(f"{row['ratio by CPU time']:.2f} ({row['shape']})" for row in rows)
+
+
 def prediction(rows: list[Row]) -> tuple[str, str]:
     configs = {row["config"].split(",")[0] for row in rows}
     most = max(abs(row["difference bytes"]) for row in rows)
@@ -89,7 +107,7 @@ def faults(rows: list[Row]) -> tuple[str, str]:
 SEARCHES = ("linear", "accelerate", "Lightning")
 """Ours, then those of others, by how their names begin."""
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
-LINES = (overhead, searches, recovery, packing, dealing, prediction, advice, faults)
+LINES = (overhead, searches, recovery, saves, packing, dealing, stages, rollouts, prediction, advice, faults)
 """Each is the name of a file, and what is said of its rows."""
 
 
