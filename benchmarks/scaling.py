@@ -39,7 +39,7 @@ from torchtune_adaptive.limits import (
     plan_step,
     spread,
 )
-from torchtune_adaptive.step import Report, Reports, exchange
+from torchtune_adaptive.step import Report, Reports
 
 SAMPLES = [2**exponent for exponent in range(4, 17)]
 RANKS = [2, 4, 8, 16, 32, 64]
@@ -90,7 +90,8 @@ def run(pairs: int) -> Result:
     curves = [*planning(pairs), *agreement(pairs), *counting(pairs)]
     note = (
         "CPU time of a rank in one step; exponent: of the upper half of the sizes, 1 is linear. Ranks that agree are "
-        "processes, connected by gloo; modules are those of one process, whose collectives do nothing"
+        f"processes, connected by gloo, and their table has {8 * len(Report._fields)} bytes for each; "
+        "modules are those of one process, whose collectives do nothing"
     )
     return Result([curve.to_json() for curve in curves], note, [curve.shown() for curve in curves])
 
@@ -118,26 +119,37 @@ def plan(lengths: Sequence[int], limit: Limit) -> None:
 
 def agreement(rounds: int) -> list[Curve]:
     """One process a rank, and the table that each of them reads."""
-    measured = {ranks: run_on_ranks(ranks, time_agreements, rounds, timeout_s=120)[0] for ranks in RANKS}
+    width = len(Report._fields)
+    measured = {ranks: run_on_ranks(ranks, time_agreements, rounds, width, timeout_s=120)[0] for ranks in RANKS}
+    wide = run_on_ranks(FEW, time_tables, rounds, width, timeout_s=120)[0]
     read = {ranks: milliseconds(partial(conclude, ranks), rounds) for ranks in SIMULATED_RANKS}
     return [
         Curve("agreeing", "ranks", measured),
+        Curve(f"{FEW} ranks agree on the table of so many", "ranks", wide),
         Curve("reading what was agreed on", "ranks", read),
     ]
 
 
 AGREEMENTS = 10
+FEW = 4
 
 
-def time_agreements(rounds: int) -> float:
-    """Collective: milliseconds that one agreement takes this rank, with the threads of gloo."""
-    agreement = Agreement(len(Report._fields))
+def time_tables(rounds: int, width: int) -> dict[int, float]:
+    """Collective: what grows with the bytes of the table alone, by the ranks that would have such a one."""
+    wide = [ranks for ranks in SIMULATED_RANKS if ranks >= FEW]
+    return {ranks: time_agreements(rounds, width * ranks // FEW) for ranks in wide}
+
+
+def time_agreements(rounds: int, width: int) -> float:
+    """Collective: milliseconds that one agreement takes this rank, with the threads of gloo; `width`: of its row."""
+    agreement = Agreement(width)
+    row = [1.0] * width
     times = []
     for _ in range(rounds + 1):
         dist.barrier()
         began = time.process_time()
         for _ in range(AGREEMENTS):
-            exchange(agreement, Report(target_tokens=1))
+            agreement.gather(row)
         times.append(time.process_time() - began)
     return 1e3 * statistics.median(times[1:]) / AGREEMENTS  # the first connects the ranks
 

@@ -89,17 +89,19 @@ def test_a_rank_that_has_ended_as_it_should_is_not_silent():
     assert run_on_ranks(2, end_early) == [[], []]
 
 
-def lose_the_store() -> list[Silent]:
+def lose_the_store() -> tuple[list[Silent], float]:
     told = Told()
     heartbeat = Heartbeat(TIMEOUT_S, told)
+    began = time.monotonic()
     if dist.get_rank() == 1:
         heartbeat._store = mock.Mock(set=mock.Mock(side_effect=lambda *_: threading.Event().wait()))
         assert told.heard.wait(10 * TIMEOUT_S)
     else:
         told.heard.wait(2 * TIMEOUT_S)
-    return told.silent
+    return told.silent, time.monotonic() - began
 
 
-def test_a_store_that_does_not_answer_is_silent_too():
-    _, told = run_on_ranks(2, lose_the_store)
+def test_a_store_that_does_not_answer_is_silent_too_and_within_the_time():
+    _, (told, seconds) = run_on_ranks(2, lose_the_store)
     assert told[0].ranks == ()
+    assert seconds < TIMEOUT_S

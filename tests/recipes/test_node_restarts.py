@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.ranks import PATIENCE, free_ports
 from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
 
@@ -36,17 +38,20 @@ STEPS = 40
 NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Without it, in torch 2.13, a launcher that stays does not tell one that is new where the ranks meet: it keeps the
 address of the first round, and writes it into no later one."""
+TIMEOUT_S = 8
+SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
+HUNG = ["the machine of rank 0", "ranks 2, 3 (pid "]
 RESTARTS_S = 200.0
 """The rendezvous believes for up to 15 s that a node is there, then the ranks start anew."""
 
 
 @contextmanager
-def node(folder: Path, port: int, *, meeting_place: bool) -> Iterator[Started]:
+def node(folder: Path, port: int, *overrides: str, meeting_place: bool, restarts: int = 3) -> Iterator[Started]:
     """The launcher of one node, and what it and its ranks write."""
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
-    conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", "3"]
+    conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", str(restarts)]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    with in_a_terminal(folder, [*launcher, RECIPE, *RUN], forked=True, **NEW_STORE) as started:
+    with in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **NEW_STORE) as started:
         yield started
 
 
@@ -83,7 +88,7 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -
 
 
 def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
-    port, port_after = free_ports(2)
+    (port,) = free_ports(1)
     with ExitStack() as stack:
         first = stack.enter_context(node(tmp_path, port, meeting_place=True))
         second = stack.enter_context(node(tmp_path, port, meeting_place=False))
@@ -93,7 +98,7 @@ def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tm
         second.when(lambda: second.process.poll() is not None, RESTARTS_S)
         assert second.process.returncode != 0, second.output
     with ExitStack() as stack:
-        nodes = [stack.enter_context(node(tmp_path, port_after, meeting_place=where)) for where in (True, False)]
+        nodes = [stack.enter_context(node(tmp_path, port, meeting_place=where)) for where in (True, False)]
         for each in nodes:
             each.when(lambda each=each: each.process.poll() is not None, STARTS_S + RESTARTS_S)
     told = "\n".join(each.output for each in nodes)
@@ -101,3 +106,23 @@ def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tm
     (resumed,) = re.findall(r"resuming from \S+/step_(\d+)", told)
     assert int(resumed) >= before
     assert (tmp_path / "out" / "epoch_0").is_dir()
+
+
+@pytest.mark.parametrize("hung", [0, 1], ids=["the meeting place", "the other node"])
+def test_a_node_that_hangs_is_named_on_the_other_with_the_command_that_goes_on(hung: int, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(node(tmp_path, port, SILENT, meeting_place=where, restarts=0))
+            for where in (True, False)
+        ]
+        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
+        stopped = nodes[hung].ranks()
+        for pid in (nodes[hung].process.pid, *stopped):
+            os.kill(pid, signal.SIGSTOP)
+        other = nodes[1 - hung]
+        other.when(lambda: "not answered for" in other.output, TIMEOUT_S * PATIENCE)
+    (told,) = {*re.findall(r"^error: (.*)$", other.output, re.MULTILINE)}
+    assert HUNG[hung] in told, told
+    assert all(f"pid {pid} " in told for pid in stopped) or hung == 0, told
+    assert re.search(r"saved is \S+/out/step_\d+\. To go on: .* resume_from_checkpoint=auto$", told), told

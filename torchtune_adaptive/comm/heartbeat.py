@@ -106,7 +106,7 @@ class Heartbeat:
     def _watch_the_store(self) -> None:
         silence = Silence(self._interval_s)
         while not self._stopping.wait(self._interval_s):
-            if silence.seconds(self._rounds, time.monotonic()) > self._timeout_s:
+            if silence.seconds(self._rounds, time.monotonic()) > self._limit_s:
                 self._on_silence(Silent((), "", self._timeout_s))
                 return
 

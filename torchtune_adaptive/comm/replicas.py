@@ -11,6 +11,8 @@ from torchtune_adaptive.comm.collectives import Agreement, explaining_failures
 from torchtune_adaptive.errors import UnrecoverableError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WEIGHTS = 251
+"""One for each place, before they begin anew; prime, so that the rows of a matrix begin with different ones."""
 _MODULUS = 2**52
 """Every number below it is one of float64, in which the ranks agree."""
 
@@ -61,8 +63,18 @@ def _checksum(parameters: Iterable[Tensor]) -> int:
     for parameter in parameters:
         local = _local(parameter).contiguous()
         if type(local) is Tensor and local.numel():  # what wraps tensors has no bits of its own
-            total = (31 * total + int(local.view(_BITS[local.element_size()]).sum(dtype=torch.int64))) % _MODULUS
+            bits = local.view(_BITS[local.element_size()]).flatten()
+            total = (31 * total + _weighted_sum(bits)) % _MODULUS
     return total
+
+
+def _weighted_sum(bits: Tensor) -> int:
+    """Other numbers, or the same ones in another order, have another sum; without a copy of them all."""
+    weights = torch.arange(1, _WEIGHTS + 1, device=bits.device)
+    rows = len(bits) // _WEIGHTS
+    columns = bits[: rows * _WEIGHTS].view(rows, _WEIGHTS).sum(0, dtype=torch.int64)
+    rest = bits[rows * _WEIGHTS :].to(torch.int64)
+    return int((columns * weights).sum() + (rest * weights[: len(rest)]).sum())
 
 
 def _local(parameter: Tensor) -> Tensor:

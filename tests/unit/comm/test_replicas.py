@@ -1,0 +1,41 @@
+"""What replicas compare: a number that is another for other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchtune_adaptive.comm.replicas import _checksum
+
+
+def swapped(tensor: Tensor, one: int, other: int) -> Tensor:
+    flat = tensor.flatten()
+    flat[[one, other]] = flat[[other, one]]
+    return flat.view_as(tensor)
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "one bit": lambda tensor: tensor + torch.eye(20, 30, dtype=tensor.dtype) * 2**-7,
+    "two neighbours swapped": lambda tensor: swapped(tensor, 3, 4),
+    "two rows swapped": lambda tensor: tensor[[1, 0, *range(2, 20)]],
+    "the last two swapped": lambda tensor: swapped(tensor, 598, 599),
+    "minus zero": lambda tensor: torch.where(tensor == tensor.max(), -0.0, tensor),
+    "NaN": lambda tensor: torch.where(tensor == tensor.max(), torch.nan, tensor),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("change", CHANGES)
+def test_other_weights_have_another_checksum(change: str, dtype: torch.dtype) -> None:
+    weights = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
+    assert _checksum([weights]) == _checksum([weights.clone()])
+    assert _checksum([weights]) != _checksum([CHANGES[change](weights.clone())])
+
+
+def test_the_order_of_parameters_counts_and_what_is_empty_does_not() -> None:
+    one, other = torch.tensor([1.0]), torch.tensor([2.0])
+    assert _checksum([one, other]) != _checksum([other, one])
+    assert _checksum([one, torch.zeros(0)]) == _checksum([one])
