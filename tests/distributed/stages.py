@@ -149,10 +149,10 @@ STAGE_CASES = (
     StageCase("stages, dpo, reference, no reshard, first pass", preferring, REFERENCE, GATHERED, first_pass=True),
     StageCase("stages, dpo, reference, drain too", preferring, REFERENCE, rows=4, again="drain"),
     StageCase("stages, dpo, policy", preferring, TRAIN),
-    StageCase("stages, dpo, policy, first pass", preferring, TRAIN, first_pass=True, stride=3),
+    StageCase("stages, dpo, policy, first pass", preferring, TRAIN, first_pass=True),
     StageCase("stages, dpo, policy, no reshard", preferring, TRAIN, GATHERED),
-    StageCase("stages, dpo, policy, no reshard, first pass", preferring, TRAIN, GATHERED, first_pass=True, stride=3),
-    StageCase("stages, dpo, policy, checkpointing", preferring, TRAIN, CHECKPOINTED, stride=3),
+    StageCase("stages, dpo, policy, no reshard, first pass", preferring, TRAIN, GATHERED, first_pass=True),
+    StageCase("stages, dpo, policy, checkpointing", preferring, TRAIN, CHECKPOINTED),
     StageCase("stages, dpo, policy, 3 ranks, two fail", preferring, TRAIN, world_size=3, failing=(0, 2), stride=7),
     StageCase("stages, dpo, reference, hybrid", preferring, REFERENCE, HYBRID, world_size=4, stride=5),
     StageCase("stages, dpo, policy, hybrid", preferring, TRAIN, HYBRID, world_size=4, stride=5),
@@ -163,8 +163,8 @@ STAGE_CASES = (
     StageCase("stages, lora dpo, reference, first pass", preferring_adapters, REFERENCE, first_pass=True),
     StageCase("stages, lora dpo, reference, no reshard", preferring_adapters, REFERENCE, GATHERED),
     StageCase("stages, lora dpo, policy", preferring_adapters, TRAIN),
-    StageCase("stages, lora dpo, policy, first pass", preferring_adapters, TRAIN, first_pass=True, stride=3),
-    StageCase("stages, lora dpo, policy, checkpointing", preferring_adapters, TRAIN, CHECKPOINTED, stride=3),
+    StageCase("stages, lora dpo, policy, first pass", preferring_adapters, TRAIN, first_pass=True),
+    StageCase("stages, lora dpo, policy, checkpointing", preferring_adapters, TRAIN, CHECKPOINTED),
 )
 
 
