@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
+from torchtune_adaptive.command.status import Condition, judge, lines, look
+from torchtune_adaptive.tune.start.signals import ONE_SIGNAL_S
 
 FULL = "adaptive_full_finetune_distributed"
 LONG = ("dataset.samples=100000", "use_maximum_batch_size=False", "adaptive=null", "output_dir=out")
@@ -29,14 +32,49 @@ def tokenizer(max_seq_len, ranks):
         raise FileNotFoundError("this machine has no such file")
     return demo_tokenizer(max_seq_len)
 """
+SLOW = """
+import time
+from pathlib import Path
+from torchtune_adaptive.demo.dataset import demo_dataset
+
+class Slow:
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, index):
+        if Path("hold").exists():
+            Path("held").touch()
+            time.sleep(60)
+        return self.samples[index]
+
+def slow(tokenizer, **options):
+    return Slow(demo_dataset(tokenizer, **options))
+"""
 
 
 @contextmanager
-def tune_run_in_a_terminal(ranks: int | None, folder: Path, *overrides: str, forked: bool = False) -> Iterator[Started]:
+def tune_run_in_a_terminal(
+    ranks: int | None, folder: Path, *overrides: str, forked: bool = False, **variables: str
+) -> Iterator[Started]:
     launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
     command = [*launcher, FULL, "--config", "adaptive/demo/full", *overrides]
-    with in_a_terminal(folder, command, forked=forked) as started:
+    with in_a_terminal(folder, command, forked=forked, **variables) as started:
         yield started
+
+
+@contextmanager
+def in_a_step_without_end(folder: Path, **variables: str) -> Iterator[Started]:
+    """The third, on two ranks; the second is saved."""
+    (folder / "slow.py").write_text(SLOW)
+    overrides = (*LONG, "dataset._component_=slow.slow", "save_every_n_steps=2")
+    with tune_run_in_a_terminal(2, folder, *overrides, forked=True, **variables) as run:
+        run.when(lambda: "step_2 saved in" in run.output, STARTS_S)
+        (folder / "hold").touch()
+        run.when((folder / "held").exists, 60)
+        yield run
 
 
 @pytest.mark.parametrize("ranks", [None, 2])
@@ -85,3 +123,41 @@ def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
         assert len(run.ranks()) == 2
         os.kill(run.process.pid, signal.SIGKILL)
         run.when(lambda: not run.ranks(), timeout_s=5)
+
+
+def saved(run: Started) -> str:
+    """The newest checkpoint that it has told of."""
+    return re.findall(r"checkpoint (\S+) saved in", run.output)[-1]
+
+
+def last_time(folder: Path) -> str:
+    left = look(folder / "out")
+    condition, reason = judge(left)
+    assert condition is Condition.CAN_GO_ON
+    return next(line for line in lines(left, condition, reason) if line.startswith("last time: "))
+
+
+def test_a_step_that_outlasts_the_launchers_patience_says_what_is_not_saved(tmp_path: Path) -> None:
+    with in_a_step_without_end(tmp_path, TORCH_ELASTIC_SHUTDOWN_TIMEOUT="4") as run:
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.process.wait(60) == 1
+        run.when(lambda: "SignalException" in run.output, 10)
+    lost = f"saved is {saved(run)}, and what was trained since then is lost"
+    assert "(torchrun, if it was asked, waits 4 s). Again: at once" in run.output
+    late = f"SIGTERM: no end in sight, and torchrun, if it was asked, ends the run in 2 s; {lost}"
+    assert run.output.count(late) == 1, run.output
+    assert last_time(tmp_path) == f"last time: SIGTERM, which did not leave it the time to save; {lost}"
+
+
+def test_a_second_signal_through_the_launcher_ends_all_ranks_at_once(tmp_path: Path) -> None:
+    with in_a_step_without_end(tmp_path) as run:
+        os.kill(run.process.pid, signal.SIGTERM)
+        run.when(lambda: "SIGTERM: " in run.output, 20)
+        time.sleep(2 * ONE_SIGNAL_S)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.process.wait(20) == 1
+        run.when(lambda: "SignalException" in run.output, 10)
+        assert run.ranks() == []
+    again = f"SIGTERM again: ended at once; saved is {saved(run)}, and what was trained since then is lost"
+    assert run.output.count(again) == 1, run.output
+    assert last_time(tmp_path) == f"last time: {again}"

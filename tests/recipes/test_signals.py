@@ -138,6 +138,23 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
 
 
+def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved(tmp_path: Path) -> None:
+    blow = Blow(signalled.SEARCH, left_s=3)
+    ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=blow)
+    assert "(torchrun, if it was asked, waits 3 s)" in ended[0].lines
+    late = "SIGTERM: no end in sight, and torchrun, if it was asked, ends the run in 2 s; nothing is saved\n"
+    assert late in ended[0].lines
+    assert told(ended[0].lines) == "stopped in the search, before the first step; nothing is saved"
+
+
+def test_steps_that_are_not_saved_are_told(tmp_path: Path) -> None:
+    """Weights that are NaN are not: they would only push out those that are not."""
+    place = tmp_path / "run" / "out" / "step_1"
+    poison = ("optimizer.lr=1e30", "adaptive.on_nan_loss=warn")
+    ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", *poison, blow=Blow(3))
+    assert told(ended[0].lines) == f"stopped after step 3, and steps 2 to 3 are not saved; saved is {place}"
+
+
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
     blow = Blow(3, again_after_s=1.2)
     with pytest.raises(AssertionError, match="rank 0 died without a word"):

@@ -88,7 +88,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
             yield f"passed over: {each.path} {each.fault}"
     if running:
         return
-    if left.run is not None and left.run.ended == run_file.STOPPED:
+    if left.run is not None and left.run.ended in (run_file.ASKED, run_file.STOPPED):
         yield f"last time: {left.run.message}"
     if left.newest is None and left.found:
         yield "begins anew with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 RUN_FILE = "adaptive_run.json"
 
-STOPPED, FINISHED, ERROR = "stopped", "finished", "error"
+ASKED, STOPPED, FINISHED, ERROR = "asked", "stopped", "finished", "error"
+"""The first is what is known until the run says more: it was asked to end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +27,7 @@ class RunFile:
     """Of the next checkpoint, when it was started: a finished one before that is not the end of this run."""
     started_at: str
     ended: str | None = None
-    """STOPPED, FINISHED, ERROR; None: it runs, or something has ended it that left it no time to say so."""
+    """One of the above; None: it runs, or something has ended it that left it no time to say so."""
     message: str = ""
 
 
@@ -42,7 +43,7 @@ def begin(directory: Path, command: str, checkpoints: Path, serial: int) -> None
 
 def end(directory: Path, how: str, message: str = "") -> None:
     run = read(directory)
-    if run is not None:
+    if run is not None and (how != ASKED or run.ended in (None, ASKED)):
         _write(directory, replace(run, ended=how, message=message))
 
 

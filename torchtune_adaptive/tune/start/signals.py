@@ -17,14 +17,17 @@ from enum import Enum, auto
 from pathlib import Path
 from types import FrameType
 
+from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import attempt_folder, somebody_told, speaks_first
-from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, launcher_waits_s
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 ONE_SIGNAL_S = 1.0
 """Ctrl-C comes from the terminal and from the launcher, a scheduler's signal to launcher and ranks: that is one."""
 RANK_0_FIRST_S = 0.2
 """What comes to all ranks is told by rank 0."""
+LEAST_NOTICE_S, SHARE_OF_NOTICE = 2.0, 0.1
+"""How long before the launcher kills this rank it says what is lost by that; of what the launcher waits."""
 PID_FILE, ASKED_FILE = "pid", "asked"
 
 
@@ -89,9 +92,27 @@ def _first(asked_by: signal.Signals) -> None:
     rank = int(os.environ.get("RANK", "0"))
     if rank != 0:
         time.sleep(RANK_0_FIRST_S)
-    if _hears_first(os.environ):
-        name = asked_by.name + f" on rank {rank}" * (rank != 0)
-        _say(f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{_time_left()}. Again: at once")
+    if not _hears_first(os.environ):
+        return
+    name = asked_by.name + f" on rank {rank}" * (rank != 0)
+    waits_s = launcher_waits_s()
+    time_left = "" if waits_s is None else f" (torchrun, if it was asked, waits {waits_s:g} s)"
+    _say(f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. Again: at once")
+    THIS_RUN.try_to_note(run_file.ASKED, f"{name}, after which it was ended before it could say more")
+    if waits_s is not None:
+        notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
+        late = threading.Timer(waits_s - notice_s, _too_late, (name, notice_s))
+        late.daemon = True
+        late.start()
+
+
+def _too_late(name: str, notice_s: float) -> None:
+    """The launcher is about to kill a rank that is still in the step, the search or the save that it was asked in."""
+    if THIS_RUN.asked_by:  # the ranks have agreed, and all is saved
+        return
+    left = f"{THIS_RUN.saved}{_lost()}"
+    _say(f"{name}: no end in sight, and torchrun, if it was asked, ends the run in {notice_s:g} s; {left}")
+    THIS_RUN.note_end(run_file.ASKED, f"{name}, which did not leave it the time to save; {left}")
 
 
 def _hears_first(environment: Mapping[str, str]) -> bool:
@@ -110,18 +131,19 @@ def _hears_first(environment: Mapping[str, str]) -> bool:
 
 def _end_at_once(asked_by: signal.Signals) -> None:
     if speaks_first(wait_s=0):
-        since = " since then" if THIS_RUN.newest else ""
-        lost = "" if THIS_RUN.doing is Doing.SETTING_UP else f", and what was trained{since} is lost"
         first = THIS_RUN.signal
         # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
         which = "again" if first in (None, asked_by) else f"after {first.name}"
-        _say(f"{asked_by.name} {which}: ended at once; {THIS_RUN.saved}{lost}")
+        told = f"{asked_by.name} {which}: ended at once; {THIS_RUN.saved}{_lost()}"
+        _say(told)
+        THIS_RUN.try_to_note(run_file.ASKED, told)
     os._exit(128 + asked_by)
 
 
-def _time_left() -> str:
-    launched = "TORCHELASTIC_RUN_ID" in os.environ
-    return " (torchrun waits 30 s, or what its --shutdown-timeout says)" if launched else ""
+def _lost() -> str:
+    """What goes with a run that ends here, in words that follow what is saved."""
+    since = " since then" if THIS_RUN.newest else ""
+    return "" if THIS_RUN.doing is Doing.SETTING_UP else f", and what was trained{since} is lost"
 
 
 def _say(line: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -14,8 +13,6 @@ from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import speaks_first
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on
-
-LONGEST_NOTE_S = 2.0
 
 
 @contextmanager
@@ -42,8 +39,5 @@ def _end(silent: Silent) -> None:
                 file=sys.stderr,
                 flush=True,
             )
-        # A machine that hangs may be the one with the files.
-        noting = threading.Thread(target=THIS_RUN.note_end, args=(run_file.STOPPED, str(silent)), daemon=True)
-        noting.start()
-        noting.join(LONGEST_NOTE_S)
+        THIS_RUN.try_to_note(run_file.STOPPED, str(silent))
     os._exit(1)

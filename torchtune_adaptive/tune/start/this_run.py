@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import signal
 import sys
+import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 
 from torchtune_adaptive.tune.start import run_file
+
+LONGEST_NOTE_S = 2.0
+TORCHRUN_WAITS_S = 30.0
+_SHUTDOWN_TIMEOUT = re.compile(r"--shutdown[-_]timeout[=\0](\d+)")
 
 
 class Doing(Enum):
@@ -33,12 +40,23 @@ class ThisRun:
     """What has ended the run, once all ranks know it: `SIGTERM`, `SIGHUP on rank 1`."""
     newest: Path | None = None
     """The newest complete checkpoint."""
+    newest_step: int = 0
+    """The last step that is in it."""
     places: tuple[Path, ...] = ()
     """The folders that it writes into; none before it has found out where it starts."""
+    _noting: threading.Lock = field(default_factory=threading.Lock)
+    """A signal is noted by the thread that hears it, an end by the one that trains."""
 
     def note_end(self, how: str, message: str = "") -> None:
-        for place in self.places:
-            run_file.end(place, how, message)
+        with self._noting:
+            for place in self.places:
+                run_file.end(place, how, message)
+
+    def try_to_note(self, how: str, message: str) -> None:
+        """As `note_end`, where nobody may wait: the machine that hangs may be the one with the files."""
+        noting = threading.Thread(target=self.note_end, args=(how, message), daemon=True)
+        noting.start()
+        noting.join(LONGEST_NOTE_S)
 
     def asked_to_stop(self) -> bool:
         return self.signal is not None
@@ -46,6 +64,13 @@ class ThisRun:
     @property
     def saved(self) -> str:
         return "nothing is saved" if self.newest is None else f"saved is {self.newest}"
+
+    def not_saved(self, step: int) -> str:
+        """What an end after this step loses: `, and steps 3 to 9 are not saved`; nothing where all is saved."""
+        first = self.newest_step + 1
+        if step < first:
+            return ""
+        return f", and step {step} is not saved" if step == first else f", and steps {first} to {step} are not saved"
 
 
 THIS_RUN = ThisRun()
@@ -58,6 +83,17 @@ def command_to_go_on() -> str:
         changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
         typed = [*(each for each in typed if not each.startswith(changed)), "resume_from_checkpoint=auto"]
     return shlex.join(typed)
+
+
+def launcher_waits_s() -> float | None:
+    """How long torchrun leaves its workers to end once it is asked to; None without it."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    if tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 12):
+        return TORCHRUN_WAITS_S  # nobody can say otherwise there
+    given = _SHUTDOWN_TIMEOUT.search("\0".join(_typed()))
+    variables = (os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
+    return float(given[1]) if given else float(next(filter(None, variables), TORCHRUN_WAITS_S))
 
 
 def _typed() -> list[str]:

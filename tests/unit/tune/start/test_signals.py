@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.tune.start import signals, this_run
+from torchtune_adaptive.tune.start import run_file, signals, this_run
 from torchtune_adaptive.tune.start.signals import Meaning, meaning_of
-from torchtune_adaptive.tune.start.this_run import command_to_go_on
+from torchtune_adaptive.tune.start.this_run import ThisRun, command_to_go_on, launcher_waits_s
 
 LISTENS = """
 import os, signal, sys, time
@@ -156,6 +156,92 @@ def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None
     (attempt / "1" / signals.PID_FILE).write_text(str(gone()))
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
+
+
+TRAINS = """
+from pathlib import Path
+from torchtune_adaptive.tune.start.this_run import Doing
+THIS_RUN.newest, THIS_RUN.doing, THIS_RUN.places = Path("out/step_2"), Doing.TRAINING, (Path({0!r}),)
+os.kill(me, signal.SIGTERM)
+time.sleep({1})
+"""
+LATE = "no end in sight, and torchrun, if it was asked, ends the run in 2 s; saved is out/step_2, and what was trained"
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+
+
+def noted(folder: Path) -> str:
+    run = run_file.read(folder)
+    assert run is not None
+    assert run.ended == run_file.ASKED
+    return run.message
+
+
+def test_what_is_lost_is_told_and_noted_before_the_launcher_ends_the_run(tmp_path: Path) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    ended = python(TRAINS.format(str(tmp_path), 2), **LAUNCHED)
+    assert f"SIGTERM: {LATE} since then is lost" in ended.stderr
+    assert "did not leave it the time to save; saved is out/step_2" in noted(tmp_path)
+
+
+def test_a_run_that_is_killed_before_that_has_noted_the_signal(tmp_path: Path) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)", **LAUNCHED)
+    assert "no end in sight" not in ended.stderr
+    assert noted(tmp_path) == "SIGTERM, after which it was ended before it could say more"
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_who_has_saved_in_time_or_whom_no_launcher_ends_says_no_such_thing(saves: bool, tmp_path: Path) -> None:
+    saving = "THIS_RUN.asked_by = 'SIGTERM'\n" if saves else ""
+    program = f"{TRAINS.format(str(tmp_path), 0.5)}{saving}time.sleep(1.5)"
+    ended = python(program, **(LAUNCHED if saves else {}))
+    assert "SIGTERM: " in ended.stderr
+    assert "no end in sight" not in ended.stderr
+
+
+def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    run_file.end(tmp_path, run_file.ASKED, "SIGTERM")
+    run_file.end(tmp_path, run_file.ERROR, "lower the rate")
+    run_file.end(tmp_path, run_file.ASKED, "SIGTERM")
+    run = run_file.read(tmp_path)
+    assert run is not None
+    assert (run.ended, run.message) == (run_file.ERROR, "lower the rate")
+
+
+@pytest.mark.parametrize(
+    ("newest_step", "step", "told"),
+    [
+        (9, 9, ""),
+        (8, 9, ", and step 9 is not saved"),
+        (2, 9, ", and steps 3 to 9 are not saved"),
+        (0, 1, ", and step 1 is not saved"),
+    ],
+)
+def test_what_is_not_saved_is_named(newest_step: int, step: int, told: str) -> None:
+    assert ThisRun(newest_step=newest_step).not_saved(step) == told
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables", "waits_s"),
+    [
+        ("tune run r", {}, 30),
+        ("tune run r", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 4),
+        ("tune run --shutdown-timeout 5 r", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 5),
+        ("tune run --shutdown_timeout=270 r", {}, 270),
+        ("tune run r", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 6),
+    ],
+)
+def test_how_long_the_launcher_waits(
+    typed: str, variables: dict[str, str], waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_run, "_typed", typed.split)
+    assert launcher_waits_s() is None
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_waits_s() == waits_s
+    monkeypatch.setattr(this_run.metadata, "version", lambda _: "2.11.0+cpu")
+    assert launcher_waits_s() == 30
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,8 @@ class Checkpoints:
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
         self._asked_to_stop = False
-        THIS_RUN.newest = start.files.folder if start.files else None
+        self._step = start.step  # of the newest checkpoint, or of the one that is being saved
+        THIS_RUN.newest, THIS_RUN.newest_step = start.files.folder if start.files else None, start.step
 
     @property
     def last(self) -> Path | None:
@@ -124,6 +125,7 @@ class Checkpoints:
         if progress.finished:
             THIS_RUN.doing = Doing.LAST_SAVE
         self._settle_background()
+        self._step = progress.step
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
         name = progress.name_of_checkpoint(distributed=in_background)
@@ -167,7 +169,7 @@ class Checkpoints:
         """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
         if (asked_to_stop or self._asked_to_stop) and not progress.finished:
             self._settle_background()
-            raise RunStopped(f"stopped after step {progress.step}")
+            raise RunStopped(f"stopped after step {progress.step}{THIS_RUN.not_saved(progress.step)}")
 
     def close(self) -> None:
         """Collective: finishes what is still being written."""
@@ -244,7 +246,7 @@ class Checkpoints:
         if told is not None:
             self._fail(name, told, last=last)
             return
-        THIS_RUN.newest = self._directory / name
+        THIS_RUN.newest, THIS_RUN.newest_step = self._directory / name, self._step
         if dist.get_rank() == 0:
             logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
 

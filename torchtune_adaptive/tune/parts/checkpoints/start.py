@@ -48,6 +48,8 @@ class Start:
     """The serial of its next checkpoint."""
     files: Files | None = None
     """The checkpoint to go on from; None for a fresh start."""
+    step: int = 0
+    """The last one that is in it, where it says so."""
     locks: tuple[Lock, ...] = ()
     """On rank 0: what keeps other runs out until this one is over."""
 
@@ -129,8 +131,10 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     if files is not None:
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     _prepare(directory)
-    run = manifest.run if manifest else uuid.uuid4().hex[:12]
-    return Start(run=run, serial=serial, files=files, overwrites=len(found) if files is None else 0)
+    overwrites = len(found) if files is None else 0
+    if manifest is None:
+        return Start(run=uuid.uuid4().hex[:12], serial=serial, files=files, overwrites=overwrites)
+    return Start(run=manifest.run, serial=serial, files=files, step=manifest.position.step, overwrites=overwrites)
 
 
 def _newest(
