@@ -21,7 +21,7 @@ from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import attempt_folder, somebody_told, speaks_first
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, launcher_waits_s
 
-HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 ONE_SIGNAL_S = 1.0
 """Ctrl-C comes from the terminal and from the launcher, a scheduler's signal to launcher and ranks: that is one."""
 RANK_0_FIRST_S = 0.2

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.tune.start import run_file, signals, this_run
@@ -50,6 +51,11 @@ def told(number: signal.Signals, before: str = "", **environment: str) -> tuple[
     known = 'THIS_RUN.asked_to_stop(), getattr(THIS_RUN.signal, "name", None)'
     ended = python(f"os.kill(me, {int(number)}); time.sleep(0.5); print({known})", before, **environment)
     return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_what_the_launcher_passes_on_is_heard() -> None:
+    forwarded = getattr(LaunchConfig, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # no option before torch 2.12
+    assert {number.name for number in signals.HANDLED} == set(forwarded.split(","))
 
 
 @pytest.mark.parametrize("number", signals.HANDLED)
