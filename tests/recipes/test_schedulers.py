@@ -77,9 +77,19 @@ def test_bash_and_shellcheck_find_nothing_wrong(tmp_path: Path) -> None:
     script.write_text(f"#!/bin/sh\n{kubernetes_script()}")
     for path in (EXAMPLES / "slurm.sbatch", script):
         subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
-        checker = shutil.which("shellcheck", path=os.pathsep.join([SCRIPTS, os.environ["PATH"]]))
-        assert checker is not None, "it comes with the extra dev"
-        subprocess.run([checker, str(path)], check=True, timeout=60)
+        subprocess.run([linter("shellcheck"), str(path)], check=True, timeout=60)
+
+
+def test_yamllint_finds_nothing_wrong() -> None:
+    rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable}}"
+    command = [linter("yamllint"), "--strict", "-d", rules, str(EXAMPLES / "pytorchjob.yaml")]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def linter(name: str) -> str:
+    found = shutil.which(name, path=os.pathsep.join([SCRIPTS, os.environ["PATH"]]))
+    assert found is not None, "it comes with the extra dev"
+    return found
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ def told(number: signal.Signals, before: str = "", **environment: str) -> tuple[
 
 
 def test_what_the_launcher_passes_on_is_heard() -> None:
-    forwarded = getattr(LaunchConfig, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # no option before torch 2.12
+    forwarded = getattr(LaunchConfig, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # an option from 2.12 on
     assert {number.name for number in signals.HANDLED} == set(forwarded.split(","))
 
 
