@@ -1,10 +1,11 @@
 """The fault sweep: runs out of memory at every operation of a step, and compares the gradients that come out.
 
-python -m tests.distributed.faults                 every operation of every case
-python -m tests.distributed.faults --at-most 50    50 operations of every case, evenly spread
-python -m tests.distributed.faults --case lora     only the cases whose name contains "lora"
-python -m tests.distributed.faults --case stages   only the steps of several stages
-python -m tests.distributed.faults --case rollouts only the stages of PPO, as its recipe has them
+python -m tests.distributed.faults                     every operation of every case
+python -m tests.distributed.faults --at-most 50        50 operations of every case, evenly spread
+python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
+python -m tests.distributed.faults --case stages       only the steps of several stages
+python -m tests.distributed.faults --case preferences  only the stages of DPO, as its recipes have them
+python -m tests.distributed.faults --case rollouts     only the stages of PPO, as its recipe has them
 """
 
 import argparse
@@ -12,131 +13,18 @@ import gc
 import logging
 import sys
 import time
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count
 from typing import NamedTuple, TypeAlias
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-
 from benchmarks.results import save
-from tests.distributed import tensors
-from tests.distributed.failing import fail_there, over_ranks
-from tests.distributed.kinds import KINDS
-from tests.distributed.models import (
-    Gradients,
-    ModelConfig,
-    build,
-    forward_backward_of,
-    gradients_of,
-    mesh_of,
-    same_gradients,
-    samples_of,
-)
+from tests.distributed.failing import over_ranks
+from tests.distributed.finetuning import CASES, Case
+from tests.distributed.preferences import PREFERENCE_CASES, PreferenceCase
 from tests.distributed.rollouts import ROLLOUT_CASES, RolloutCase
 from tests.distributed.stages import STAGE_CASES, StageCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
-from torchtune_adaptive.comm.tensor import TensorLedger
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.testing import FaultInjector
 
-
-@dataclass(frozen=True)
-class Case:
-    """One way of training, and who runs out of memory how."""
-
-    name: str
-    model: ModelConfig = field(default_factory=ModelConfig)
-    world_size: int = 2
-    failing: tuple[int, ...] = (1,)
-    rows: int = 2
-    """At first; four samples are two microbatches of two rows."""
-    samples: int = 4
-    again: str = "never"
-    """Whether it fails once more: "never", in the "retry" or in the "drain"."""
-    first_pass: bool = False
-    """Whether the failing step is the first one that the model ever runs."""
-    kind: str = "a type of torch's"
-    """The error that says so: one of KINDS."""
-    stride: int = 1
-    """Of the exhaustive sweep: 1 is every operation."""
-    only_swept: bool = False
-    """Whether the suite leaves it out: it differs little from another."""
-
-    def bench(self) -> "Bench":
-        """Collective."""
-        return Bench(self)
-
-
-JOINED = ModelConfig(joined=True, dropout=0.0)
-HYBRID = ModelConfig(replicas=2)
-OFFLOADED = ModelConfig(offload=True)
-TENSOR = ModelConfig(tensor_ranks=2, dropout=0.0, layers=1)
-
-CASES = (
-    Case("plain"),
-    Case("plain, rank 0 fails", failing=(0,), stride=2),
-    Case("plain, all ranks fail", failing=(0, 1), stride=3),
-    Case("plain, 3 ranks, the last fails", world_size=3, failing=(2,), stride=5),
-    Case("plain, 3 ranks, two fail", world_size=3, failing=(0, 2), stride=7),
-    Case("fails in the retry too", rows=4, again="retry"),
-    Case("fails in the drain too", rows=4, again="drain"),
-    Case("first pass", first_pass=True),
-    Case("first pass, fails in the drain too", rows=4, first_pass=True, again="drain", stride=3),
-    Case("first pass, all ranks fail", failing=(0, 1), first_pass=True, stride=5),
-    Case("full checkpointing", ModelConfig(checkpointing="full")),
-    Case("selective checkpointing", ModelConfig(checkpointing="selective")),
-    Case("no reshard after forward", ModelConfig(reshard_after_forward=False)),
-    Case("lora", ModelConfig(lora=True)),
-    Case("lora, full checkpointing", ModelConfig(lora=True, checkpointing="full"), stride=3),
-    Case("bf16", ModelConfig(bf16=True)),
-    Case("without padding", JOINED),
-    Case("without padding, fails in the drain too", JOINED, rows=4, again="drain"),
-    Case("without padding, first pass", JOINED, first_pass=True),
-    Case("without padding, full checkpointing", replace(JOINED, checkpointing="full")),
-    Case("without padding, lora", replace(JOINED, lora=True)),
-    Case("bf16, full checkpointing", ModelConfig(bf16=True, checkpointing="full"), stride=3),
-    Case("hybrid", HYBRID, 4),
-    Case("hybrid, rank 0 fails", HYBRID, 4, (0,), stride=3),
-    Case("hybrid, a rank of each replica fails", HYBRID, 4, (0, 3), stride=3),
-    Case("hybrid, both ranks of a replica fail", HYBRID, 4, (2, 3), stride=5),
-    Case("hybrid, fails in the retry too", HYBRID, 4, rows=4, again="retry", stride=3),
-    Case("hybrid, fails in the drain too", HYBRID, 4, samples=8, rows=4, again="drain", stride=3),
-    Case("hybrid, first pass", HYBRID, 4, first_pass=True, stride=3),
-    Case("hybrid, first pass, fails in the drain too", HYBRID, 4, (2,), 4, 8, "drain", first_pass=True, stride=5),
-    Case("hybrid, one microbatch", HYBRID, 4, rows=4, stride=5),
-    Case("hybrid, no reshard after forward", replace(HYBRID, reshard_after_forward=False), 4, stride=5),
-    Case("hybrid, bf16", replace(HYBRID, bf16=True), 4, stride=3),
-    Case("hybrid, lora, full checkpointing", replace(HYBRID, lora=True, checkpointing="full"), 4, stride=5),
-    Case("hybrid, whole replicas", ModelConfig(replicas=4), 4, stride=5),
-    Case("offloaded", OFFLOADED),
-    Case("offloaded, fails in the drain too", OFFLOADED, rows=4, again="drain", stride=3),
-    Case("offloaded, first pass", OFFLOADED, first_pass=True, stride=3),
-    Case("offloaded, full checkpointing", replace(OFFLOADED, checkpointing="full"), stride=5),
-    Case("offloaded, bf16", replace(OFFLOADED, bf16=True), stride=5),
-    Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), 4, stride=5),
-    Case("tensor", TENSOR),
-    Case("tensor, rank 0 fails", TENSOR, failing=(0,), stride=3, only_swept=True),
-    Case("tensor, all ranks fail", TENSOR, failing=(0, 1), stride=3, only_swept=True),
-    Case("tensor, fails in the retry too", TENSOR, rows=4, again="retry", stride=3, only_swept=True),
-    Case("tensor, fails in the drain too", TENSOR, rows=4, again="drain", stride=3),
-    Case("tensor, first pass", TENSOR, first_pass=True, stride=5),
-    Case("tensor, full checkpointing", replace(TENSOR, checkpointing="full"), stride=3, only_swept=True),
-    Case("tensor, loss parallel", replace(TENSOR, tensor_plan="loss"), stride=3),
-    Case("tensor, sequence parallel", replace(TENSOR, tensor_plan="sequence"), stride=3),
-    Case("tensor, sharded", TENSOR, 4, (3,)),
-    Case("tensor, sharded, rank 0 fails", TENSOR, 4, (0,), stride=3, only_swept=True),
-    Case("tensor, sharded, a group fails", TENSOR, 4, (2, 3), stride=5, only_swept=True),
-    Case("tensor, sharded, a rank of each group fails", TENSOR, 4, (0, 3), stride=5),
-    Case("tensor, sharded, fails in the drain too", TENSOR, 4, (2,), 4, again="drain", stride=5),
-    Case("tensor, sharded, first pass", TENSOR, 4, first_pass=True, stride=9, only_swept=True),
-    Case("tensor, sharded, chunked logits", replace(TENSOR, chunks=4), 4, stride=5),
-    Case("tensor, sharded, bf16, full checkpointing", replace(TENSOR, bf16=True, checkpointing="full"), 4, stride=5),
-)
+AnyCase: TypeAlias = Case | StageCase | PreferenceCase | RolloutCase
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *STAGE_CASES, *PREFERENCE_CASES, *ROLLOUT_CASES)
 
 
 class Outcome(NamedTuple):
@@ -151,114 +39,6 @@ class Outcome(NamedTuple):
 
 FIGURES = ("injected", "recovered", "hung", "wrong gradient")
 """Of an outcome, as a record of results names them."""
-
-
-class Step(NamedTuple):
-    """What comes out of a step, bit by bit."""
-
-    gradients: Gradients
-    loss_sum: float
-    target_tokens: int
-    grad_norm: Tensor
-    rng: Tensor
-
-    def same_as(self, other: "Step") -> bool:
-        return (
-            same_gradients(self.gradients, other.gradients)
-            and self[1:3] == other[1:3]
-            and torch.equal(self.grad_norm, other.grad_norm)
-            and torch.equal(self.rng, other.rng)
-        )
-
-
-class Bench:
-    """Collective: a model, its samples, and the two ways to run a step on them."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.samples = samples_of(dist.get_rank() // case.model.tensor_ranks, case.samples)
-        self._steps = count()
-        self._renew()
-
-    def _renew(self) -> None:
-        config = self.case.model
-        self.model = build(config)
-        if config.tensor_ranks > 1:
-            self.forward_backward = tensors.forward_backward_of(self.model, config.tensor_plan)
-        else:
-            self.forward_backward = forward_backward_of(self.model, joined=config.joined)
-
-    def undisturbed(self, rows: int) -> Step:
-        """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
-        self._start()
-        loss_sum, target_tokens = torch.zeros(()), 0
-        for start in range(0, self.case.samples, rows):
-            # as a loop for replicas is written: they cost a message a step, and not a microbatch
-            if isinstance(self.model, FSDPModule):
-                self.model.set_requires_all_reduce(start + rows >= self.case.samples)
-            totals = self.forward_backward(self.samples[start : start + rows])
-            loss_sum, target_tokens = loss_sum + totals.loss_sum, target_tokens + totals.target_tokens
-        over_ranks = torch.tensor([loss_sum.item(), target_tokens], dtype=torch.float64)
-        dist.all_reduce(over_ranks)
-        loss, tokens = over_ranks.tolist()
-        return self._outcome(Totals(torch.tensor(loss), int(tokens)))
-
-    def operations(self) -> list[str]:
-        """Collective: what the first failing rank does in a step."""
-        self._start()
-        runner, step = self.new_runner(), next(self._steps)
-        with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
-            runner.run(self.samples, step=step)
-        runner.close()
-        names = [faults.operations]
-        dist.broadcast_object_list(names, src=self.case.failing[0])
-        return names[0]
-
-    def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
-        """Collective: a step that runs out of memory there, as the case says; how often it did so on this rank."""
-        self._start()
-        runner.load_state_dict(self.fresh)
-        step = next(self._steps)
-        with FaultInjector(runner, error=KINDS[self.case.kind]) as faults:
-            if place is not None:
-                fail_there(faults, self.case, step, place)
-            result = runner.run(self.samples, step=step)
-        return self._outcome(Totals(result.loss_sum, result.target_tokens)), faults.fired
-
-    def new_runner(self) -> StepRunner[Tensor]:
-        """Collective: of a model that has never run, where the case says so."""
-        if self.case.first_pass:
-            self._renew()
-        runner = StepRunner(
-            self.model,
-            self.forward_backward,
-            limit=RowLimit(self.case.rows),
-            length_of=len,
-            stand_in=lambda sample: sample[:2],
-            ledger=self._tensor_ledger() if self.case.model.tensor_ranks > 1 else None,
-        )
-        self.fresh = runner.state_dict()
-        return runner
-
-    def _tensor_ledger(self) -> TensorLedger[Tensor]:
-        config = self.case.model
-        without_data = partial(build, config, without_data=True)
-        rehearsal = tensors.rehearsal_of(without_data, config.tensor_plan)
-        return TensorLedger(self.model, mesh_of(tensor_ranks=config.tensor_ranks)["tp"].get_group(), rehearsal)
-
-    def _start(self) -> None:
-        self.model.zero_grad(set_to_none=True)
-        torch.manual_seed(7 + dist.get_rank())
-
-    def _outcome(self, totals: Totals) -> Step:
-        gradients, rng = gradients_of(self.model), torch.get_rng_state()
-        if self.case.model.tensor_ranks > 1:  # torch cannot take the norm of DTensors over different meshes
-            return Step(gradients, totals.loss_sum.item(), totals.target_tokens, torch.zeros(()), rng)
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
-        return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)
-
-
-AnyCase: TypeAlias = Case | StageCase | RolloutCase
 
 
 def sweep(case: AnyCase, at_most: int = sys.maxsize, only_collectives: bool = False) -> Outcome:
@@ -313,7 +93,7 @@ def main() -> int:
     arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
     options = arguments.parse_args()
     total, rows = Outcome(), []
-    for case in (case for case in (*CASES, *STAGE_CASES, *ROLLOUT_CASES) if options.case in case.name):
+    for case in (case for case in ALL_CASES if options.case in case.name):
         started = time.monotonic()
         outcome = run(case, options.at_most, options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))

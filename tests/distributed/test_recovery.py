@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.faults import CASES, Bench, Case, sweep
+from tests.distributed.faults import sweep
+from tests.distributed.finetuning import CASES, Bench, Case
 from tests.distributed.kinds import KINDS
 from tests.distributed.models import (
     ModelConfig,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.distributed import tensors
-from tests.distributed.faults import TENSOR, Bench, Case
+from tests.distributed.finetuning import TENSOR, Bench, Case
 from tests.distributed.models import build, mesh_of, samples_of
 from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
