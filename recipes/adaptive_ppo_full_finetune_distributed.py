@@ -71,7 +71,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self.tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_ppo_optimization(settings, self.models, checkpoint, device)
         if self._start.resumes:
-            self.progress = self.progress.resumed(checkpoint)
+            self.progress = self.progress.resumed(checkpoint, told={"seed": "seed"})
         self.loss = build_ppo_loss(settings)
         self.data = build_prompts(settings, self.tokenizer, self._mesh)
         seed, tokenizer, event = self.progress.seed, self.tokenizer, self.journal.event

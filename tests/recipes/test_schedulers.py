@@ -22,10 +22,13 @@ from tests.recipes.crash.requeues import requeued
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment
+from torchtune_adaptive.tune.start import run_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+NOT_BEGUN = -BROKEN
+"""Of which `status` says that it is broken, too: it has left nothing."""
 ALL = 10**6
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
 
@@ -92,6 +95,13 @@ def linter(name: str) -> str:
     return found
 
 
+def begin(output_dir: Path, status: int) -> None:
+    """What a run leaves as soon as it has begun."""
+    output_dir.mkdir()
+    if status != NOT_BEGUN:
+        run_file.begin(output_dir, "tune run", output_dir, serial=0)
+
+
 @pytest.mark.parametrize(
     ("status", "is_asked", "code", "requeued"),
     [
@@ -99,15 +109,18 @@ def linter(name: str) -> str:
         (CAN_GO_ON, False, 1, False),
         (FINISHED, True, 0, False),
         (BROKEN, True, 1, False),
+        (NOT_BEGUN, True, 0, True),
+        (NOT_BEGUN, False, 1, False),
     ],
 )
 def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
     status: int, is_asked: bool, code: int, requeued: bool, tmp_path: Path
 ) -> None:
     commands = tmp_path / "commands"
+    begin(tmp_path / "out", status)
     write_command(commands, "srun", 'exec "$@"')
     write_command(commands, "tune", TRAINS.format(tmp_path) if is_asked else "exit 1")
-    write_command(commands, "tune-adaptive", f"exit {status}")
+    write_command(commands, "tune-adaptive", f"exit {abs(status)}")
     write_command(commands, "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
     script = ["bash", str(EXAMPLES / "slurm.sbatch"), str(tmp_path / "out"), "recipe"]
     with started(script, commands, SLURM_JOB_ID="17") as job:
@@ -121,11 +134,12 @@ def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
     assert (told.read_text() if told.exists() else "") == "requeue 17\n" * requeued
 
 
-@pytest.mark.parametrize(("status", "code"), [(CAN_GO_ON, 138), (FINISHED, 0), (BROKEN, 1)])
+@pytest.mark.parametrize(("status", "code"), [(CAN_GO_ON, 138), (FINISHED, 0), (BROKEN, 1), (NOT_BEGUN, 138)])
 def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, code: int, tmp_path: Path) -> None:
     commands = tmp_path / "commands"
+    begin(tmp_path / "out", status)
     write_command(commands, "tune", TRAINS.format(tmp_path))
-    write_command(commands, "tune-adaptive", f'[ "$2" = {tmp_path}/out ] && exit {status}')
+    write_command(commands, "tune-adaptive", f'[ "$2" = {tmp_path}/out ] && exit {abs(status)}')
     with started(["sh", "-c", kubernetes_script()], commands, OUTPUT_DIR=str(tmp_path / "out")) as pod:
         wait_for(tmp_path / "log", 1, timeout_s=20)
         pod.send_signal(signal.SIGTERM)

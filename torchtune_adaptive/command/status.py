@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> int:
 
 def look(directory: Path) -> Left:
     run = run_file.read(directory)
-    named = Path(run.checkpoints) if run else directory
+    named = directory / run.checkpoints if run else directory
     place = named if named.is_dir() else directory  # it may have been moved as a whole
     return Left(directory=directory, run=run, found=find_checkpoints(place), held_by=holder(place))
 
@@ -93,7 +93,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
     if left.newest is None and left.found:
         yield "begins anew with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
     elif condition is not Condition.FINISHED and (left.run or left.found):
-        yield f"goes on with: {_command(left.run)}"
+        yield f"goes on with: {_command(left)}"
 
 
 def _started_after(run: RunFile | None, serial: int) -> bool:
@@ -105,7 +105,9 @@ def _where(found: Found) -> str:
     return str(found.manifest.position) if found.manifest else ""
 
 
-def _command(run: RunFile | None) -> str:
+def _command(left: Left) -> str:
+    run, here = left.run, str(left.directory.absolute())
     if run is None:
         return "the command that started it, with resume_from_checkpoint=auto"
-    return f"cd {shlex.quote(run.folder)} && {run.command}"
+    elsewhere = f" {shlex.quote(f'output_dir={here}')}" if run.output_dir not in ("", here) else ""
+    return f"cd {shlex.quote(run.folder)} && {run.command}{elsewhere}"

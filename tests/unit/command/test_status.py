@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,6 +114,21 @@ def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(
 def _made(directory: Path) -> Path:
     directory.mkdir()
     return directory
+
+
+@pytest.mark.parametrize("within", [".", "checkpoints"])
+def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original, copy = tmp_path / "original", tmp_path / "a copy"
+    (original / within).mkdir(parents=True)
+    run_file.begin(original, COMMAND, original / within, serial=0)
+    save(original / within, "step_2", serial=0)
+    shutil.copytree(original, copy)
+    save(original / within, "epoch_0", serial=1, finished=True)
+    assert status(original, capsys)[0] == FINISHED
+    code, told = status(copy, capsys)
+    assert code == CAN_GO_ON
+    assert f"newest complete checkpoint: {copy / within / 'step_2'} " in told
+    assert told.splitlines()[-1] == f"goes on with: cd {Path.cwd()} && {COMMAND} 'output_dir={copy}'"
 
 
 def test_a_run_that_runs_is_said_to(

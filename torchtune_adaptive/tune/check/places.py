@@ -13,9 +13,9 @@ from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names, named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
-from torchtune_adaptive.tune.parts.checkpoints.start import AUTO, check_names_are_free, check_same_run
+from torchtune_adaptive.tune.parts.checkpoints.start import check_names_are_free, check_same_run
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.settings import AUTO, Settings
 
 TORCHTUNES = "torchtune.training."
 """Checkpointers that look for their files where the config says; ours of the demo makes them."""

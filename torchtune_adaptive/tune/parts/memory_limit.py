@@ -33,7 +33,9 @@ def limited_memory(
     elif limit is None:
         yield None
     else:
-        with MemoryMeter(limit.bytes_of(_machine_bytes())) as meter:
+        # Under a dispatch mode nothing is compiled, and what insists on it fails: torchao's optimizers, for example.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, MemoryMeter(limit.bytes_of(_machine_bytes())) as meter:
             meter.count(resident)
             yield meter
 

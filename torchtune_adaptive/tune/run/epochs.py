@@ -123,13 +123,11 @@ def announce(
     if before and progress.ranks != ranks:
         was = before[-1]
         logger.info(
-            "resumed on %s, before on %d: %d samples a step, before %d; %d steps an epoch, before %d",
+            "resumed on %s, before on %d: %d samples a step, before %d",
             count_of(ranks, "rank"),
             progress.ranks,
             sizes.samples_per_step * ranks,
             was.samples_per_step * progress.ranks,
-            sizes.steps,
-            was.steps,
         )
     if len({each.samples_per_step for each in epochs}) > 1 or any(each.refused_batch_size for each in epochs):
         logger.info("%s", schedule_table(epochs, ranks, by_tokens=limit is not None))

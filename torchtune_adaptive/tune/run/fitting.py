@@ -274,6 +274,14 @@ def _progress_bar() -> Iterator[OnProbe]:
         yield on_probe
 
 
+def restore_limit(runner: StepRunner[Any], saved: Mapping[str, Any], stage: str = "") -> None:
+    """Of a checkpoint; said where it is another than the one that was just found or configured."""
+    found = runner.limit
+    runner.load_state_dict(saved)
+    if runner.limit != found:
+        say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit}, as before it was resumed")
+
+
 def say(line: str) -> None:
     """Logs a line, on rank 0 only."""
     if dist.get_rank() == 0:

@@ -23,7 +23,14 @@ from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
-from torchtune_adaptive.tune.run.fitting import FitRequest, forward_step, rows_that_fit, say, training_step
+from torchtune_adaptive.tune.run.fitting import (
+    FitRequest,
+    forward_step,
+    restore_limit,
+    rows_that_fit,
+    say,
+    training_step,
+)
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
@@ -99,9 +106,9 @@ class Parts:
         return {**self.runner.state_dict(), REFERENCE: self.reference.state_dict()}
 
     def restore_limits(self, saved: Mapping[str, Any]) -> None:
-        self.runner.load_state_dict(saved)
+        restore_limit(self.runner, saved, POLICY if self.in_stages else "")
         if self.reference is not None and REFERENCE in saved:
-            self.reference.load_state_dict(saved[REFERENCE])
+            restore_limit(self.reference, saved[REFERENCE], REFERENCE)
 
     def use_limits(self, course: Course, sizes: EpochSizes) -> None:
         """From the next step on, in every stage."""

@@ -50,9 +50,8 @@ def misfit(section: DictConfig, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     `args` and `kwargs` are what the component is given besides.
     """
-    try:
-        parameters = list(inspect.signature(pkgutil.resolve_name(section[COMPONENT])).parameters.values())
-    except (ValueError, TypeError, ImportError, AttributeError):
+    parameters = _parameters_of(section[COMPONENT])
+    if parameters is None:
         return None
     by_position = [each for each in parameters if each.kind in (_BY_NAME[0], inspect.Parameter.POSITIONAL_ONLY)]
     given = {*kwargs, *(each.name for each in by_position[: len(args)])}
@@ -62,3 +61,16 @@ def misfit(section: DictConfig, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     unknown = [] if takes_any else [key for key in keys if key not in {*known, *given}]
     missing = [each.name for each in free if each.default is each.empty and each.name not in keys]
     return Misfit(unknown, missing, known) if unknown or missing else None
+
+
+def default_of(component: Any, name: str) -> Any:
+    """What a component takes for an argument that it is not given; None, too, where nothing can tell."""
+    found = {each.name: each.default for each in _parameters_of(component) or ()}.get(name)
+    return None if found is inspect.Parameter.empty else found
+
+
+def _parameters_of(component: Any) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(pkgutil.resolve_name(component)).parameters.values())
+    except (ValueError, TypeError, ImportError, AttributeError):
+        return None

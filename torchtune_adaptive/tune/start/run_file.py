@@ -22,23 +22,29 @@ class RunFile:
     folder: str
     """In which that is to be typed."""
     checkpoints: str
-    """The folder that they are in."""
+    """The folder that they are in; from that of the run, where it is inside of it."""
     serial: int
     """Of the next checkpoint, when it was started: a finished one before that is not the end of this run."""
     started_at: str
     ended: str | None = None
     """One of the above; None: it runs, or something has ended it that left it no time to say so."""
     message: str = ""
+    output_dir: str = ""
+    """Where the run was: a copy lies elsewhere."""
 
 
 def begin(directory: Path, command: str, checkpoints: Path, serial: int) -> None:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    _write(
-        directory,
-        RunFile(
-            command=command, folder=os.getcwd(), checkpoints=str(checkpoints.absolute()), serial=serial, started_at=now
-        ),
+    here, place = directory.absolute(), checkpoints.absolute()
+    run = RunFile(
+        command=command,
+        folder=os.getcwd(),
+        checkpoints=str(place.relative_to(here) if place.is_relative_to(here) else place),
+        serial=serial,
+        started_at=now,
+        output_dir=str(here),
     )
+    _write(directory, run)
 
 
 def end(directory: Path, how: str, message: str = "") -> None:

@@ -25,6 +25,7 @@ from torchtune_adaptive.tune.start.sections import (
     some_of,
 )
 
+AUTO = "auto"
 NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
 NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim", "collate_fn")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
@@ -54,7 +55,7 @@ class Settings:
     compile: bool = option(BOOL, False)
 
     resume_from_checkpoint: bool | str = option(
-        BOOL | one_of("auto"),
+        BOOL | one_of(AUTO),
         False,
         means="`auto`: go on with the newest complete checkpoint of this run, or start. `True`: from the files that "
         "the config names, as in torchtune",

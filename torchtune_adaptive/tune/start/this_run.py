@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torchtune_adaptive.tune.start import run_file
 
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 LONGEST_NOTE_S = 2.0
 TORCHRUN_WAITS_S = 30.0
 _SHUTDOWN_TIMEOUT = re.compile(r"--shutdown[-_]timeout[=\0](\d+)")
@@ -106,3 +107,8 @@ def _typed() -> list[str]:
     if rest and not rest[0].startswith("-") and not rest[0].endswith(".py"):
         return [os.path.basename(rest[0]), *rest[1:]]  # a script such as tune, which knows its interpreter
     return [os.path.basename(interpreter), *rest]
+
+
+def was_restarted() -> bool:
+    """Whether the launcher has started these ranks again, with the same command."""
+    return os.environ.get(RESTARTS, "0") != "0"

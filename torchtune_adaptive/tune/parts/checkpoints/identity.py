@@ -5,12 +5,13 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.tune.parts.checkpoints.contents import is_lora
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
+from torchtune_adaptive.tune.start.arguments import COMPONENT, default_of
 
 RUN_KEYS = (
     "model",
@@ -34,6 +35,15 @@ PPO_KEYS = (
 )
 TOLD_KEYS = ("loss", "lr_scheduler", "clip_grad_norm", "dtype", "tokenizer.max_seq_len")
 """Keys that may change in the course of a run, but not without a word: they change what it trains from there on."""
+TOLD_PPO_KEYS = (
+    "kl_coeff",
+    "gamma",
+    "lmbda",
+    "whiten_rewards",
+    "min_response_length",
+    "penalise_no_eos",
+    "reward_penalty",
+)
 ENDS_BYTES = 2**22
 LIMITS = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
@@ -55,7 +65,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
 
 def told_values(cfg: DictConfig) -> dict[str, Any]:
     """The values that a run may change, and tells of, by their dotted keys."""
-    return _flat({key: _plain(cfg, key) for key in TOLD_KEYS})
+    return _flat({key: _plain(cfg, key) for key in (*TOLD_KEYS, *TOLD_PPO_KEYS)})
 
 
 def weights_in(what: str, section: Any) -> dict[str, Any]:
@@ -87,8 +97,28 @@ def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str |
 
 def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Every such key, with both values."""
-    pairs = ((key, configured.get(key), saved.get(key)) for key in sorted(configured.keys() | saved.keys()))
-    return [f"{key} is {ours!r}, and was {theirs!r}" for key, ours, theirs in pairs if ours != theirs]
+    pairs = ((key, _value(key, configured), _value(key, saved)) for key in sorted(configured.keys() | saved.keys()))
+    return [f"{key} is {ours}, and was {theirs}" for key, ours, theirs in pairs if ours.value != theirs.value]
+
+
+class _Value(NamedTuple):
+    value: Any
+    """As YAML would have it: a sequence is a list."""
+    given: bool
+
+    def __str__(self) -> str:
+        if self.given:
+            return repr(self.value)
+        return "not given" if self.value is None else f"not given ({self.value!r} then)"
+
+
+def _value(key: str, values: Mapping[str, Any]) -> _Value:
+    """What a run has for a dotted key: where it was not given, what its component takes then."""
+    if key in values:
+        return _Value(values[key], given=True)
+    section, _, name = key.rpartition(".")
+    default = default_of(values.get(f"{section}.{COMPONENT}"), name)
+    return _Value(list(default) if isinstance(default, tuple) else default, given=False)
 
 
 def _plain(cfg: DictConfig, key: str) -> Any:

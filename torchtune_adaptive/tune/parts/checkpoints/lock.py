@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.this_run import was_restarted
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +47,8 @@ class Lock:
 
 def take(directory: Path) -> Lock:
     """Makes the directory if it is not there. Raises ConfigError, which says who holds it."""
-    path, restarted = directory / LOCK_FILE, os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    until = time.monotonic() + (WAIT_AFTER_RESTART_S if restarted else WAIT_S)
+    path = directory / LOCK_FILE
+    until = time.monotonic() + (WAIT_AFTER_RESTART_S if was_restarted() else WAIT_S)
     while (lock := _tried(path)) is None:
         if time.monotonic() > until:
             raise ConfigError(

@@ -10,8 +10,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchtune_adaptive.wording import count_of
+
 MANIFEST_FILE = "adaptive_checkpoint.json"
 VERSION = 1
+OWN_CHECKSUM = "crc32"
+"""Of the manifest itself; it is not in checkpoints from before."""
 CHUNK_BYTES = 2**22
 
 Fault = str
@@ -31,8 +35,10 @@ class Position:
     """Steps since the run began."""
 
     def __str__(self) -> str:
-        within = f", {self.steps_in_epoch} steps into epoch {self.epochs}" if self.steps_in_epoch else ""
-        return f"step {self.step}{within}"
+        if not self.steps_in_epoch:
+            return f"step {self.step}"
+        within = count_of(self.steps_in_epoch, "step")
+        return f"step {self.step}, {within} into epoch {self.epochs + 1}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +73,9 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    (folder / MANIFEST_FILE).write_text(
-        json.dumps({"version": VERSION, **asdict(manifest)}, indent=1), encoding="utf-8"
-    )
+    values = {"version": VERSION, **asdict(manifest)}
+    text = json.dumps({**values, OWN_CHECKSUM: _checksum(values)}, indent=1)
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
 
 
 def read_manifest(folder: Path) -> Manifest | Fault:
@@ -81,7 +87,7 @@ def read_manifest(folder: Path) -> Manifest | Fault:
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return f"has an {MANIFEST_FILE} that cannot be read"
+        return f"has an {MANIFEST_FILE} that is damaged"
     for name, record in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
@@ -114,11 +120,15 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _parsed(values: Any) -> Manifest:
+    if (own := values.pop(OWN_CHECKSUM, None)) is not None and own != _checksum(values):
+        raise ValueError("it is not what was saved")
     version = values.pop("version")
     if not all(isinstance(values.get(name), dict) for name in ("identity", "versions", "files")):
         raise TypeError("identity, versions and files are mappings")
     if version != VERSION:
         raise ValueError(f"version {version}")
+    if not values["files"]:
+        raise ValueError("there is no checkpoint without a file")
     files = {str(name): FileRecord(**record) for name, record in values.pop("files").items()}
     position = Position(**values.pop("position"))
     manifest = Manifest(files=files, position=position, **values)
@@ -126,6 +136,11 @@ def _parsed(values: Any) -> Manifest:
     if not all(type(count) is int for count in counts):
         raise TypeError("counts are whole numbers")
     return manifest
+
+
+def _checksum(values: Mapping[str, Any]) -> int:
+    """Of a manifest, however it is written down."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def _crc32(path: Path) -> int:

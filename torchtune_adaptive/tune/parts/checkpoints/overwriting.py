@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,7 +10,8 @@ from omegaconf import DictConfig, ListConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.settings import AUTO, Settings
+from torchtune_adaptive.tune.start.this_run import was_restarted
 
 
 def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Path) -> None:
@@ -21,7 +21,7 @@ def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Pat
     if _may_overwrite(settings):
         _check_not_needed(settings.config, found)
         return
-    complete = any(each.manifest for each in found)
+    complete = settings.resume_from_checkpoint != AUTO and any(each.manifest for each in found)
     names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
     how = "resume_from_checkpoint=auto" if complete else "resume_from_checkpoint=True and the files to resume from"
     raise ConfigError(
@@ -34,7 +34,7 @@ def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Pat
 def _may_overwrite(settings: Settings) -> bool:
     """Whether old checkpoints may go: never when the launcher has restarted the run, whose own they are."""
     wanted = settings.overwrite_output_dir and settings.resume_from_checkpoint is False
-    return wanted and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) == 0
+    return wanted and not was_restarted()
 
 
 def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:

@@ -25,6 +25,8 @@ KEYS = {
     "max_steps_per_epoch": training.MAX_STEPS_KEY,
 }
 """Field -> its name in torchtune's recipe state."""
+GIVEN = {"seed": "seed", "total_epochs": "epochs", "max_steps_per_epoch": "max_steps_per_epoch"}
+"""Field -> the key of the config that gives it."""
 
 ADAPTIVE_KEY = "adaptive"
 """The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
@@ -92,8 +94,8 @@ class Progress:
             samples_in_epoch=0,
         )
 
-    def resumed(self, checkpoint: Mapping[str, Any]) -> Progress:
-        """The progress that a checkpoint continues."""
+    def resumed(self, checkpoint: Mapping[str, Any], told: Mapping[str, str] = GIVEN) -> Progress:
+        """The progress that a checkpoint continues; `told`: of which fields differences are told, and their keys."""
         absent = [key for key in KEYS.values() if key not in checkpoint]
         if absent:
             raise ConfigError(
@@ -107,7 +109,7 @@ class Progress:
                 f"epochs is {going_on.total_epochs}, but the checkpoint to resume from has run {going_on.epochs_run} "
                 "already: raise epochs, or set resume_from_checkpoint: False"
             )
-        self._log_differences(saved, going_on)
+        self._log_differences(saved, going_on, told)
         return going_on
 
     def recipe_state(self) -> dict[str, Any]:
@@ -126,13 +128,13 @@ class Progress:
         known = {name: value for name, value in ours.items() if name in OURS}
         return Progress(**theirs, past=past, begun=begun, **known)
 
-    def _log_differences(self, saved: Progress, going_on: Progress) -> None:
+    def _log_differences(self, saved: Progress, going_on: Progress, told: Mapping[str, str]) -> None:
         if dist.get_rank() != 0:
             return
-        for field in ("seed", "total_epochs", "max_steps_per_epoch"):
+        for field, key in told.items():
             configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
             if configured != kept:
-                logger.info("%s: config %s, checkpoint %s; going on with %s", field, configured, kept, chosen)
+                logger.info("%s: config %s, checkpoint %s; going on with %s", key, configured, kept, chosen)
 
 
 def start_progress(settings: Settings, ranks: int) -> Progress:

@@ -28,12 +28,10 @@ from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
 from torchtune_adaptive.tune.start import components, run_file
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on
+from torchtune_adaptive.tune.start.settings import AUTO, Settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on, was_restarted
 
 logger = logging.getLogger(__name__)
-
-AUTO = "auto"
 
 StepsOnRanks: TypeAlias = Callable[[int], int]
 
@@ -101,7 +99,9 @@ def _note(start: Start, settings: Settings) -> None:
     THIS_RUN.places = tuple(_places(settings))
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
-            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), start.serial)
+            before = run_file.read(place) if was_restarted() else None
+            serial = before.serial if before else start.serial
+            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial)
 
 
 def checkpoint_directory(settings: Settings) -> Path:
@@ -116,7 +116,8 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     found = folders.find_checkpoints(directory)
     serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
     mode = settings.resume_from_checkpoint
-    chosen = _newest(found, settings, recipe, directory, steps) if mode == AUTO else None
+    own = found if mode == AUTO else _saved_before_the_restart(found, settings, directory)
+    chosen = _newest(own, settings, recipe, directory, steps) if mode == AUTO or own else None
     files: Files | None = None
     manifest: Manifest | None = None
     if chosen is not None and chosen.manifest is not None:
@@ -135,6 +136,15 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     if manifest is None:
         return Start(run=uuid.uuid4().hex[:12], serial=serial, files=files, overwrites=overwrites)
     return Start(run=manifest.run, serial=serial, files=files, step=manifest.position.step, overwrites=overwrites)
+
+
+def _saved_before_the_restart(found: Sequence[Found], settings: Settings, directory: Path) -> list[Found]:
+    """By this run since it was told where to start from: a launcher that restarts it repeats the command, and a run
+    that went back to the same place each time might never come past it."""
+    begun = run_file.read(directory)
+    if settings.resume_from_checkpoint is not True or begun is None or not was_restarted():
+        return []
+    return [each for each in found if each.manifest and each.manifest.serial >= begun.serial]
 
 
 def _newest(

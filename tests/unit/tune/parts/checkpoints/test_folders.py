@@ -235,3 +235,23 @@ def test_names_on_the_way_are_none_that_torchtune_takes_for_checkpoints(tmp_path
         assert not re.match(r"^epoch_(\d+)", name)
         assert not re.match(r"dist_epoch_(\d+)", name)
         assert not folders.NAME.fullmatch(name)
+
+
+def test_a_manifest_in_which_any_bit_has_changed_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_6") / MANIFEST_FILE
+    whole = path.read_bytes()
+    assert isinstance(read_manifest(path.parent), Manifest)
+    for at in range(len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            assert isinstance(read_manifest(path.parent), str), (at, bit)
+
+
+def test_a_manifest_from_before_it_had_a_checksum_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_6") / MANIFEST_FILE
+    values = json.loads(path.read_text(encoding="utf-8"))
+    del values["crc32"]
+    path.write_text(json.dumps(values), encoding="utf-8")
+    assert isinstance(read_manifest(path.parent), Manifest)
+    path.write_text(json.dumps({**values, "files": {}}), encoding="utf-8")
+    assert isinstance(read_manifest(path.parent), str)

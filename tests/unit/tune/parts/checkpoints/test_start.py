@@ -16,7 +16,9 @@ from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
+from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.settings import read_full_settings
+from torchtune_adaptive.tune.start.this_run import RESTARTS
 
 ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
 
@@ -90,7 +92,7 @@ def test_a_torn_newer_one_is_passed_over_and_the_log_says_why(tmp_path: Path, ca
 CHANGES = {
     "model._component_=other": ("model._component_", "'other'", "'m'"),
     "dataset.source=b": ("dataset.source", "'b'", "'a'"),
-    "dataset.more=1": ("dataset.more", "1", "None"),
+    "dataset.more=1": ("dataset.more", "1", "not given"),
     "seed=7": ("seed", "7", "0"),
     "batch_size=4": ("batch_size", "4", "2"),
     "optimizer.lr=0.5": ("optimizer.lr", "0.5", "0.001"),
@@ -105,6 +107,46 @@ def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, cha
     for word in (*CHANGES[change], "overwrite_output_dir"):
         assert word in str(error.value)
     assert complete(tmp_path) == ["epoch_0"]
+
+
+NAMED = ("resume_from_checkpoint=True", "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
+
+
+def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "epoch_0", 0)
+    saved(tmp_path, "epoch_1", 1, epochs=2)
+    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0"
+    run_file.begin(tmp_path, "tune run", tmp_path, serial=2)
+    monkeypatch.setenv(RESTARTS, "1")
+    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "nothing has been saved since"
+    saved(tmp_path, "step_6", 2)
+    assert folder_of(start(tmp_path, *NAMED)) == "step_6"
+    monkeypatch.delenv(RESTARTS)
+    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "it was asked for, by a command of its own"
+
+
+def folder_of(begun: Start) -> str:
+    assert begun.files is not None
+    return Path(begun.files.folder).name
+
+
+def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_again(tmp_path: Path) -> None:
+    for serial, name in enumerate(["epoch_0", "step_6"]):
+        (saved(tmp_path, name, serial) / "recipe_state.pt").write_bytes(b"stata")
+    with pytest.raises(ConfigError) as error:
+        start(tmp_path)
+    assert "auto" not in str(error.value)
+    assert "overwrite_output_dir=True to remove them" in str(error.value)
+
+
+def test_what_a_reward_is_made_of_does_not_change_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved(tmp_path, "epoch_0")
+    start(tmp_path, "kl_coeff=0.9", "whiten_rewards=True")
+    assert "kl_coeff is 0.9, and was not given; whiten_rewards is True, and was not given" in caplog.text
 
 
 def test_where_steps_are_counted_a_run_is_finished_by_the_ranks_that_it_had(tmp_path: Path) -> None:
@@ -232,7 +274,7 @@ def test_a_manifest_that_somebody_has_edited_is_passed_over(tmp_path: Path, capl
     file.write_text(json.dumps({**json.loads(file.read_text()), "identity": None}))
     with caplog.at_level("WARNING"):
         assert start(tmp_path).resumes
-    assert "epoch_1 has an adaptive_checkpoint.json that cannot be read" in caplog.text
+    assert "epoch_1 has an adaptive_checkpoint.json that is damaged" in caplog.text
 
 
 def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_path: Path) -> None:

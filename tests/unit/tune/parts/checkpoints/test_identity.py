@@ -1,0 +1,35 @@
+"""What makes a run another one, and in which words that is said."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from torchtune_adaptive.tune.parts.checkpoints.identity import differences
+
+MODEL = {"model._component_": "torchtune.models.llama3.llama3"}
+UNKNOWN = {"model._component_": "no.such"}
+ADAM = {"optimizer._component_": "torch.optim.AdamW"}
+
+
+@pytest.mark.parametrize(
+    ("configured", "saved", "told"),
+    [
+        ({"seed": 1}, {"seed": 2}, "seed is 1, and was 2"),
+        ({"seed": 1}, {}, "seed is 1, and was not given"),
+        (MODEL | {"model.attn_dropout": 0.1}, MODEL, "model.attn_dropout is 0.1, and was not given (0.0 then)"),
+        (MODEL, MODEL | {"model.attn_dropout": 0.1}, "model.attn_dropout is not given (0.0 then), and was 0.1"),
+        (ADAM | {"optimizer.betas": [0, 0]}, ADAM, "optimizer.betas is [0, 0], and was not given ([0.9, 0.999] then)"),
+        (UNKNOWN | {"model.size": 3}, UNKNOWN, "model.size is 3, and was not given"),
+    ],
+)
+def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], saved: dict[str, Any], told: str) -> None:
+    assert differences(configured, saved) == [told]
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [(MODEL, "model.attn_dropout", 0.0), (ADAM, "optimizer.betas", [0.9, 0.999])]
+)
+def test_to_write_a_default_out_changes_nothing(section: dict[str, Any], key: str, value: Any) -> None:
+    assert differences(section | {key: value}, section) == differences(section, section | {key: value}) == []
