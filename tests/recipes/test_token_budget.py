@@ -63,6 +63,20 @@ def longer_than_the_tokenizer_says(tokenizer: DemoTokenizer, *, samples: int, pa
     return DemoDataset(DemoTokenizer(max_seq_len=None), samples=samples, seed=0, train_on_input=False)
 
 
+class OneLongOnRank0(DemoDataset):
+    """As many tokens for both of two ranks: in a step of four samples, one of rank 0's is long, rank 1's are alike."""
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        place, rank = divmod(index, 2)
+        length = 56 if rank else 8 if place % 4 else 200
+        return {"tokens": [1] * length, "labels": [1] * length}
+
+
+def one_long_on_rank_0(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> OneLongOnRank0:
+    """Component for a config's `dataset:`."""
+    return OneLongOnRank0(tokenizer, samples=samples, seed=0, train_on_input=False)
+
+
 class Runs(NamedTuple):
     kind: str
     ranks: int
@@ -274,6 +288,13 @@ LONG = {
     ),
     "first labels, budget": ("adaptive.token_budget=2000", "tokenizer.max_seq_len=330", EVERY_TOKEN),
     "first labels, smaller": ("adaptive.token_budget=330", "tokenizer.max_seq_len=330", EVERY_TOKEN),
+    "one long": (
+        "adaptive.token_budget=2000",
+        "adaptive.padding=False",
+        "adaptive.deal=False",
+        "dataset._component_=tests.recipes.test_token_budget.one_long_on_rank_0",
+        "shuffle=False",
+    ),
 }
 
 
@@ -309,6 +330,13 @@ def test_samples_longer_than_the_tokenizer_makes_them_are_cut_all_the_same(long:
 
 def test_what_is_cut_or_left_out_is_not_the_same(long: Runs) -> None:
     assert long.log("truncate")[0]["loss"] != long.log("skip")[0]["loss"]
+
+
+def test_a_rank_with_a_long_sample_counts_as_fuller_than_one_with_as_many_tokens(long: Runs) -> None:
+    steps = long.log("one long")
+    assert len(steps) == 6
+    assert all(step["microbatch_tokens"] == 224 and step["padding_fraction"] == 0 for step in steps)
+    assert all(1.05 < step["rank_imbalance"] < 2 for step in steps)
 
 
 def test_a_packed_dataset_has_microbatches_by_rows_and_says_so_once(long: Runs) -> None:

@@ -35,6 +35,8 @@ class Load(NamedTuple):
     """Rows of the microbatch that has the most."""
     most_tokens: int
     """Tokens, padding included, of the microbatch that has the most."""
+    cost: float
+    """What there is to do, padding included."""
 
 
 def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
@@ -126,14 +128,25 @@ def split_largest(plan: Plan, microbatches: int, tokens_of: Callable[[tuple[int,
 
 
 def load_of(
-    plan: Plan, lengths: Sequence[int], *, padded: bool = True, rows: Sequence[Sequence[int]] | None = None
+    plan: Plan,
+    lengths: Sequence[int],
+    *,
+    padded: bool = True,
+    rows: Sequence[Sequence[int]] | None = None,
+    cost: Callable[[int], float] = float,
 ) -> Load:
-    """`rows` are the tokens of each row of each sample, where samples are several rows of a microbatch."""
+    """`rows` are the tokens of each row of each sample, where samples are several rows of a microbatch; `cost` is what
+    a row of so many tokens takes: by default, its tokens."""
     tokens_of = padded_tokens if padded else tokens_of_joined
     each = len(rows[0]) if rows and padded else 1
-    sizes = [each * tokens_of(indices, lengths) for indices in plan if indices]
-    tokens = sum(map(sum, rows)) if rows else sum(lengths)
-    return Load(tokens, sum(sizes), max(map(len, plan)), max(sizes))
+    full = [indices for indices in plan if indices]
+    sizes = [each * tokens_of(indices, lengths) for indices in full]
+    own = rows or [(length,) for length in lengths]
+    if padded:
+        costs = [each * len(indices) * cost(max(map(lengths.__getitem__, indices))) for indices in full]
+    else:
+        costs = [cost(length) for of_sample in own for length in of_sample]
+    return Load(sum(map(sum, own)), sum(sizes), max(map(len, plan)), max(sizes), sum(costs))
 
 
 def _tokens_of_sorted(rows: Sequence[int], lengths: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -54,13 +55,13 @@ class StepResult:
     recoveries: int
     """How often the step was run again."""
     load: Load
-    """The load of all ranks: their tokens in sum, their largest microbatch."""
+    """The load of all ranks: their tokens and cost in sum, their largest microbatch."""
     retries: int = 0
     """Cache flushes of the allocators of all ranks."""
     sums: Mapping[str, Tensor] = field(default_factory=dict)
     """The sums of all microbatches on all ranks, by name."""
     imbalance: float = 1.0
-    """Tokens of the rank that had most, padding included, over the mean of the ranks."""
+    """Cost of the rank that had most to do, padding included, over the mean of the ranks."""
     memory: Fullest | None = None
     """None where nothing measures it."""
     asked_to_stop: bool = False
@@ -100,6 +101,7 @@ class Report(NamedTuple):
     padded_tokens: float = 0
     most_rows: float = 0
     most_tokens: float = 0
+    cost: float = 0
     seconds: float = 0
     """Seconds since the last step that counted."""
     worked: float = 1
@@ -162,8 +164,9 @@ class Reports(tuple[Report, ...]):
 
     @property
     def imbalance(self) -> float:
-        tokens = [report.padded_tokens for report in self]
-        return max(tokens) * len(tokens) / max(1.0, sum(tokens))
+        costs = [report.cost for report in self]
+        # summed exactly, so that it is never less than 1, and 1 where all have the same to do
+        return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
 
     @property
     def upcoming_microbatches(self) -> int:
@@ -184,6 +187,7 @@ class Reports(tuple[Report, ...]):
             padded_tokens=int(sum(report.padded_tokens for report in self)),
             most_rows=int(max(report.most_rows for report in self)),
             most_tokens=int(max(report.most_tokens for report in self)),
+            cost=sum(report.cost for report in self),
         )
 
     def check_positions(self, tensor_groups: Sequence[Sequence[int]] = ()) -> None:

@@ -43,6 +43,7 @@ class StepRunner(Generic[Sample]):
 
     `length_of` is what a limit by length goes by: the tokens of a sample. A sample may be several rows, as a pair of
     answers is: then it is that of the longest, `row_lengths_of` those of all; limits count samples all the same.
+    `cost_of` says what a row of so many tokens takes, by default its tokens: results compare the ranks by it.
 
     `stand_in` returns the smallest version of a sample that still passes through the whole model, say its
     first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
@@ -72,6 +73,7 @@ class StepRunner(Generic[Sample]):
         limit: Limit | Governor,
         length_of: Callable[[Sample], int],
         row_lengths_of: Callable[[Sample], Sequence[int]] | None = None,
+        cost_of: Callable[[int], float] = float,
         stand_in: Callable[[Sample], Sample],
         filler: Callable[[Sample], Sample] | None = None,
         padded: bool = True,
@@ -86,8 +88,7 @@ class StepRunner(Generic[Sample]):
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         self.model = model
-        self.length_of = length_of
-        self._row_lengths_of = row_lengths_of
+        self.length_of, self._row_lengths_of, self.cost_of = length_of, row_lengths_of, cost_of
         self.stand_in = stand_in
         self.padded = padded
         self.recovers = recover
@@ -249,7 +250,7 @@ class StepRunner(Generic[Sample]):
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
-            **load_of(plan, lengths, padded=self.padded, rows=rows)._asdict(),
+            **load_of(plan, lengths, padded=self.padded, rows=rows, cost=self.cost_of)._asdict(),
             **reading._asdict(),
             worked=self._pace.worked(self._plans.ledger.waited_s + self._agreement.waited_s),
             asked_to_stop=self._asked_to_stop(),

@@ -74,7 +74,11 @@ def test_of_more_microbatches_than_samples_the_last_are_empty():
 
 def test_the_load_of_joined_samples_has_no_padding():
     load = load_of(((0, 1), (2,), ()), [5, 9, 3], padded=False)
-    assert load == Load(tokens=17, padded_tokens=17, most_rows=2, most_tokens=14)
+    assert load == Load(tokens=17, padded_tokens=17, most_rows=2, most_tokens=14, cost=17)
+
+
+def test_each_of_joined_samples_costs_what_it_costs_alone():
+    assert load_of(((0, 1), (2,), ()), [5, 9, 3], padded=False, cost=lambda length: length**2).cost == 25 + 81 + 9
 
 
 def test_a_surface_counts_samples_and_tokens():

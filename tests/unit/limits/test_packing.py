@@ -139,7 +139,12 @@ def test_microbatches_of_a_rank_become_equal():
 
 
 def test_the_load_counts_padding_to_the_longest_row():
-    assert load_of(((0, 1), (2,), ()), [5, 9, 3]) == Load(tokens=17, padded_tokens=21, most_rows=2, most_tokens=18)
+    load = load_of(((0, 1), (2,), ()), [5, 9, 3])
+    assert load == Load(tokens=17, padded_tokens=21, most_rows=2, most_tokens=18, cost=21)
+
+
+def test_the_cost_of_a_plan_is_that_of_its_rows_at_the_length_that_they_are_padded_to():
+    assert load_of(((0, 1), (2,), ()), [5, 9, 3], cost=lambda length: length**2).cost == 2 * 81 + 9
 
 
 def test_65536_samples_are_planned_in_less_than_a_second():

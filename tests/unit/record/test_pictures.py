@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import pytest
 from tests.pictures import cut_off, is_drawn, line_of, marked, names_of, pictures
 from tests.unit.record.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
-from torchtune_adaptive.record.charts.run import draw_run, title
+from torchtune_adaptive.record.charts.panels import draw_imbalance
+from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
@@ -173,6 +175,33 @@ def test_the_title_of_a_run_says_what_happened(tmp_path: Path) -> None:
     journal.start(Event(kind=START, step=0, reason="another run"))
     journal.step(1, {})
     assert title(read_timeline(tmp_path)) == "1 step, none out of memory"
+
+
+def a_run_of_ranks(directory: Path, *imbalances: float) -> None:
+    journal = Journal(directory)
+    for step, imbalance in enumerate(imbalances, 1):
+        journal.step(step, {"samples": 16, "rank_imbalance": imbalance})
+
+
+def test_ranks_that_wait_for_the_fullest_have_a_panel_that_says_how_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run_of_ranks(tmp_path, 1.0, 1.3, 1.2)
+    figure = drawn_run(tmp_path, monkeypatch)
+    (panel,) = figure.axes
+    assert panel.get_title(loc="left") == "work of the fullest rank over the mean of the ranks: on average 17 % more"
+    assert line_of(panel, "fullest") == ([1, 2, 3], [pytest.approx(percent) for percent in (0, 30, 20)])
+    assert [panel.yaxis.get_major_formatter()(value) for value in (0, 2.5, 20)] == ["0 %", "2.5 %", "20 %"]
+    assert cut_off(figure) == []
+
+
+@pytest.mark.parametrize("record", [a_run, lambda directory: a_run_of_ranks(directory, 1.0, 1.0)], ids=["old", "one"])
+def test_nothing_is_said_of_ranks_where_there_is_one_or_the_record_does_not_tell(
+    tmp_path: Path, record: Callable[[Path], None]
+) -> None:
+    record(tmp_path)
+    panels = panels_of(read_timeline(tmp_path))
+    assert not [draw for draw, _ in panels if getattr(draw, "func", None) is draw_imbalance]
 
 
 def test_a_share_is_not_told_where_the_record_does_not_have_the_seconds(tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def unit_of(count: float) -> tuple[str, int]:
     return ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
 
 
+def percent_of(share: float) -> str:
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 1 else f"{percent:.1f} %" if percent >= 0.1 else "less than 0.1 %"
+
+
 def label(axes: Axes, title: str, x: str, y: str) -> None:
     axes.set_title(title, loc="left", fontsize=10)
     axes.set_xlabel(x)

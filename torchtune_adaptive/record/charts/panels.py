@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
-from torchtune_adaptive.record.charts.figures import ALARM, BLUE, GREEN, GREY, INK, ORANGE, PINK, SKY, unit_of
+from torchtune_adaptive.record.charts.figures import (
+    ALARM,
+    BLUE,
+    GREEN,
+    GREY,
+    INK,
+    ORANGE,
+    PINK,
+    SKY,
+    percent_of,
+    unit_of,
+)
 from torchtune_adaptive.record.course import AFTER, LimitCourse, Speed
 from torchtune_adaptive.record.events import SCHEDULE
 from torchtune_adaptive.record.timeline import Timeline
@@ -146,6 +158,18 @@ def draw_memory(axes: Axes, *, timeline: Timeline) -> None:
     top = max(*used, *allowed)
     axes.set_ylim(0, 1.25 * top)
     _name(axes, steps[-1], allowed[-1], f"its budget, {allowed[-1]:.3g} {unit}", ALARM)
+
+
+def draw_imbalance(axes: Axes, *, timeline: Timeline) -> None:
+    """How much more the fullest rank of each step has to do: what its peers wait for."""
+    steps, imbalances = timeline.series("rank_imbalance")
+    more = fmean(imbalances) - 1
+    _heading(axes, f"work of the fullest rank over the mean of the ranks: on average {percent_of(more)} more")
+    percents = [100 * (imbalance - 1) for imbalance in imbalances]
+    axes.plot(steps, percents, color=BLUE, linewidth=1.1, label="fullest")
+    axes.set_ylim(0, 1.15 * max(percents))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g} %")
+    axes.locator_params(axis="y", nbins=3)
 
 
 def draw_speed(axes: Axes, *, speed: Speed) -> None:

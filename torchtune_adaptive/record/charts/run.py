@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.record import course
 from torchtune_adaptive.record.charts import panels
-from torchtune_adaptive.record.charts.figures import INK, new_figure, no_run_ends_over, save, tidy
+from torchtune_adaptive.record.charts.figures import INK, new_figure, no_run_ends_over, percent_of, save, tidy
 from torchtune_adaptive.record.timeline import Timeline, read_timeline
 from torchtune_adaptive.wording import count_of
 
@@ -67,6 +67,8 @@ def panels_of(timeline: Timeline) -> list[Panel]:
         shown.append((partial(panels.draw_samples, timeline=timeline), 0.9))
     if timeline.series("peak_bytes", "budget_bytes")[0]:
         shown.append((partial(panels.draw_memory, timeline=timeline), 1.4))
+    if any(imbalance > 1 for imbalance in timeline.series("rank_imbalance")[1]):
+        shown.append((partial(panels.draw_imbalance, timeline=timeline), 0.9))
     if (speed := course.speed(timeline)) is not None:
         shown.append((partial(panels.draw_speed, speed=speed), 1.2))
     return shown if timeline.steps else []
@@ -79,18 +81,13 @@ def title(timeline: Timeline) -> str:
     if not survived:
         return f"{steps}, none out of memory"
     share = course.lost_share(timeline)
-    lost = "" if share is None else f", {_percent(share)} of the time lost"
+    lost = "" if share is None else f", {percent_of(share)} of the time lost"
     return f"{steps}, {count_of(survived, 'out-of-memory error')} survived{lost}"
 
 
 def _logs_all(timeline: Timeline) -> bool:
     numbers = [record["step"] for record in timeline.steps]
     return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-
-
-def _percent(share: float) -> str:
-    percent = 100 * share
-    return f"{percent:.0f} %" if percent >= 1 else f"{percent:.1f} %" if percent >= 0.1 else "less than 0.1 %"
 
 
 def _last_step(timeline: Timeline) -> int:

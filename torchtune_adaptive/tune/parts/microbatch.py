@@ -23,6 +23,7 @@ from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.attempt import Ledger
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.data import Collate, Data
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.model import build_shadow_model
@@ -222,6 +223,7 @@ def stage_runner(
         limit=RowLimit(settings.batch_size),
         length_of=kind.length_of,
         row_lengths_of=kind.lengths_of if kind.rows > 1 else None,
+        cost_of=cost_of(model),
         stand_in=kind.stand_in,
         filler=kind.filler,
         padded=kind.padded,

@@ -15,7 +15,6 @@ import pickle
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from torchtune_adaptive.comm.collectives import explaining_failures, world_size
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.tune.parts.cost import Cost, cost_of
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Sample
@@ -37,8 +37,6 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 READ_AHEAD = 2
 """Steps that are on their way between the ranks."""
-
-Cost = Callable[[int], float]
 
 
 def dealer_of(
@@ -72,15 +70,6 @@ def _obstacle(model: nn.Module, settings: Settings) -> str | None:
     if not isinstance(model, TransformerDecoder):
         return "the model takes more than text, and images are too large to travel"
     return None
-
-
-def cost_of(model: nn.Module) -> Cost:
-    """What a sequence of so many tokens costs, in tokens: the products of the layers, and what attention adds."""
-    layer: Any = next(iter(model.layers))  # type: ignore[arg-type]
-    # a token meets each parameter once; and, on average, half of the tokens of its sample in two products
-    width = layer.attn.num_heads * layer.attn.head_dim
-    per_pair = width / sum(parameter.numel() for parameter in layer.parameters())
-    return lambda length: length * (1 + per_pair * length)
 
 
 @dataclass(frozen=True)

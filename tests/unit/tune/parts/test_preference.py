@@ -74,7 +74,7 @@ RESULT = StepResult(
     target_tokens=60,
     microbatches=3,
     recoveries=0,
-    load=Load(tokens=100, padded_tokens=120, most_rows=2, most_tokens=30),
+    load=Load(tokens=100, padded_tokens=120, most_rows=2, most_tokens=30, cost=120),
     sums={
         name: torch.tensor(value)
         for name, value in {

@@ -104,8 +104,14 @@ def test_a_token_budget_counts_both_rows_of_a_pair() -> None:
 
 def test_the_load_of_pairs_counts_their_rows() -> None:
     rows = [(3, 7), (6, 2)]
-    assert load_of(((0, 1),), [7, 6], rows=rows) == Load(18, 28, 2, 28)
-    assert load_of(((0, 1),), [10, 8], rows=rows, padded=False) == Load(18, 18, 2, 18)
+    assert load_of(((0, 1),), [7, 6], rows=rows) == Load(18, 28, 2, 28, cost=28)
+    assert load_of(((0, 1),), [10, 8], rows=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
+
+
+def test_each_row_of_a_pair_costs_what_it_costs_alone() -> None:
+    rows, squares = [(7, 3), (2, 6)], lambda length: length**2
+    assert load_of(((0, 1),), [7, 6], rows=rows, cost=squares).cost == 4 * 49
+    assert load_of(((0, 1),), [10, 8], rows=rows, cost=squares, padded=False).cost == 49 + 9 + 4 + 36
 
 
 def test_an_answer_with_too_few_labels_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Whose steps are dealt, and what a sample is taken to cost."""
+"""Whose steps are dealt, and why not."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.unit.tune.parts.unpadded.test_support import BUDGET, SETTINGS
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit, TokenLimit
 from torchtune_adaptive.tune.run import dealing
-from torchtune_adaptive.tune.run.dealing import cost_of, dealer_of
+from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 DATA: Any = SimpleNamespace(dataset="the dataset")
@@ -56,10 +56,3 @@ def test_what_stands_in_the_way_is_said_and_samples_stay(
     assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []
     with pytest.raises(ConfigError, match=f"adaptive.deal is True, but {reason}.*set adaptive.deal to null or False"):
         dealer_of(model, settings, replace(BUDGET, deal=True), DATA, LIMIT)
-
-
-def test_attention_makes_long_samples_cost_more_than_their_tokens() -> None:
-    model = build()
-    cost, parameters = cost_of(model), sum(each.numel() for each in model.layers[0].parameters())
-    assert cost(1) == pytest.approx(1, rel=0.01)
-    assert cost(100) == pytest.approx(100 * (1 + 100 * 32 / parameters))
