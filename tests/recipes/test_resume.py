@@ -37,6 +37,7 @@ ADAMW: tuple[str, ...] = ()
 SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
 ASYNC = ("enable_async_checkpointing=True",)
 IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
+UNPADDED = ("adaptive.token_budget=500", "adaptive.padding=False")
 ADAPTER_ONLY = ("save_adapter_weights_only=True",)
 
 
@@ -65,6 +66,10 @@ FULL = {
     "in-backward-stock-by-ours": Case(
         first="stock", overrides=IN_BACKWARD, to_resume=(SAVED_WEIGHTS,), like="never-stopped-in-backward"
     ),
+    "unpadded": Case(overrides=UNPADDED, to_resume=(SAVED_WEIGHTS,), like="never-stopped-stock"),
+    "unpadded-stock-by-ours": Case(
+        first="stock", overrides=UNPADDED, to_resume=(SAVED_WEIGHTS,), like="never-stopped-stock"
+    ),
 }
 LORA = {
     "ours": Case(),
@@ -72,12 +77,18 @@ LORA = {
     "stock-by-ours": Case(first="stock"),
     "adapter-only": Case(overrides=ADAPTER_ONLY),
     "adamw-stock-by-ours": Case(first="stock", optimizer=ADAMW, like="never-stopped-adamw"),
+    "unpadded": Case(overrides=UNPADDED, like="never-stopped-stock"),
+    "unpadded-stock-by-ours": Case(first="stock", overrides=UNPADDED, like="never-stopped-stock"),
 }
 CASES = {"full": FULL, "lora": LORA}
-NEVER_STOPPED: dict[str, dict[str, tuple[str, ...]]] = {
-    "full": {"never-stopped": SGD, "never-stopped-adamw": ADAMW, "never-stopped-in-backward": (*SGD, *IN_BACKWARD)},
-    "lora": {"never-stopped": SGD, "never-stopped-adamw": ADAMW},
+UNPADDED_CASES = [name for name, case in FULL.items() if case.overrides == UNPADDED]
+WHOLE = {
+    "never-stopped": Case(),
+    "never-stopped-stock": Case(first="stock"),
+    "never-stopped-adamw": Case(optimizer=ADAMW),
 }
+"""Who trains the first epoch of these trains the others, too."""
+NEVER_STOPPED = {"full": {**WHOLE, "never-stopped-in-backward": Case(overrides=IN_BACKWARD)}, "lora": WHOLE}
 ALL = [(kind, case) for kind, cases in CASES.items() for case in cases]
 WEIGHTS = [(kind, case) for kind, case in ALL if case != "adapter-only" and CASES[kind][case].optimizer == SGD]
 
@@ -85,8 +96,8 @@ WEIGHTS = [(kind, case) for kind, case in ALL if case != "adapter-only" and CASE
 def run_all(kind: str, folder: Path, ports: list[int]) -> None:
     """Collective: everything that the tests of one recipe compare."""
     free = iter(ports)
-    for name, overrides in NEVER_STOPPED[kind].items():
-        run(kind, "ours", folder / name, overrides, next(free))
+    for name, case in NEVER_STOPPED[kind].items():
+        run(kind, case.first, folder / name, (*case.optimizer, *case.overrides), next(free))
     for name, case in CASES[kind].items():
         overrides = (*case.optimizer, *case.overrides)
         with stopped_before(1):
@@ -109,7 +120,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
         if kind not in folders:
             folders[kind] = tmp_path_factory.mktemp(kind)
             count = len(NEVER_STOPPED[kind]) + 2 * len(CASES[kind])
-            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=240, in_group=False)
+            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=300, in_group=False)
         return folders[kind]
 
     return of
@@ -126,6 +137,16 @@ def test_every_step_is_that_of_the_run_that_was_never_stopped(runs: Any, kind: s
     for step_of_whole, step in zip(whole, resumed, strict=True):
         for figure in {"loss", "lr", "grad_norm"} & step_of_whole.keys():
             assert step[figure] == pytest.approx(step_of_whole[figure], rel=relative), (step["step"], figure)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_is_resumed_without_padding_is_compared_with_stock_and_has_none(runs: Any, kind: str) -> None:
+    stock, *ours = (read_log(runs(kind) / name / "log.jsonl") for name in ("never-stopped-stock", *UNPADDED_CASES))
+    assert all({"loss", "lr", "grad_norm"} <= step.keys() and "microbatches" not in step for step in stock)
+    for log in ours:
+        resumed = log[STEPS_PER_EPOCH:]
+        assert all(step["padding_fraction"] == 0 for step in resumed)
+        assert max(step["microbatches"] for step in resumed) > 1
 
 
 @pytest.mark.parametrize(("kind", "case"), WEIGHTS)
