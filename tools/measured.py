@@ -55,9 +55,11 @@ def recovery(rows: list[Row]) -> tuple[str, str]:
 
 
 def packing(rows: list[Row]) -> tuple[str, str]:
-    cells = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows]
-    packs = ", ".join(f"{row['ratio to packs']:.1f}" for row in rows)
-    what = "`token_budget: auto` over batches of rows, same memory, 2 ranks: target tokens a second"
+    most = max(row["ranks"] for row in rows)
+    shown = [row for row in rows if row["ranks"] == most]
+    cells = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in shown]
+    packs = ", ".join(f"{row['ratio to packs']:.1f}" for row in shown)
+    what = f"`token_budget: auto` over batches of rows, same memory, {_ranks(most)}: target tokens a second"
     return what, f"{', '.join(cells)}; over torchtune's `packed: True` {packs} ×"
 
 

@@ -6,11 +6,12 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import advice, dealing, results, scaling, stages
+from benchmarks import advice, dealing, packing, results, scaling, stages
 from benchmarks.clock import Clock, Moment
 from benchmarks.overhead import CASES, _time_of_a_step
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
@@ -38,6 +39,30 @@ def test_a_result_is_saved_with_machine_and_versions(tmp_path: Path, monkeypatch
 def test_a_table_has_a_line_for_each_row_and_leaves_out_what_is_none() -> None:
     lines = results.table([{"name": "a", "value": 1.23456}, {"name": "b", "value": None}]).splitlines()
     assert lines == ["name  value", "a     1.235", "b"]
+
+
+def test_token_budgets_are_measured_in_one_process_where_nobody_waits_and_on_two_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def measured(lengths: packing.Lengths, ranks: int, pairs: int) -> dict[str, Any]:
+        return {"lengths": lengths.name, "ranks": ranks, "ratio": ranks + 0.5, "pairs": pairs}
+
+    monkeypatch.setattr(packing, "measure", measured)
+    result = packing.run(pairs=3)
+    assert [(row["lengths"], row["ranks"]) for row in result.rows] == [
+        (lengths, ranks) for lengths in DISTRIBUTIONS for ranks in (1, 2)
+    ]
+    shown = {line["figure"]: line for line in result.shown or ()}
+    assert shown["ratio"] == {
+        "figure": "ratio",
+        **{
+            f"{lengths}, {who}": ratio
+            for lengths in DISTRIBUTIONS
+            for who, ratio in (("1 rank", 1.5), ("2 ranks", 2.5))
+        },
+    }
+    assert "pairs" in shown
+    assert shown.keys().isdisjoint({"lengths", "ranks"}), "they are in the columns' names"
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0])

@@ -33,6 +33,14 @@ def test_a_line_follows_its_results(name: str, tmp_path: Path) -> None:
     assert changed == [2 + [line.__name__ for line in measured.LINES].index(name)]
 
 
+def test_of_token_budgets_the_readme_shows_what_was_measured_on_most_ranks() -> None:
+    rows = [row for row in measured.rows_of("packing") if row["ranks"] == 2]
+    alone = [{**row, "ranks": 1, "ratio": 77, "ratio to packs": 77} for row in rows]
+    assert len(rows) == 3
+    assert measured.packing([*alone, *rows]) == measured.packing(rows)
+    assert "2 ranks" in measured.packing(rows)[0]
+
+
 @pytest.mark.parametrize(
     ("values", "digits", "words"), [([1, 3, 2], 0, "1 to 3"), ([2.04, 1.96], 1, "2.0"), ([0.5], 2, "0.50")]
 )
