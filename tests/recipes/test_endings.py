@@ -27,6 +27,7 @@ from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 HERE = "tests.recipes.test_endings"
 BAD = 13
 """A sample of rank 1, where two ranks share the samples in order."""
+UNREADABLE = rf"sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)"
 KNOWN_TOKENS = 128
 SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
 EVERY_STEP = "save_every_n_steps=1"
@@ -195,7 +196,7 @@ def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
     [
         pytest.param(
             with_flaw("raises"),
-            rf"error \(rank 1\): sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)",
+            rf"error \(rank 1\): {UNREADABLE}",
             id="a-sample-that-raises",
         ),
         pytest.param(
@@ -207,6 +208,11 @@ def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
             (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
             rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
             id="a-token-that-the-model-does-not-know-wherever-it-was-dealt",
+        ),
+        pytest.param(
+            (*with_flaw("raises"), "adaptive.token_budget=2000", "adaptive.deal=True"),
+            rf"error(?: \(rank \d\))?: {UNREADABLE}",
+            id="a-sample-that-raises-during-the-exchange",
         ),
         pytest.param(
             ("adaptive.memory_limit=[256MiB,16MiB]", f"optimizer._component_={HERE}.Greedy"),
