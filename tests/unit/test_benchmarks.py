@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -105,6 +106,27 @@ def test_packs_hold_the_same_tokens_as_the_samples() -> None:
 def test_ranks_that_are_dealt_their_samples_wait_less(name: str) -> None:
     figures = dealing.simulate(DISTRIBUTIONS[name], ranks=8, steps=3)
     assert 1 <= figures["dealt"] <= 1.02 < figures["stayed"]
+
+
+def test_what_an_exchange_takes_and_sends_is_told_where_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = {"exchange ms": 1.5, "host ms": 0.5, "sent kB": 20.0}
+    monkeypatch.setattr(dealing, "RANKS", (2, 8))
+    monkeypatch.setattr(dealing, "exchange", lambda lengths: measured)
+    result = dealing.run(pairs=1)
+    told = [{name: row[name] for name in measured} for row in result.rows]
+    assert told == [measured, dict.fromkeys(measured)] * len(DISTRIBUTIONS)
+    assert all(name in str(result) for name in measured)
+
+
+def test_an_exchange_sends_a_table_and_what_other_ranks_run_and_nothing_else() -> None:
+    """Of two ranks, each runs about half of what it has read itself."""
+    count = 8
+    figures = dealing.exchange(replace(DISTRIBUTIONS["instructions"], samples_per_step=count))
+    assert figures["exchange ms"] > 0 < figures["host ms"]
+    samples = packing.RandomTokens(DISTRIBUTIONS["instructions"], 2 * count * dealing.STEPS, seed=0)
+    read_kb = sum(len(pickle.dumps(sample)) for sample in samples) / (2 * dealing.STEPS) / 1e3
+    table_kb = 2 * (count + 1) * 3 * 8 / 1e3
+    assert 0.3 < (figures["sent kB"] - table_kb) / read_kb < 0.7
 
 
 @pytest.mark.parametrize("shape", stages.SHAPES, ids=lambda shape: shape.name)
