@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 
 # torch's versions that are supported besides the one in constraints.txt; wheels of one may be gigabytes, built for CUDA
 VERSIONS ?= 2.11.0 2.12.0
-VERSION_TESTS ?= tests/distributed tests/recipes
+VERSION_TESTS ?= tests/distributed tests/recipes tests/unit/tune/parts/unpadded
 
 .PHONY: demo demo-dpo demo-ppo test quick coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
 
@@ -61,7 +61,7 @@ lint: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 
-# the distributed and recipe tests beside every supported version of torch, each in an environment of its own; not in CI
+# the distributed and recipe tests, and those of kernels, beside every supported version of torch, each in an environment of its own; not in CI
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 	@failed=; for version in $(VERSIONS); do \
 		echo "torch $$version: $(VERSION_TESTS)"; \
