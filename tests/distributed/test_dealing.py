@@ -24,11 +24,13 @@ class Numbered:
 
     def __init__(self, broken: int | None = None, stuck: int | None = None) -> None:
         self._broken, self._stuck = broken, stuck
+        self.read: list[int] = []
 
     def __len__(self) -> int:
         return STEPS * EACH * dist.get_world_size()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        self.read.append(index)
         if index == self._broken:
             raise OSError("bad sector")
         length = random.Random(index).choice([1, 3, 40, 300])
@@ -63,6 +65,19 @@ def test_every_sample_runs_once_in_its_own_step(ranks: int) -> None:
         for samples in of_ranks:
             assert all(label == number for number, _, label in samples)
             assert all(length == random.Random(number).choice([1, 3, 40, 300]) for number, length, _ in samples)
+
+
+def read_of_an_epoch() -> list[int]:
+    """What this rank has read, in that order."""
+    numbered = Numbered()
+    deal_with(numbered)
+    return numbered.read
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_every_sample_is_read_once_by_the_rank_whose_share_it_is(ranks: int) -> None:
+    per_rank = run_on_ranks(ranks, read_of_an_epoch)
+    assert per_rank == [list(range(rank, STEPS * EACH * ranks, ranks)) for rank in range(ranks)]
 
 
 def test_ranks_have_equally_much_to_do() -> None:
