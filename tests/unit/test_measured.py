@@ -16,6 +16,14 @@ def test_the_readme_shows_what_was_measured() -> None:
     assert measured.renewed(readme) == readme, "it has drifted: python -m tools.measured"
 
 
+def test_the_page_on_preferences_shows_what_two_limits_gain() -> None:
+    page = (measured.README.parent / "docs" / "preference.md").read_text(encoding="utf-8")
+    for row in measured.rows_of("stages"):
+        ratio, *ends = (f"{row[f'{name} by CPU time']:.2f}" for name in ("ratio", "lowest", "highest"))
+        pairs = f"{row['policy pairs']} | {row['reference pairs']}"
+        assert f"| {row['shape']} | {pairs} | {ratio} ({' to '.join(ends)}) |" in page
+
+
 @pytest.mark.parametrize("name", [line.__name__ for line in measured.LINES])
 def test_a_line_follows_its_results(name: str, tmp_path: Path) -> None:
     for stored in RESULTS.glob("*.json"):
