@@ -11,6 +11,7 @@ import pytest
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
+from torchtune_adaptive.record.events import STEPS_FILE
 
 TIGHT = (
     "use_maximum_batch_size=True",
@@ -25,8 +26,8 @@ TIGHT = (
 )
 
 
-def train(folder: Path, *overrides: str) -> None:
-    run_ours("full_dpo", demo_config("full_dpo", folder, *TIGHT, *overrides))
+def train(folder: Path, *overrides: str, kind: str = "full_dpo") -> None:
+    run_ours(kind, demo_config(kind, folder, *TIGHT, *overrides))
 
 
 def found(folder: Path, place: str) -> dict[str, Any]:
@@ -45,3 +46,23 @@ def test_the_reference_fits_beside_optimizer_state_that_the_search_has_not_left_
     assert policy["rows"] < reference["rows"] < 64
     steps = read_log(tmp_path / "run" / "log.jsonl")
     assert [step["oom_recoveries"] for step in steps] == [0, 0, 0]
+
+
+def train_on_unequal_ranks(folder: Path, kind: str) -> None:
+    train(folder, "adaptive.memory_limit=[120MiB,30MiB]", "dataset.samples=256", kind=kind)
+
+
+@pytest.mark.parametrize("kind", ["full_dpo", "lora_dpo"])
+def test_on_unequal_ranks_both_stages_stay_within_the_budget_of_the_one_that_has_least(
+    kind: str, tmp_path: Path
+) -> None:
+    run_on_ranks(2, train_on_unequal_ranks, tmp_path / "run", kind, timeout_s=100, in_group=False)
+    policy, reference = found(tmp_path / "run", ""), found(tmp_path / "run", "reference")
+    assert 1 < policy["rows"] < reference["rows"] < 64
+    steps = read_log(tmp_path / "run" / "out" / STEPS_FILE)
+    assert len(steps) == 2
+    for step in steps:
+        assert (step["microbatch_rows"], step["reference_microbatch_rows"]) == (policy["rows"], reference["rows"])
+        assert step["oom_recoveries"] == 0
+        assert step["budget_bytes"] == 30 * 2**20
+        assert 0.8 * step["budget_bytes"] < step["peak_bytes"] <= step["budget_bytes"]
