@@ -70,7 +70,7 @@ def ways_to_fail(plain: PreferenceCase) -> Iterator[PreferenceCase]:
     def way(name: str, **changes: Any) -> PreferenceCase:
         return replace(plain, name=f"{plain.name}, {name}", **changes)
 
-    gathered = replace(plain.model, reshard_after_forward=False)
+    gathered, joined = replace(plain.model, reshard_after_forward=False), replace(plain.model, joined=True, dropout=0.0)
     yield replace(plain, name=f"{plain.name}, later pass")
     yield way("first pass", first_pass=True)
     yield way("rank 0", failing=(0,), stride=5)
@@ -79,7 +79,7 @@ def ways_to_fail(plain: PreferenceCase) -> Iterator[PreferenceCase]:
     yield way("drain too", rows=4, again="drain", stride=7)
     yield way("no reshard", model=gathered, stride=7)
     yield way("no reshard from the first pass on", model=gathered, first_pass=True, stride=7)
-    yield way("without padding", model=replace(plain.model, joined=True), stride=7)
+    yield way("without padding", model=joined, stride=7)
     yield way("full checkpointing", model=replace(plain.model, checkpointing="full"), stride=7)
 
 

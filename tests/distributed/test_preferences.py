@@ -34,6 +34,7 @@ from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 
 ALL_PAIRS = 12
 SAMPLED = 3  # operations of the stage that fails
+WAYS = ("later pass", "first pass", "drain too", "no reshard", "no reshard from the first pass on", "without padding")
 SETTINGS = settings_of(rows=3, samples=6)
 
 
@@ -118,9 +119,7 @@ def sweep_all(cases: list[PreferenceCase]) -> dict[str, Outcome]:
     return {case.name: sweep(case, SAMPLED) for case in cases}
 
 
-@pytest.mark.parametrize(
-    "way", ["later pass", "first pass", "drain too", "no reshard", "no reshard from the first pass on"]
-)
+@pytest.mark.parametrize("way", WAYS)
 def test_either_stage_of_either_recipe_is_run_again_and_leaves_what_plain_fsdp_leaves(way: str) -> None:
     cases = [case for case in PREFERENCE_CASES if case.name.endswith(f", {way}")]
     assert len(cases) == 4
