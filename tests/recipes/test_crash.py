@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,6 +21,8 @@ from tests.recipes.crash.neighbours import both_at_once, second_runs
 from tests.recipes.crash.plans import (
     RANK_1,
     Plan,
+    Scout,
+    all_plans,
     asked,
     in_a_save,
     in_a_stage,
@@ -27,7 +33,20 @@ from tests.recipes.crash.plans import (
     random_operations,
     random_stages,
 )
-from tests.recipes.crash.points import HOLD, INT, START, STEP, TERM, TIME, TRAIN, Order, Point, parse_point
+from tests.recipes.crash.points import (
+    HOLD,
+    INT,
+    LAST_STEP,
+    PROBE,
+    START,
+    STEP,
+    TERM,
+    TIME,
+    TRAIN,
+    Order,
+    Point,
+    parse_point,
+)
 from tests.recipes.crash.restarts import restarted
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, PPO, STEPS, Variant
@@ -66,6 +85,27 @@ def test_a_run_that_is_asked_to_end_again_and_again_loses_nothing(plan: Plan, st
     tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
     assert tally.good, "\n".join([tally.summary(), *tally.details()])
     assert tally.stopped >= stops, tally.summary()
+
+
+@dataclass(frozen=True)
+class Undisturbed(Scout):
+    """As long as any."""
+
+    def operations(self, stage: str) -> list[str]:
+        return [f"write {stage}_{number}" for number in range(40)]
+
+
+def cells(plan: Plan) -> Iterator[tuple[object, ...]]:
+    """Which signal comes to whom, of how many ranks, in what."""
+    for point in plan.aim(Undisturbed(Path(), 9000), random.Random(0)):
+        assert not point.launcher or (plan.tune_run and (plan.variant.ranks > 1 or plan.launched)), str(plan)
+        if point.asks:
+            yield point.blow, point.launcher, plan.variant.ranks, point.stage
+
+
+def test_signals_come_to_launcher_and_ranks_on_one_and_two_in_search_steps_saves_and_the_last_step() -> None:
+    wanted = set(product((TERM, INT), (True, False), (1, 2), (PROBE, STEP, TRAIN, LAST_STEP)))
+    assert wanted - {cell for plan in all_plans() for cell in cells(plan)} == set()
 
 
 def test_a_second_run_is_refused_and_the_first_is_none_the_worse(tmp_path: Path) -> None:

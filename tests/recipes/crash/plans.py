@@ -55,6 +55,8 @@ class Plan:
     aim: Aim
     tune_run: bool = False
     manner: str = EVERYTHING
+    launched: bool = False
+    """By the launcher although it is one rank."""
 
     def __str__(self) -> str:
         return f"{self.variant} {self.name}"
@@ -219,14 +221,19 @@ def signal_plans() -> list[Plan]:
     ends = (in_the_last_step, in_the_last_save)
     everywhere = (in_a_step, in_a_save, at_the_start, *ends)
     through_it = (
-        (full, asked((in_a_step, in_a_save, in_the_last_save), (LAUNCHER, RANK_1))),
+        (full, asked((in_a_step, in_a_save, *ends), (LAUNCHER, RANK_1))),
         (full, asked((at_a_moment,), (LAUNCHER,))),
         (full_searched, asked((in_the_search,), (LAUNCHER,))),
         (FULL, asked((in_a_step, in_a_save, at_a_moment))),
         (LORA, asked((at_the_start, in_the_last_step))),
     )
+    alone = (
+        (FULL, asked((in_a_step, in_a_save, in_the_last_step), (LAUNCHER,))),
+        (lora_searched, asked((in_the_search, in_a_step), (LAUNCHER,))),
+    )
     return [
         *(Plan(f"asked by tune run {at}", variant, aim, tune_run=True) for at, (variant, aim) in enumerate(through_it)),
+        *(Plan("asked by its launcher", variant, aim, tune_run=True, launched=True) for variant, aim in alone),
         Plan("asked", full, asked(everywhere, (RANK_0, RANK_1))),
         Plan("asked", FULL, asked(everywhere)),
         Plan("asked", LORA, asked(everywhere)),

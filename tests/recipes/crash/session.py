@@ -63,7 +63,8 @@ class Session:
         while not left.over:
             number += 1
             folder = self.folder_of(plan.variant) / f"{plan.name.replace(' ', '-')}-{number}{'-tune' * plan.tune_run}"
-            start = Start(plan.variant, folder, tuple(write_config(plan.variant, folder)), plan.tune_run, plan.manner)
+            arguments = tuple(write_config(plan.variant, folder))
+            start = Start(plan.variant, folder, arguments, plan.tune_run, plan.manner, plan.launched)
             how = f'--only "{plan}" --seed {self.seed}, run {number}'
             Chain(start, seen.folder, how, tally).run(left)
         return tally

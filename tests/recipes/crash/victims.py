@@ -53,6 +53,8 @@ class Start:
     tune_run: bool = False
     """Through the launcher if there are several ranks, else in tune's own process."""
     manner: str = EVERYTHING
+    launched: bool = False
+    """Through the launcher also where there is one rank."""
 
 
 def live(start: Start, number: int, point: Point | None, after_step: int, *, file_bytes: int | None = None) -> Life:
@@ -153,7 +155,8 @@ def _by_tune_run(start: Start, order: Order) -> Life:
 
 
 def tune_command(start: Start, *launcher: str) -> list[str]:
-    ranks = ["--nproc_per_node", str(start.variant.ranks), *launcher] if start.variant.ranks > 1 or launcher else []
+    launched = start.variant.ranks > 1 or start.launched or launcher
+    ranks = ["--nproc_per_node", str(start.variant.ranks), *launcher] if launched else []
     tune = str(Path(sys.executable).parent / "tune")
     return [tune, "run", *ranks, start.variant.recipe, *start.arguments]
 
