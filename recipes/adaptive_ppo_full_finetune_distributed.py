@@ -24,16 +24,18 @@ from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers
 from torchtune_adaptive.tune.rl.components import build_ppo_loss, build_prompts
-from torchtune_adaptive.tune.rl.course import RolloutParts, begin_epoch, find_limits, plot_epochs, start_schedules
+from torchtune_adaptive.tune.rl.course import RolloutParts, begin_epoch, plot_epochs, start_schedules
 from torchtune_adaptive.tune.rl.experience import estimate
 from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_of_stages
 from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
 from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
-from torchtune_adaptive.tune.rl.stages import build_stages, configured_limits, stop_tokens_of
+from torchtune_adaptive.tune.rl.stage_limits import find_limits
+from torchtune_adaptive.tune.rl.stages import build_stages, stop_tokens_of
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.sections import read_adaptive
 
@@ -45,6 +47,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self._settings, self._ppo = read_ppo_settings(cfg)
         self._adaptive = read_adaptive(cfg.get("adaptive"))
         check_ppo(self._adaptive)
+        check_token_budget(self._settings, self._adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)
@@ -91,8 +94,8 @@ class AdaptivePPOFullFinetuneDistributed:
         self.epochs, self.progress = plot_epochs(self.parts, self.progress)
         self.journal.start(self.progress.step)
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
-            limits = find_limits(self.parts, memory)
-        self.stages.use_limits({**configured_limits(ppo), **limits})
+            self.fits = find_limits(self.parts, memory)
+        self.stages.use_limits(self.fits.limits)
         self._checkpoints.make_room()
         start_schedules(self.parts, self.progress)
 
@@ -104,7 +107,8 @@ class AdaptivePPOFullFinetuneDistributed:
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
             self.watch(memory)
             for sizes in self.epochs[self.progress.epochs_run :]:
-                steps = begin_epoch(self.parts, self.progress, sizes, self._checkpoints.restore_random_state)
+                restore = self._checkpoints.restore_random_state
+                steps = begin_epoch(self.parts, self.progress, sizes, restore, self.fits.admission)
                 for prompts in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
                     figures = self.iterate(prompts, iteration)

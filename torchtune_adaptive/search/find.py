@@ -78,6 +78,8 @@ def profile_memory(
             resident_bytes=resident_bytes,
             shorten=shorten,
             padded=all(step.runner.padded for step in named.values()),
+            shortest=max(step.shortest for step in named.values()),
+            knee=max(step.knee for step in named.values()),
         )
 
 

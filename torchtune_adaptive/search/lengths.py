@@ -4,6 +4,9 @@
 2. As many rows as what was measured proves to fit, at ever shorter lengths; few rows of a short length.
 3. Two more that the surfaces have not seen: they say how far off these are, and that much of the budget stays free.
 
+Samples may grow in one way up to some length and in another from there on, as rollouts do from the longest answer on:
+then the surfaces have a knee there.
+
 Where nothing is padded, rows are samples one after another. Then a sample may cost something besides its tokens, so
 many very short ones are measured too, a quarter of them first: that they fit is not proven by fewer long ones.
 """
@@ -69,12 +72,14 @@ class Profile:
         return SurfaceLimit(self.surfaces, self.limit_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        return records.to_json(self)
+        """As it was before surfaces had knees, where they have none."""
+        bent = any(surface.knee for surface in self.surfaces.values())
+        return records.to_json(self, () if bent else records.OF_A_KNEE)
 
     @classmethod
     def from_json(cls, data: Any) -> Profile:
         """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-        return records.from_json(cls, data)
+        return records.from_json(cls, data, () if "'knee'" in str(data) else records.OF_A_KNEE)
 
 
 @dataclass(frozen=True)
@@ -86,6 +91,8 @@ class _Known:
     longest: int
     most_rows: int
     padded: bool = True
+    shortest: int = _LEAST_LENGTH
+    knee: int = 0
     points: tuple[Probe, ...] = ()
 
     def full_rows(self, length: int) -> int:
@@ -93,23 +100,30 @@ class _Known:
 
         What a token needs does not grow when its row gets shorter, and what is fixed does not grow at all: in
         proportion to all but what is resident, a measured microbatch of rows at least as long bounds every other.
+        Behind a knee a token may need less than before it: then only those before it are counted on.
         """
         bounding = [point for point in self.points if point.length >= length]
         if not self.padded:
             bounding = [point for point in bounding if point.length == length] or bounding
+        free_bytes = self.budget_bytes - self.resident_bytes
         proven = [
-            point.tokens * (self.budget_bytes - self.resident_bytes) / (peak_bytes - self.resident_bytes)
+            point.rows * self._bounding(point.length) * free_bytes / (peak_bytes - self.resident_bytes)
             for point in bounding
             if (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
         ]
-        return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / length)))
+        return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / self._bounding(length))))
+
+    def _bounding(self, length: int) -> int:
+        return min(length, self.knee) if self.knee > self.shortest else length
 
     def next(self) -> tuple[int, int, bool] | None:
         """Rows, length and whether it is held out, of the next measurement."""
         measured = {(point.rows, point.length) for point in self.points}
         for part, share, held_out in (_PADDED if self.padded else _JOINED)[len(self.points) - 1 :]:
-            length = max(_LEAST_LENGTH, self.longest // part)
-            rows = max(1, int(share * self.full_rows(length)))
+            length = max(self.shortest, self.longest // part)
+            # a second row shows what is fixed, and is measured whatever the limit: with a knee, little may be proven
+            least = min(2, self.most_rows) if self.knee and part > 1 and share == 1 else 1
+            rows = max(least, int(share * self.full_rows(length)))
             if (rows, length) not in measured:
                 return rows, length, held_out
         return None
@@ -125,20 +139,23 @@ def profile(
     resident_bytes: int = 0,
     shorten: bool = False,
     padded: bool = True,
+    shortest: int = _LEAST_LENGTH,
+    knee: int = 0,
 ) -> Profile:
     """Measures microbatches of up to `longest` tokens a row, and fits surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
     `shorten`, a longest sample that does not fit alone is halved until it does. Where one
-    row does not fit, raises what `refuse` makes of it. `padded` says whether rows are padded to the longest.
+    row does not fit, raises what `refuse` makes of it. `padded` says whether rows are padded to the longest, `shortest`
+    how short samples get, and `knee` up to which length they grow in another way than from there on; 0: in one.
     """
-    known = _Known(budget_bytes, resident_bytes, longest, most_rows, padded)
+    known = _Known(budget_bytes, resident_bytes, longest, most_rows, padded, shortest, knee)
     refused: list[Probe] = []
     while not known.points:
         alone = Probe(rows=1, length=known.longest, peak=measure(1, known.longest))
         if alone.accepted(budget_bytes) or (alone.peak.retries and alone.peak.fits):
             known = replace(known, points=(alone,))
-        elif shorten and known.longest // 2 >= _LEAST_LENGTH and len(refused) < MOST_POINTS // 2:
+        elif shorten and known.longest // 2 >= shortest and len(refused) < MOST_POINTS // 2:
             refused.append(alone)
             known = replace(known, longest=known.longest // 2)
         else:
@@ -152,9 +169,10 @@ def profile(
 
 def _result(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     points = (*refused, *known.points)
-    seen = {name: fit_surface(at) for name, at in phase_points([p for p in points if not p.held_out]).items()}
+    knee, not_held_out = known.knee, [point for point in points if not point.held_out]
+    seen = {name: fit_surface(at, knee) for name, at in phase_points(not_held_out).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
-    surfaces = {name: covering(fit_surface(at), at) for name, at in phase_points(points).items()}
+    surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(points).items()}
     limit = SurfaceLimit(surfaces, int(known.budget_bytes * max(0.0, 1 - error)))
     for point in points:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.

@@ -38,6 +38,10 @@ class TrainingStep(Generic[Sample]):
     """The worst case: as long as samples get, every token a target."""
     cut: Callable[[Sample, int], Sample] | None = None
     """The sample as one of so many tokens; what a profile over several lengths measures."""
+    shortest: int = 2
+    """Tokens of the shortest sample that a profile asks of it."""
+    knee: int = 0
+    """The length up to which what it cuts grows in another way than from there on; 0: it grows in one."""
     update: Callable[[StepResult], object]
     """Collective: what follows the backward: scales and clips gradients, steps the optimizers. Not the schedule."""
     optimizers: Sequence[Optimizer]

@@ -8,6 +8,9 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 
+OF_A_KNEE = ("knee", "bytes_per_late_token")
+"""Fields of a surface that are left out where it has no knee."""
+
 
 def to_json(result: Any, without: Collection[str] = ()) -> dict[str, Any]:
     """The fields of a result, and of what is in it, by their names; those in `without` are left out at every depth."""

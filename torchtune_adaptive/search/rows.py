@@ -21,7 +21,7 @@ from torchtune_adaptive.search.strategies import STRATEGIES, History
 
 _ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}
 
-_OF_LENGTHS = ("length", "held_out", "bytes_per_token", "bytes_per_pair")
+_OF_LENGTHS = ("length", "held_out", "bytes_per_token", "bytes_per_pair", *records.OF_A_KNEE)
 """What a record of rows leaves out: all of them have one length."""
 
 

@@ -62,7 +62,9 @@ class Device:
         need_bytes = self.need(1, 3000)
         return one_row_error(*remedies, length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
 
-    def profile(self, longest: int, most_rows: int = 4096, shorten: bool = False, padded: bool = True) -> Profile:
+    def profile(
+        self, longest: int, most_rows: int = 4096, shorten: bool = False, padded: bool = True, **grows: int
+    ) -> Profile:
         return profile(
             self.measure,
             self.budget_bytes,
@@ -72,6 +74,7 @@ class Device:
             resident_bytes=self.resident_bytes,
             shorten=shorten,
             padded=padded,
+            **grows,
         )
 
 
@@ -101,6 +104,35 @@ def test_what_a_profile_allows_fits_and_little_more_would(device: Device, length
     limit = device.profile(4096).limit
     rows = limit.rows_at(length)
     assert rows >= 1 or length > 4000
+    assert device.need(rows, length) <= device.budget_bytes * 1.01
+    assert rows == MOST_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
+
+
+KNEE = 700
+bent_devices = st.builds(
+    lambda per_token, per_late_token, room: Device(
+        int(1e6 + room * max(1e4, Surface(0, 0, per_token, 0, per_late_token, KNEE).bytes_at(1, 4096))),
+        *(Surface(1e6, 10, per_token, 0, per_late_token, KNEE), Surface(1e6, 0, 90), Surface(2e5)),
+        resident_bytes=200_000,
+    ),
+    *(st.floats(100, 1e6), st.floats(100, 1e6), st.floats(1.02, 50)),
+)
+"""With little more than one of the longest there may be room for, and few of the shorter proven to fit."""
+
+
+@given(bent_devices, st.integers(KNEE // 2, 4096))
+@settings(max_examples=100)
+def test_what_grows_in_another_way_from_some_length_on_is_found_without_running_out_of_memory(
+    device: Device, length: int
+) -> None:
+    """As the rows of rollouts do: first with the answer, then with the prompt alone."""
+    grows = device.phases[0]
+    shortest = 2 if grows.bytes_per_token > grows.bytes_per_late_token else KNEE + 1
+    length = max(length, shortest)
+    limit = device.profile(4096, knee=KNEE, shortest=shortest).limit
+    assert device.out_of_memory == 0
+    assert limit.rows_at(4096) >= 1
+    rows = limit.rows_at(length)
     assert device.need(rows, length) <= device.budget_bytes * 1.01
     assert rows == MOST_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
 
@@ -157,6 +189,8 @@ def test_who_lets_long_samples_be_cut_already_is_not_told_to() -> None:
 def test_a_profile_survives_json() -> None:
     found = Device(50_000_000, Surface(1e6, 10, 1000), Surface(2e6)).profile(1024)
     assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+    bent = Device(50_000_000, Surface(1e6, 10, 1000, 0, 300, KNEE)).profile(1024, knee=KNEE)
+    assert Profile.from_json(json.loads(json.dumps(bent.to_json()))) == bent
 
 
 @pytest.mark.parametrize(("key", "value"), [("surfaces", []), ("held_out_error", "small"), ("points", [{"rows": 1}])])

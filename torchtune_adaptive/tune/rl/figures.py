@@ -54,6 +54,7 @@ def figures_of_stages(stages: RolloutStages) -> dict[str, float]:
         figures[f"{name}/tokens_per_second"] = _rate(stages.ran, (stage,), of=stage)
         figures[f"{name}/microbatches"] = sum(each.result.microbatches for each in ran)
         figures[f"{name}/microbatch_rows"] = max(each.result.load.most_rows for each in ran)
+        figures[f"{name}/microbatch_tokens"] = max(each.result.load.most_tokens for each in ran)
         figures[f"{name}/recoveries"] = stages.runners[stage].recoveries
     return {**figures, "oom_recoveries": stages.recoveries}
 

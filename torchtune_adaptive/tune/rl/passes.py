@@ -34,6 +34,7 @@ from torchtune_adaptive.tune.rl.rollouts import (
     VALUED,
     VALUES,
     Rollout,
+    answer_tokens,
     found_of,
     keep,
     sequences_of,
@@ -75,7 +76,7 @@ class Generate:
                 stop_tokens=self.stop_tokens,
             ).cpu()
         keep_answers(rollouts, answers, self.stop_tokens)
-        return _nothing(sum(each.length for each in rollouts), self.device)
+        return _nothing(answer_tokens(rollouts), self.device)
 
 
 def keep_answers(rollouts: Sequence[Rollout], answers: Tensor, stop_tokens: Collection[int]) -> None:
@@ -131,7 +132,7 @@ class Ask:
         with torch.no_grad():
             found = self.ask(self.model, rollouts)
         keep(rollouts, self.name, found)
-        return _nothing(sum(each.length for each in rollouts), found.device)
+        return _nothing(answer_tokens(rollouts), found.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,8 @@ class Rollout:
     length: int = 0
     """Tokens of the answer that count; 0 until there is one."""
     found: dict[str, Tensor] = field(default_factory=dict)
+    fills: bool = False
+    """Whether it is there only because other ranks have more microbatches."""
 
     @property
     def tokens(self) -> Tensor:
@@ -62,7 +64,18 @@ class Rollout:
     def filler(self) -> Rollout:
         """A stand-in that counts nothing."""
         nothing = torch.zeros_like(self.answer, dtype=torch.bool)
-        return replace(self.stand_in(), found={**self.found, COUNTS: nothing, VALUED: nothing})
+        return replace(self.stand_in(), found={**self.found, COUNTS: nothing, VALUED: nothing}, fills=True)
+
+    def prompting(self, most_length: int) -> Rollout:
+        """With the beginning of its prompt, so that this and all new tokens are so many."""
+        return replace(self, prompt=self.prompt[: max(1, most_length - len(self.answer))])
+
+    def answered(self, whole_length: int) -> Rollout:
+        """Of so many tokens, as many of them as possible its answer's: no other of that length needs more."""
+        length = max(1, min(len(self.answer), whole_length - 1))
+        counts = torch.arange(len(self.answer)) < length
+        found = {**self.found, COUNTS: counts, VALUED: counts}
+        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length, found=found)
 
 
 @dataclass(frozen=True)
@@ -104,6 +117,11 @@ def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Seque
 
 def found_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
     return torch.stack([each.found[name] for each in rollouts]).to(device)
+
+
+def answer_tokens(rollouts: Sequence[Rollout]) -> int:
+    """Tokens of the answers of a microbatch."""
+    return sum(each.length for each in rollouts if not each.fills)
 
 
 def keep(rollouts: Sequence[Rollout], name: str, found: Tensor) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -94,14 +92,15 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
 
 def check_ppo(adaptive: AdaptiveConfig) -> None:
     """Refuses what no stage of PPO can do yet."""
-    refused: Mapping[str, tuple[Any, Any]] = {
-        "token_budget": (adaptive.token_budget, None),
-        "precompute_reference": (adaptive.precompute_reference, False),
-        "oversize": (adaptive.oversize, "error"),
+    refused = {
+        "padding": (False, "null or True", "rows of rollouts are padded to the longest"),
+        "deal": (True, "null or False", "rollouts stay on the rank that has their prompts"),
+        "oversize": ("skip", "error or truncate", "an iteration needs all of its answers"),
+        "precompute_reference": (True, "False", "the reference is asked about answers that are made in training"),
     }
-    for key, (value, allowed) in refused.items():
-        if value != allowed:
-            raise ConfigError(f"adaptive.{key} is {value}, which PPO does not support yet: allowed is {_said(allowed)}")
+    for key, (value, allowed, reason) in refused.items():
+        if getattr(adaptive, key) == value:
+            raise ConfigError(f"adaptive.{key} is {value}, but {reason} in PPO: allowed is {allowed}")
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
@@ -148,7 +147,3 @@ def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
         raise ConfigError("dataset.packed is True, but prompts cannot be packed: set it to False")
     if not 0 <= ppo.gamma <= 1 or not 0 <= ppo.lmbda <= 1:
         raise ConfigError(f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both have to be from 0 to 1")
-
-
-def _said(value: Any) -> str:
-    return "null" if value is None else str(value)

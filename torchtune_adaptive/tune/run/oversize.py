@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.run.fitting import say
 Item = TypeVar("Item")
 
 REMEDY = (
-    "raise adaptive.token_budget or lower tokenizer.max_seq_len, or set adaptive.oversize: truncate (cuts such "
+    "; raise adaptive.token_budget or lower tokenizer.max_seq_len, or set adaptive.oversize: truncate (cuts such "
     "samples) or skip (leaves them out)"
 )
 
@@ -24,9 +24,10 @@ REMEDY = (
 class Admission:
     """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
 
-    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str) -> None:
+    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str = REMEDY) -> None:
         self.done = "cut" if oversize == "truncate" else "left out"
         self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
+        self._remedy = remedy
         self._seen = self._changed = 0
 
     def admit(self, samples: Sequence[Sample]) -> list[Sample]:
@@ -42,8 +43,8 @@ class Admission:
             return sample
         if self._oversize == "error" or "encoder_input" in sample:
             raise SampleTooLargeError(
-                f"sample {index} of the dataset has {length} tokens, but a microbatch has room for {self._longest}; "
-                f"{REMEDY}"
+                f"sample {index} of the dataset has {length} tokens, but a microbatch has room for {self._longest}"
+                f"{self._remedy}"
             )
         self._changed += 1
         return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)

@@ -97,15 +97,21 @@ def microbatches_of(
     longest = min(longest_row(each, LONGEST_SAMPLE) for each in (limit, earlier) if each is not None)
     if longest_of_model is not None and oversize != "error":
         longest = min(longest, kind.length_at(longest_of_model))
-    admission = Admission(data.dataset, kind, longest, oversize)
+    return Microbatches(limit, admission_of(request, longest))
+
+
+def admission_of(request: FitRequest, longest: int, remedy: str = REMEDY) -> Admission:
+    """Collective: what sees to it that no sample is longer than a microbatch has room for. `remedy` ends the error."""
+    data, kind, oversize = request.data, request.kind, request.adaptive.oversize
+    admission = Admission(data.dataset, kind, longest, oversize, remedy)
     # The tokenizer says how long samples are to be; a dataset may know nothing of it, and each sample is looked at.
     if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
         if oversize == "error":
-            _check_longest(request, longest)
+            _check_longest(request, longest, remedy)
         else:
             tokens = count_of(longest, "token")
             say(f"token budget · samples of more than {tokens} are {admission.done} (adaptive.oversize)")
-    return Microbatches(limit, admission)
+    return admission
 
 
 def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
@@ -144,11 +150,11 @@ def _as_rows(limit: Limit, length: int) -> RowLimit:
     return RowLimit(rows)
 
 
-def _check_longest(request: FitRequest, fitting: int) -> None:
+def _check_longest(request: FitRequest, fitting: int, remedy: str) -> None:
     """Collective: every rank sees the same error."""
     longest = longest_sample(request.settings.config, request.data.dataset, request.kind)
     if longest.length > fitting:
         raise SampleTooLargeError(
             f"sample {longest.at} of the dataset has {longest.length} tokens, but a microbatch has room for "
-            f"{fitting}; {REMEDY}"
+            f"{fitting}{remedy}"
         )

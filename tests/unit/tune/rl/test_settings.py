@@ -76,13 +76,14 @@ def test_what_is_not_supported_is_refused_by_its_name(override: str, part: str) 
 
 @pytest.mark.parametrize(
     "values",
-    [{"token_budget": 100}, {"precompute_reference": True}, {"oversize": "skip"}],
+    [{"padding": False}, {"deal": True}, {"precompute_reference": True}, {"oversize": "skip"}],
     ids=lambda values: next(iter(values)),
 )
 def test_what_no_stage_can_do_is_refused_by_its_name(values: dict[str, Any]) -> None:
     with pytest.raises(AdaptiveError, match=f"adaptive.{next(iter(values))}"):
         check_ppo(read_adaptive(OmegaConf.create(values)))
-    check_ppo(read_adaptive(OmegaConf.create({})))
+    for taken in ({}, {"token_budget": "auto"}, {"token_budget": 100, "oversize": "truncate", "padding": True}):
+        check_ppo(read_adaptive(OmegaConf.create(taken)))
 
 
 def test_other_recipes_say_whose_config_it_is() -> None:

@@ -1,0 +1,184 @@
+"""PPO under a token budget: answers and weights as by rows, whatever fails, in as many microbatches on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.rollouts import load_ppo, ppo_config, saved
+from tests.recipes.stopping import train_until
+from tests.recipes.test_ppo_runs import compare, events_of
+from torchtune_adaptive.limits.limit import TokenLimit
+from torchtune_adaptive.limits.packing import Plan
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.rl.stages import FORWARD, STAGES, TRAIN_POLICY
+
+NEW = 12
+VARIED = (
+    f"stop_token_ids=[{','.join(map(str, range(3, 256, 9)))}]",  # so that answers have any length
+    f"max_generated_tokens={NEW}",
+    "batch_size=8",
+    "ppo_batch_size=8",
+    "ppo_epochs=1",
+    "forward_batch_size=8",
+    "dataset.samples=32",
+    "num_steps=32",
+)
+ROOM = 64
+UNEQUAL = "[40MiB,2600KiB]"
+AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit={UNEQUAL}")
+BUDGET = f"adaptive.token_budget={ROOM}"
+CASES: dict[str, tuple[str, ...]] = {
+    "rows": (),
+    "budget": (BUDGET,),
+    "one by one": ("adaptive.token_budget=28",),
+    "auto": AUTO,
+    "again": AUTO,
+}
+FAILING = {"failing": 0, "failing elsewhere": 1}
+RESUMED = (BUDGET, "save_every_n_steps=2", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "num_steps=64")
+
+
+class Cut(NamedTuple):
+    stage: str
+    step: int
+    plan: Plan
+
+
+Cuts = dict[str, list[Cut]]
+"""Of one rank, by the name of the run."""
+
+
+def set_up(folder: Path, port: int, *overrides: str) -> tuple[Any, list[Cut]]:
+    """Collective: a recipe, and a list of how its stages will be cut on this rank."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *VARIED, *overrides))
+    recipe.setup()
+    cuts: list[Cut] = []
+    for stage, runner in recipe.stages.runners.items():
+        runner.on_plan = lambda step, plan, stage=stage: cuts.append(Cut(stage, step, plan))
+    return recipe, cuts
+
+
+def train(recipe: Any) -> None:
+    recipe.train()
+    recipe.cleanup()
+
+
+def fail_everywhere(folder: Path, other: int, port: int) -> list[Cut]:
+    """Collective: every stage runs out of memory in its first step, on one rank or the other."""
+    recipe, cuts = set_up(folder, port, BUDGET, "adaptive.regrow_after=0")
+    for number, stage in enumerate(STAGES):
+        FaultInjector(recipe.stages.runners[stage]).fail_at(rank=(number + other) % 2, step=1, operation=40).__enter__()
+    train(recipe)
+    return cuts
+
+
+def cut_as(folder: Path, failed: Path, port: int) -> list[Cut]:
+    """Collective: with the limits that another run has come down to, from the beginning."""
+    recipe, cuts = set_up(folder, port, BUDGET)
+    shrunk = {event["stage"]: TokenLimit(event["after"]) for event in events_of(failed, "recovery")}
+    recipe.stages.use_limits(shrunk)
+    train(recipe)
+    return cuts
+
+
+def run_all(folder: Path, ports: list[int]) -> Cuts:
+    free, cuts = iter(ports), Cuts()
+    for case, overrides in CASES.items():
+        if case == "again" and os.environ["RANK"] == "0":
+            kept = [f"{stage.replace(' ', '_')}/batch_search.json" for stage in STAGES]
+            for name in kept:
+                (folder / case / "out" / name).parent.mkdir(parents=True)
+                shutil.copy(folder / "auto" / "out" / name, folder / case / "out" / name)
+        recipe, cuts[case] = set_up(folder / case, next(free), *overrides)
+        train(recipe)
+    for case, other in FAILING.items():
+        cuts[case] = fail_everywhere(folder / case, other, next(free))
+        cuts[f"as {case}"] = cut_as(folder / f"as {case}", folder / case, next(free))
+    for case, stops in {"whole": (None,), "stopped": (3, None)}.items():
+        for stop in stops:
+            recipe, _ = set_up(folder / case, next(free), *RESUMED)
+            train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop)
+    return cuts
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Cuts]]:
+    folder = tmp_path_factory.mktemp("ppo")
+    ports = free_ports(len(CASES) + 2 * len(FAILING) + 3)
+    return folder, run_on_ranks(2, run_all, folder, ports, timeout_s=200, in_group=False)
+
+
+@pytest.fixture(scope="module")
+def runs(both: tuple[Path, list[Cuts]]) -> Path:
+    return both[0]
+
+
+@pytest.mark.parametrize("case", ["budget", "one by one", "auto", "again", *FAILING])
+def test_a_token_budget_changes_no_answer_and_no_weight(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "rows")
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_what_failed_leaves_the_bits_of_a_run_that_was_cut_like_this_from_the_beginning(runs: Path, case: str) -> None:
+    failed, cut = saved(runs / case), saved(runs / f"as {case}")
+    assert all(torch.equal(failed[name], cut[name]) for name in cut)
+    recoveries = events_of(runs / case, "recovery")
+    assert [(event["step"], event["stage"], event["unit"]) for event in recoveries] == [
+        (1, stage, "tokens") for stage in STAGES
+    ]
+    assert [tuple(event["ranks"]) for event in recoveries] == [((n + FAILING[case]) % 2,) for n in range(7)]
+
+
+def test_ranks_whose_answers_differ_have_as_many_microbatches(both: tuple[Path, list[Cuts]]) -> None:
+    """Where one needs fewer, it fills up."""
+    for case in ("budget", "one by one", "auto", *FAILING):
+        mine, its = (ran[case] for ran in both[1])
+        assert [(cut.stage, cut.step, len(cut.plan)) for cut in mine] == [
+            (cut.stage, cut.step, len(cut.plan)) for cut in its
+        ]
+        assert [cut.plan for cut in mine] != [cut.plan for cut in its]
+
+
+def test_short_answers_share_a_microbatch_and_those_to_come_count_in_full(both: tuple[Path, list[Cuts]]) -> None:
+    log = read_log(both[0] / "budget" / "log.jsonl")
+    for line in log:
+        for stage in STAGES:
+            assert line[f"{stage.replace(' ', '_')}/microbatch_tokens"] <= ROOM
+        assert line["generate/microbatches"] > max(line[f"{n.replace(' ', '_')}/microbatches"] for n in FORWARD)
+    assert max(line["values/microbatch_rows"] for line in log) > ROOM // (16 + NEW)
+
+
+def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Path) -> None:
+    found = {event["stage"]: event for event in events_of(runs / "auto", "search")}
+    assert tuple(found) == STAGES
+    assert {(event["unit"], event["budget_bytes"]) for event in found.values()} == {("bytes", 2600 * 2**10)}
+    assert events_of(runs / "auto", "recovery") == []
+    longest = {}
+    for stage in STAGES:
+        record = json.loads((runs / "auto" / "out" / stage.replace(" ", "_") / "batch_search.json").read_text())
+        points = record["result"]["points"]
+        assert all(point["peak"]["fits"] for point in points)
+        longest[stage] = points[0]["length"]
+    assert set(longest.values()) == {16 + NEW}
+
+
+def test_the_next_start_takes_what_was_measured_in_each_stage(runs: Path) -> None:
+    reasons = [event["reason"] for event in events_of(runs / "again", "search")]
+    assert len(reasons) == len(STAGES)
+    assert all(reason.endswith("as found before") for reason in reasons)
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
+    whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 2, 3, 4]

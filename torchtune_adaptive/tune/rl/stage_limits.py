@@ -1,0 +1,225 @@
+"""What fits in each stage: what the config says or, measured before the first iteration, as many rows or tokens as fit.
+
+Under a token budget a stage goes by the length of prompt and answer. Generating goes by that of the prompt and of all
+that it may be answered with, since how long an answer gets is not known before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
+from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
+from torchtune_adaptive.memory.device import MemorySource, is_oom
+from torchtune_adaptive.memory.snapshot import leaving_no_trace
+from torchtune_adaptive.record.events import Event
+from torchtune_adaptive.search.lengths import Profile
+from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.rl.course import RolloutParts
+from torchtune_adaptive.tune.rl.models import give_gradients
+from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
+from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
+from torchtune_adaptive.tune.run.oversize import Admission
+from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
+from torchtune_adaptive.tune.run.worst_case import worst_sample
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+Measure = Callable[[FitRequest, MemorySource, int], Answer]
+"""Collective: finds, for no more than so many rows, what fits."""
+
+REMEDY = (
+    " beside an answer; raise adaptive.token_budget, or lower max_generated_tokens or tokenizer.max_seq_len, or set "
+    "adaptive.oversize: truncate (cuts such prompts)"
+)
+
+
+@dataclass(frozen=True)
+class StageLimits:
+    """What a microbatch of each stage may be."""
+
+    limits: Mapping[str, Limit]
+    admission: Admission | None = None
+    """For prompts that may be too long for any microbatch."""
+
+
+def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits:
+    """Collective: the limit of each stage, measured where the config asks for that, and shown before training."""
+    budget, configured = parts.adaptive.token_budget, configured_limits(parts.ppo)
+    if isinstance(budget, int):
+        say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
+        return _admitting(parts, {stage: TokenLimit(budget) for stage in STAGES})
+    if budget is None and not parts.settings.use_maximum_batch_size:
+        return StageLimits(configured)
+    if memory is None:
+        what, remedy = ("batch search", "") if budget is None else ("token budget", ", or a number")
+        say(f"{what} · nothing to find on a CPU, which has no limit: set adaptive.memory_limit{remedy}")
+        return StageLimits(configured)
+    with _as_in_training(parts, memory):
+        if budget is None:
+            rows = {stage: _measured(parts, memory, stage, search_batch_size)[1] for stage in STAGES}
+            say(_table_of_rows(rows))
+            return StageLimits({stage: RowLimit(event.after or 1) for stage, event in rows.items()})
+        profiles = {stage: _measured(parts, memory, stage, profile_lengths)[0] for stage in STAGES}
+    say(_table_of_lengths(profiles, parts.ppo.max_generated_tokens))
+    return _admitting(parts, {stage: profile.limit for stage, profile in profiles.items()})
+
+
+def _admitting(parts: RolloutParts, limits: Mapping[str, Limit]) -> StageLimits:
+    """Collective: beside each prompt that is let in there is room for an answer, in every stage."""
+    longest, new = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()), parts.ppo.max_generated_tokens
+    if longest <= new:
+        raise ConfigError(
+            f"a microbatch has room for {longest} tokens under adaptive.token_budget, but an answer may have {new}, "
+            f"and a prompt has at least 1: raise adaptive.token_budget to {new + 1} or more, or lower "
+            "max_generated_tokens"
+        )
+    if parts.adaptive.oversize != "error":
+        longest = min(longest, *(getattr(model, "max_seq_len", longest) for model in parts.models.everything))
+    request = _request(parts, None, GENERATE)
+    return StageLimits(limits, admission_of(request, longest - new, REMEDY))
+
+
+@contextmanager
+def _as_in_training(parts: RolloutParts, memory: MemorySource) -> Iterator[None]:
+    """Collective: open, there is optimizer state of both models, as there is in training whichever stage runs."""
+    trained = [parts.models.policy, parts.models.value]
+    with leaving_no_trace(trained, parts.optimization.optimizers):
+        # Not limited, so that it is the search that says by how much a rank has too little.
+        with _explaining_what_does_not_fit(), memory.unlimited():
+            for model in trained:
+                give_gradients(model)
+            for optimizer in parts.optimization.optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+@contextmanager
+def _explaining_what_does_not_fit() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise UnrecoverableError(
+            f"rank {dist.get_rank()} ran out of memory with four models, gradients of two and the optimizer's state: "
+            "train on more ranks, with smaller models, or with an optimizer with less state"
+        ) from error
+
+
+def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Measure[Answer]) -> tuple[Answer, Event]:
+    """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
+    found: list[Event] = []
+    try:
+        answer = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
+    except OneRowDoesNotFitError:
+        if stage != GENERATE or not parts.stages.can_go_layer_by_layer:
+            raise
+        parts.stages.go_layer_by_layer()
+        answer = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
+    finally:
+        parts.optimization.optimizers[0].zero_grad(set_to_none=True)
+    parts.journal.found(found[-1])
+    return answer, found[-1]
+
+
+def _request(
+    parts: RolloutParts, memory: MemorySource | None, stage: str, found: Callable[[Event], None] = lambda _: None
+) -> FitRequest:
+    # what was found layer by layer is no answer for a run that has not tried without
+    layer_by_layer = stage == GENERATE and not parts.stages.gathering.stays
+    return FitRequest(
+        settings=parts.settings,
+        adaptive=parts.adaptive,
+        memory=memory,
+        worst_step=partial(_worst_step, parts, memory, stage),
+        data=parts.data,
+        kind=parts.data.kind,
+        found=found,
+        stage=stage,
+        folder=(stage + " layer by layer" * layer_by_layer).replace(" ", "_"),
+    )
+
+
+def _worst_step(parts: RolloutParts, memory: MemorySource | None, stage: str) -> TrainingStep[Rollout]:
+    """Collective: the longest prompt with the longest answer; the policy is trained beside the value's gradients."""
+    assert memory is not None, "measured is where there is a limit"
+    runner, new = parts.stages.runners[stage], parts.ppo.max_generated_tokens
+    update: Callable[[StepResult], object] = _do_nothing
+    # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much a rank has too little.
+    with memory.unlimited():
+        rollout = _worst_rollout(parts)
+        if stage == TRAIN_POLICY:
+            give_gradients(parts.models.value)
+            update = partial(_update, parts)
+
+    def cut(whole: Rollout, length: int) -> Rollout:
+        with memory.unlimited():
+            return whole.prompting(length) if stage == GENERATE else whole.answered(length)
+
+    norm = getattr(runner.model, "norm", None)
+    return TrainingStep(
+        runner=runner,
+        sample=rollout,
+        cut=cut,
+        # Up to the knee it is the answer that grows, behind it the prompt. When there is all of the former to be made,
+        # there is nothing below the knee.
+        shortest=new + 1 if stage == GENERATE else 2,
+        knee=new if stage == GENERATE else new + 1,
+        update=update,
+        optimizers=(),  # as_in_training keeps and restores what there is
+        boundaries={"layers": norm} if norm is not None else {},
+    )
+
+
+def _worst_rollout(parts: RolloutParts) -> Rollout:
+    sample = worst_sample(
+        parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.adaptive.sequence_length
+    )
+    return worst_rollout(torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens)
+
+
+def _do_nothing(result: StepResult) -> None:
+    """The value model is updated with the policy, at the end of the step."""
+
+
+def _update(parts: RolloutParts, result: StepResult) -> None:
+    """Collective: the update of both models; what the next probe finds is as it was before."""
+    parts.optimization.update({"policy": result.target_tokens, "value": result.target_tokens})
+    give_gradients(parts.models.value)
+
+
+def _table_of_rows(found: Mapping[str, Event]) -> str:
+    """What every stage has come to, before training."""
+    lines = [f"  {'stage':<28}rows   peak       of budget"]
+    for stage, event in found.items():
+        peak, budget = event.peak_bytes or 0, event.budget_bytes or 1
+        lines.append(f"  {stage:<28}{event.after:<7}{format_bytes(peak):<11}{100 * peak / budget:6.0f} %")
+    return "\n".join(["what fits in each stage, beside all four models", *lines])
+
+
+def _table_of_lengths(profiles: Mapping[str, Profile], new_tokens: int) -> str:
+    """The same by length: rows of the longest rollout there may be, and of shorter ones."""
+    longest = max(point.length for profile in profiles.values() for point in profile.points)
+    lengths = [longest, longest // 2, longest // 4]
+    columns = [*(f"of {length}" for length in lengths), "any, in tokens"]
+    lines = [f"  {'rows by their tokens':<28}{''.join(f'{column:<10}' for column in columns)}"]
+    for stage, profile in profiles.items():
+        # to generate, a row has all new tokens
+        rows = [profile.limit.rows_at(n) if stage != GENERATE or n > new_tokens else "-" for n in lengths]
+        cells = "".join(f"{cell:<10}" for cell in (*rows, profile.constant_tokens))
+        lines.append(f"  {stage:<28}{cells}".rstrip())
+    return "\n".join(["what fits in each stage, beside all four models", *lines])
