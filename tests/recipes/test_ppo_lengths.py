@@ -16,9 +16,11 @@ from tests.recipes.recording import read_log
 from tests.recipes.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.stopping import train_until
 from tests.recipes.test_ppo_runs import compare, events_of
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.limits.limit import TokenLimit
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.rl.stages import FORWARD, STAGES, TRAIN_POLICY
 
 NEW = 12
@@ -34,7 +36,7 @@ VARIED = (
 )
 ROOM = 64
 UNEQUAL = "[40MiB,2600KiB]"
-AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit={UNEQUAL}")
+AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit={UNEQUAL}", "adaptive.reuse_search=True")
 BUDGET = f"adaptive.token_budget={ROOM}"
 CASES: dict[str, tuple[str, ...]] = {
     "rows": (),
@@ -182,3 +184,34 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs:
     whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
     assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 2, 3, 4]
+
+
+LONG = {
+    "named": ("adaptive.token_budget=18",),
+    "no room": (f"adaptive.token_budget={NEW}",),
+    "cut": ("adaptive.token_budget=18", "adaptive.oversize=truncate"),
+}
+ALONE = ("batch_size=2", "ppo_batch_size=2", "num_steps=4", "dataset.samples=4")
+
+
+def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
+    told = {}
+    for (case, overrides), port in zip(LONG.items(), ports, strict=True):
+        try:
+            recipe, _ = set_up(folder / case, port, *ALONE, *overrides)
+            train(recipe)
+        except AdaptiveError as error:
+            told[case] = str(error)
+            process_group.leave()
+    return told
+
+
+def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> None:
+    [told] = run_on_ranks(1, run_too_long, tmp_path, free_ports(len(LONG)), timeout_s=60, in_group=False)
+    assert "of the dataset has" in told["named"]
+    assert f"room for {18 - NEW} beside an answer; raise adaptive.token_budget, or lower" in told["named"]
+    assert f"room for {NEW} tokens under adaptive.token_budget, but an answer may have {NEW}" in told["no room"]
+    assert "cut" not in told
+    for line in read_log(tmp_path / "cut" / "log.jsonl"):
+        assert {line[f"{stage.replace(' ', '_')}/microbatch_tokens"] for stage in STAGES} <= {*range(19)}
+        assert line["generate/microbatch_tokens"] == 18

@@ -188,7 +188,9 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) ->
     recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_{way}_distributed"
     sizes = f"batch_size={rows}"
     if trains_with_ppo(cfg):
-        recipe, sizes = PPO, "use_maximum_batch_size=True"
+        by_tokens = read_adaptive(cfg.get("adaptive")).token_budget is not None
+        recipe = PPO
+        sizes = f"use_maximum_batch_size={not by_tokens}{' adaptive.token_budget=auto' if by_tokens else ''}"
     ranks = plan.ranks
     on_one_machine = ranks <= 8 or ranks % 8
     nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"

@@ -15,6 +15,7 @@ from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
+from torchtune_adaptive.tune.start.sections import read_adaptive
 
 
 def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:
@@ -36,7 +37,7 @@ def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
     if trains_on_pairs(cfg):
         notes += _notes_on_stages(cfg, step)
     if trains_with_ppo(cfg):
-        notes += _notes_on_rollouts(step)
+        notes += _notes_on_rollouts(cfg, step)
     if not step.padded:
         notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is rows × tokens")
     if step.settings.fsdp_cpu_offload:
@@ -61,11 +62,12 @@ def _notes_on_stages(cfg: DictConfig, step: FakeStep) -> list[str]:
     return notes
 
 
-def _notes_on_rollouts(step: FakeStep) -> list[str]:
-    notes = [
-        "rows: the most that a rank has in a stage (batch_size, ppo_batch_size) or that fit, rounded down; "
-        "use_maximum_batch_size finds as many for each"
-    ]
+def _notes_on_rollouts(cfg: DictConfig, step: FakeStep) -> list[str]:
+    rows = "rows: the most that a rank has in a stage (batch_size, ppo_batch_size) or that fit, rounded down; "
+    if read_adaptive(cfg.get("adaptive")).token_budget is None:
+        notes = [f"{rows}use_maximum_batch_size finds as many for each"]
+    else:
+        notes = [f"{rows}adaptive.token_budget: so many of the longest, and more of those that turn out shorter"]
     if step.on_gpu:
         notes.append("stages are replayed one by one: what one leaves cached may have to be flushed for the next")
     return notes

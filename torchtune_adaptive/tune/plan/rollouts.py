@@ -30,6 +30,7 @@ from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_op
 from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, found_of, sequences_of, worst_rollout
 from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, VALUE, PPOSettings, read_ppo_settings
 from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE, Gathering, most_rows, passes_of
+from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
@@ -46,6 +47,8 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
         optimization = build_ppo_optimization(settings, models, {}, HOST)
         loss = build_ppo_loss(settings)
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
+    by_tokens = read_adaptive(settings.config.get("adaptive")).token_budget is not None
+    in_parts = ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size or by_tokens
     ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, HOST, 0, gathering)
 
     def layer_by_layer() -> None:
@@ -63,7 +66,7 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
             sample_of=partial(_rollout_of, ppo),
             stand_in=Rollout.stand_in,
             answer_tokens=ppo.max_generated_tokens,
-            accumulates=trains and (ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size),
+            accumulates=trains and in_parts,
             most_rows=most_rows(stage, ppo),
             otherwise=layer_by_layer if gathers else None,
             gradients_of=(models.value,) if stage == TRAIN_POLICY else (),
