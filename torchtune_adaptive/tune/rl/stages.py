@@ -29,7 +29,7 @@ from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, Pass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
-from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.run.fitting import restore_limit, say
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
@@ -143,7 +143,7 @@ class RolloutStages:
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for name, runner in self.runners.items():
             if name in saved:
-                runner.load_state_dict(saved[name])
+                restore_limit(runner, saved[name], name)
         if not saved.get("stays", True) and self.can_go_layer_by_layer:
             self.go_layer_by_layer()
 
