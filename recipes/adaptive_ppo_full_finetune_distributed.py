@@ -114,7 +114,7 @@ class AdaptivePPOFullFinetuneDistributed:
                     figures = self.iterate(prompts, iteration)
                     self.progress = self.progress.after_step(sizes, self._ranks)
                     run = figures_of_run(self.stages, began, len(prompts) * self._ranks)
-                    self._metrics.log_iteration(iteration, figures["loss"], figures, run)
+                    self._metrics.log_iteration(iteration, figures, run)
                     losses.saw(iteration, figures["loss"], run["target_tokens"], figures.get("grad_norm"))
                     self._profiler.step()
                     stopping = self.stages.asked_to_stop

@@ -143,7 +143,7 @@ def test_a_step_that_outlasts_the_launchers_patience_says_what_is_not_saved(tmp_
         assert run.process.wait(60) == 1
         run.when(lambda: "SignalException" in run.output, 10)
     lost = f"saved is {saved(run)}, and what was trained since then is lost"
-    assert "(torchrun, if it was asked, waits 4 s). Again: at once" in run.output
+    assert "(torchrun, if it was asked, waits 4 s). A second signal ends it at once" in run.output
     late = f"SIGTERM: no end in sight, and torchrun, if it was asked, ends the run in 2 s; {lost}"
     assert run.output.count(late) == 1, run.output
     assert last_time(tmp_path) == f"last time: SIGTERM, which did not leave it the time to save; {lost}"

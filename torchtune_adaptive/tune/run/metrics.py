@@ -43,7 +43,8 @@ class Metrics:
         self._memory: MemorySource | None = None
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
-        self._losses: tuple[float, float] | None = None
+        self._course: tuple[str, float, float] | None = None
+        """What is shown of the training, and its first and last value."""
         self._checkpoints_in = checkpoint_directory(settings)
         self._logger_failed = False
         if self._shown:
@@ -80,7 +81,7 @@ class Metrics:
         now = time.perf_counter()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
         if self._shown:
-            self._losses = (self._losses[0] if self._losses else loss, loss)
+            self._came_to("loss", loss)
             self._progress.update(note=f"loss {loss:.4f}")
         if step % self._every != 0:
             return loss
@@ -93,10 +94,10 @@ class Metrics:
             self._memory.reset_peak()
         return loss
 
-    def log_iteration(self, step: int, loss: float, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
+    def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
         """Logs an iteration of several steps: `run` are figures that only the record has."""
         if self._shown:
-            self._losses = (self._losses[0] if self._losses else loss, loss)
+            self._came_to("reward", figures["scores"])
             self._progress.update(note=f"reward {figures['scores']:.3f}")
         if step % self._every != 0:
             return
@@ -116,6 +117,9 @@ class Metrics:
         run |= {f"sent_{where}_bytes": sent for where, sent in result.sent._asdict().items() if sent}
         self._journal.step(step, {**figures, **run})
 
+    def _came_to(self, figure: str, value: float) -> None:
+        self._course = (figure, self._course[1] if self._course else value, value)
+
     def _to_logger(self, figures: Mapping[str, float], step: int) -> None:
         """Logs to the config's logger. A full disk must not end the run here: the next checkpoint says it better."""
         try:
@@ -128,9 +132,9 @@ class Metrics:
     def close(self) -> None:
         if not self._shown:
             return
-        if self._losses:
+        if self._course:
             what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
-            logger.info("%s: loss %.4f -> %.4f, checkpoints in %s", what, *self._losses, self._checkpoints_in)
+            logger.info("%s: %s %.4f -> %.4f, checkpoints in %s", what, *self._course, self._checkpoints_in)
         with suppress(OSError):
             self._logger.close()
 

@@ -97,7 +97,7 @@ def _first(asked_by: signal.Signals) -> None:
     name = asked_by.name + f" on rank {rank}" * (rank != 0)
     waits_s = launcher_waits_s()
     time_left = "" if waits_s is None else f" (torchrun, if it was asked, waits {waits_s:g} s)"
-    _say(f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. Again: at once")
+    _say(f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. A second signal ends it at once")
     THIS_RUN.try_to_note(run_file.ASKED, f"{name}, after which it was ended before it could say more")
     if waits_s is not None:
         notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
