@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -157,3 +158,8 @@ def test_the_demo_runs_as_a_user_calls_it(recipe: str, config: str, tmp_path: Pa
     assert "batch search · reference log-probabilities · linear" in ended.output
     assert "batch search · policy · linear" in ended.output
     assert "trained: loss 0.6931 -> " in ended.output
+    [log] = (tmp_path / "runs" / "demo" / config / "logs").glob("log_*.txt")
+    margins = [float(margin) for margin in re.findall(r"rewards/margins:(\S+)", log.read_text())]
+    assert len(margins) == 3
+    assert margins[0] == 0  # the policy is its reference still
+    assert margins[-1] > 0
