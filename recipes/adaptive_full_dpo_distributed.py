@@ -54,6 +54,7 @@ class AdaptiveFullDPODistributed:
         contents = FullContents(recipe="full_dpo")
         stops = self._adaptive.on_save_error == "stop"
         self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self._preferences = PreferenceFigures(self._settings, self._adaptive)
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
@@ -115,7 +116,7 @@ class AdaptiveFullDPODistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, preferences, stopping = LossWatch(self._adaptive.on_nan_loss), PreferenceFigures(self._settings), False
+        losses, stopping = LossWatch(self._adaptive.on_nan_loss), False
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * self.course.most_samples_per_step
@@ -138,7 +139,7 @@ class AdaptiveFullDPODistributed:
                         learning_rate=self.optimization.learning_rate(),
                         grad_norm=grad_norm,
                         samples=float(result.sums[PAIRS]),
-                        more=preferences.of(reference, result),
+                        more=self._preferences.of(reference, result),
                     )
                     losses.saw(step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
@@ -148,7 +149,7 @@ class AdaptiveFullDPODistributed:
                             self.save_checkpoint()
                         self._checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
-                preferences.end_epoch()
+                self._preferences.end_epoch()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
                 self._checkpoints.end_if_asked(self.progress, stopping)

@@ -52,6 +52,7 @@ class AdaptiveLoraDPODistributed:
         contents = LoraContents(self._lora, self._settings.save_adapter_weights_only, recipe="lora_dpo")
         stops = self._adaptive.on_save_error == "stop"
         self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self._preferences = PreferenceFigures(self._settings, self._adaptive)
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
@@ -103,7 +104,7 @@ class AdaptiveLoraDPODistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, preferences, stopping = LossWatch(self._adaptive.on_nan_loss), PreferenceFigures(self._settings), False
+        losses, stopping = LossWatch(self._adaptive.on_nan_loss), False
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * self.course.most_samples_per_step
@@ -126,7 +127,7 @@ class AdaptiveLoraDPODistributed:
                         learning_rate=self.optimization.learning_rate(),
                         grad_norm=grad_norm,
                         samples=float(result.sums[PAIRS]),
-                        more=preferences.of(reference, result),
+                        more=self._preferences.of(reference, result),
                     )
                     losses.saw(step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
@@ -136,7 +137,7 @@ class AdaptiveLoraDPODistributed:
                             self.save_checkpoint()
                         self._checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
-                preferences.end_epoch()
+                self._preferences.end_epoch()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
                 self._checkpoints.end_if_asked(self.progress, stopping)

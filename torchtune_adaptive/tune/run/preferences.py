@@ -40,8 +40,10 @@ def check_no_reference(adaptive: AdaptiveConfig) -> None:
 class PreferenceFigures:
     """Rewards, log-probabilities and logits of the answers: means over the pairs of a step, on all ranks."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, adaptive: AdaptiveConfig) -> None:
         self._settings = settings
+        # a budget takes samples by their length, and may do so in microbatches that only look like torchtune's
+        self._by_rows = adaptive.token_budget is None
         self._said = False
         self._told = False
         self._seen = dict.fromkeys((PAIRS, EMPTY, IDENTICAL), 0.0)
@@ -94,4 +96,4 @@ class PreferenceFigures:
     def _is_stock_split(self, result: StepResult) -> bool:
         settings = self._settings
         cut = result.load.most_rows, result.microbatches
-        return cut == (settings.batch_size, settings.gradient_accumulation_steps)
+        return self._by_rows and cut == (settings.batch_size, settings.gradient_accumulation_steps)
