@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -362,6 +363,12 @@ def test_only_tests_let_things_fail() -> None:
     """Faults are for tests: nothing that trains can reach them."""
     assert modules_in({"testing"})
     assert {name for name in MODULES if room_of(name) != "testing" and "testing.faults" in reached_from(name)} == set()
+
+
+def test_the_keys_of_a_pair_are_written_in_one_place() -> None:
+    keys = [key for sequence in PAIR.sequences for key in (sequence.tokens, sequence.labels)]
+    written = {path for path in [*FILES, *RECIPES] if any(f'"{key}"' in path.read_text() for key in keys)}
+    assert written == {MODULES["tune.parts.samples"]}
 
 
 def test_nothing_in_the_package_imports_a_recipe() -> None:

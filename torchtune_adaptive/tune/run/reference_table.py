@@ -34,7 +34,7 @@ from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
-from torchtune_adaptive.tune.parts.samples import Sample
+from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.outset import Parts, open_record, reference_limit
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -154,7 +154,7 @@ def _ask(runner: StepRunner[Sample], dataset: NamedSamples, indices: list[int], 
 def mark_of(pair: Sample) -> int:
     """A checksum of the tokens and labels of a pair."""
     mark = 0
-    for key in ("chosen_input_ids", "chosen_labels", "rejected_input_ids", "rejected_labels"):
+    for key in (key for sequence in PAIR.sequences for key in (sequence.tokens, sequence.labels)):
         values = np.asarray(pair[key], dtype=np.int64)
         mark = zlib.crc32(values.tobytes(), zlib.crc32(len(values).to_bytes(8, "little"), mark))
     return mark
