@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.checkpoints import folders
+from torchtune_adaptive.tune.parts.checkpoints import background, contents, folders
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 
@@ -28,9 +30,15 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
     def save_or_fail(*args: Any) -> None:
         saves[0] += 1
         if saves[0] == 3:
-            SPOILERS[spoil](recipe, folder / "out")
-        save(*args)
+            spoiled = SPOILERS[spoil](recipe, folder / "out")
+        with (spoiled if saves[0] == 3 else None) or nullcontext():
+            save(*args)
 
+    def watch_too(memory: Any) -> None:
+        recipe.memory = memory
+        watch(memory)
+
+    watch, recipe.watch = recipe.watch, watch_too
     recipe._checkpoints.save = save_or_fail
     message = None
     try:
@@ -69,7 +77,29 @@ def run_out_of_memory(recipe: Any, out: Path) -> None:
     object.__setattr__(recipe._checkpoints._contents, "weights", weights)
 
 
+def full(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def no_memory_to_gather(recipe: Any, out: Path) -> Any:
+    """On rank 1: the meter has room for what ranks tell each other, and not for the largest weight."""
+    meter = recipe.memory
+    return mock.patch.object(meter, "cap_bytes", meter.live_bytes + 100_000) if dist.get_rank() == 1 else None
+
+
+def no_memory_to_copy(recipe: Any, out: Path) -> Any:
+    return mock.patch.object(background, "copied_to_host", full) if dist.get_rank() == 1 else None
+
+
+def no_memory_to_merge(recipe: Any, out: Path) -> Any:
+    """Which rank 0 does alone."""
+    return mock.patch.object(contents.peft, "get_merged_lora_ckpt", full)
+
+
 SPOILERS = {
+    "no memory to gather": no_memory_to_gather,
+    "no memory to copy": no_memory_to_copy,
+    "no memory to merge": no_memory_to_merge,
     "gone": take_the_folder_away,
     "in the way": put_a_file_in_its_place,
     "gone between": take_it_away_between_saves,
@@ -115,7 +145,38 @@ def test_a_run_may_go_on_without_it(tmp_path: Path) -> None:
         assert complete == ["epoch_0", "epoch_1", "step_2"]
 
 
-def test_out_of_memory_while_saving_names_the_checkpoint_and_the_one_to_go_on_from(tmp_path: Path) -> None:
+METERED = "adaptive.memory_limit=64MiB"
+BESIDE, GOING_ON = "enable_async_checkpointing=True", "adaptive.on_save_error=continue"
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "overrides", "complete"),
+    [
+        ("full", "no memory to gather", (METERED,), ["epoch_0", "epoch_1", "step_2"]),
+        ("lora", "no memory to gather", (METERED,), ["epoch_0", "epoch_1", "step_2"]),
+        ("lora", "no memory to merge", (), ["epoch_0", "epoch_1", "step_2"]),
+        ("full", "no memory to copy", (BESIDE,), ["dist_epoch_0", "epoch_1", "step_2"]),
+    ],
+)
+def test_out_of_memory_in_a_save_is_survived(
+    kind: str, spoil: str, overrides: tuple[str, ...], complete: list[str], tmp_path: Path
+) -> None:
+    ended = run_on_ranks(2, trained, kind, tmp_path / "run", spoil, *overrides, GOING_ON, timeout_s=90, in_group=False)
+    assert ended == [(None, complete)] * 2
+
+
+def test_out_of_memory_before_a_save_ends_every_rank_with_one_message_if_it_is_to_end(tmp_path: Path) -> None:
+    ended = run_on_ranks(
+        2, trained, "full", tmp_path / "run", "no memory to gather", METERED, timeout_s=60, in_group=False
+    )
+    for message, complete in ended:
+        assert message is not None
+        for word in ("step_6 could not be saved", "out of memory on rank 1", "epoch_0", "adaptive.max_batch_size"):
+            assert word in message
+        assert complete == ["epoch_0", "step_2"]
+
+
+def test_out_of_memory_while_gathering_names_the_checkpoint_and_the_one_to_go_on_from(tmp_path: Path) -> None:
     for rank, (message, complete) in enumerate(
         run_on_ranks(2, trained, "full", tmp_path / "run", "memory", timeout_s=60, in_group=False)
     ):

@@ -46,6 +46,9 @@ class PPOContents:
             VALUE_MODEL: training.gather_cpu_state_dict(model["value"], first, device=device),
         }
 
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        return gathered
+
 
 class TwoCheckpointers:
     """Two of torchtune's checkpointers as one, so that what they write becomes one checkpoint, or none."""

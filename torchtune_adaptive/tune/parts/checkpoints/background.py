@@ -1,4 +1,4 @@
-"""Saving beside training: torch.distributed.checkpoint copies the state to the host, then writes it in a thread."""
+"""Saving beside training: torch.distributed.checkpoint writes a copy of the state on the host, in a thread."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ class BackgroundSave:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def start(self, folder: Path, state: dict[str, Any], finished: Finished) -> None:
-        """Collective: returns when the state is copied, so that training may change it."""
+    def start(self, folder: Path, copied: dict[str, Any], finished: Finished) -> None:
+        """Collective: returns at once. What is `copied` no longer changes with training."""
         self.name, self._error = finished[0], None
         self._ended.clear()
         began = time.perf_counter()
         # one file for each thread: a file for each tensor would be hundreds to sync, and to sum up
         writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=THREADS, sync_files=True)
-        future = async_save(state, storage_writer=writer, process_group=self.group, async_stager=OneCopy())
+        future = async_save(copied, storage_writer=writer, process_group=self.group, async_stager=Copied())
         assert isinstance(future, Future)
         future.add_done_callback(partial(self._finish, finished, began))
 
@@ -75,12 +75,17 @@ class BackgroundSave:
             self._ended.set()
 
 
-class OneCopy(BlockingAsyncStager):
-    """Training stands still for one copy of its state, not for the two or three of torch's own stager."""
+class Copied(BlockingAsyncStager):
+    """Copying again would let training stand still for nothing."""
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        staged: dict[str, Any] = tree_map(_copied, state_dict)
-        return staged
+        return state_dict
+
+
+def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+    """One copy on the host, in the place of the two or three of torch's own stager."""
+    copied: dict[str, Any] = tree_map(_copied, state)
+    return copied
 
 
 def _copied(value: Any) -> Any:

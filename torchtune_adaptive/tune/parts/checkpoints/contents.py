@@ -1,19 +1,23 @@
-"""What goes into a checkpoint: gathered from all ranks on rank 0, in torchtune's keys."""
+"""What goes into a checkpoint: made ready on each rank, gathered on rank 0, in torchtune's keys."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_iter
 from torchtune import training
 from torchtune.modules import peft
 
-from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.memory.device import forget_frames, is_oom, plain_tensors, release
+from torchtune_adaptive.tune.parts.checkpoints.problems import tried
+from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, capture_random_state
 from torchtune_adaptive.tune.start.settings import LoraSettings
 
 State = dict[str, Any]
@@ -27,7 +31,10 @@ class Contents(Protocol):
     """Whether only the adapter is saved, without the weights of the whole model."""
 
     def weights(self, model: nn.Module, device: torch.device) -> State:
-        """Collective: under torchtune's keys, on rank 0."""
+        """Collective: gathered on rank 0."""
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        """On rank 0: what was gathered, as torchtune's checkpointer takes it."""
 
 
 def is_lora(recipe: str) -> bool:
@@ -45,6 +52,9 @@ class FullContents:
     def weights(self, model: nn.Module, device: torch.device) -> State:
         return {training.MODEL_KEY: training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=device)}
 
+    def finished(self, gathered: State, model: nn.Module) -> State:
+        return gathered
+
 
 @dataclass(frozen=True)
 class LoraContents:
@@ -55,10 +65,11 @@ class LoraContents:
     recipe: str = "lora"
 
     def weights(self, model: nn.Module, device: torch.device) -> State:
-        first = dist.get_rank() == 0
-        gathered = training.gather_cpu_state_dict(model, first, device=device, adapter_weights_only=self.adapter_only)
-        if not first:
-            return {}
+        first, adapter_only = dist.get_rank() == 0, self.adapter_only
+        gathered: State = training.gather_cpu_state_dict(model, first, device=device, adapter_weights_only=adapter_only)
+        return gathered
+
+    def finished(self, gathered: State, model: nn.Module) -> State:
         state: State = {training.ADAPTER_CONFIG: self._adapter_config()}
         if self.adapter_only:
             return {**state, training.ADAPTER_KEY: gathered}
@@ -80,19 +91,64 @@ class LoraContents:
         }
 
 
-def weights_are_finite(model: nn.Module) -> bool:
-    """Collective: whether no trained weight, on any rank, is NaN or infinite."""
-    told = [True] * dist.get_world_size()
-    dist.all_gather_object(told, _are_finite(each for each in model.parameters() if each.requires_grad))
-    return all(told)
-
-
 @torch.no_grad()
-def _are_finite(parameters: Iterable[nn.Parameter]) -> bool:
+def weights_are_finite(model: nn.Module) -> bool:
+    """Whether no trained weight of this rank is NaN or infinite."""
     # A sum is NaN or infinite where any term is, and needs no memory to say so, as `isfinite` would.
-    shards = (each.to_local() if isinstance(each, DTensor) else each for each in parameters)
+    trained = (each for each in model.parameters() if each.requires_grad)
+    shards = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
     sums = [shard.sum(dtype=torch.float32) for shard in shards]
     return not sums or bool(torch.stack(sums).isfinite().all())
+
+
+@dataclass(frozen=True)
+class Ready:
+    """What the ranks have told each other before a save, so that none begins what another cannot go through with."""
+
+    finite: bool
+    """Whether no weight of any rank is NaN or infinite."""
+    random_states: list[RandomState]
+    problem: str | None
+    """The first that a rank has met."""
+
+
+def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory: Path) -> tuple[State | None, Ready]:
+    """Collective, and one for all of it: what `prepare` returns here, and how it went everywhere."""
+
+    def alone() -> tuple[bool, RandomState, State | None]:
+        finite = weights_are_finite(model)
+        return finite, capture_random_state(), prepare() if finite else None
+
+    done, problem = tried(alone, directory)
+    finite, random_state, prepared = done or (True, {}, None)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, Ready(finite, [random_state], problem))
+    return prepared, Ready(
+        finite=all(each.finite for each in told),
+        random_states=[each.random_states[0] for each in told],
+        problem=next((each.problem for each in told if each.problem is not None), None),
+    )
+
+
+def make_room_to_gather(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+    """Raises where this rank has no memory for what gathering will take: in its midst no rank may fail alone."""
+    try:
+        _allocate_what_is_gathered(model, optimizer, device)
+        return
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        forget_frames(error)
+    release()
+    _allocate_what_is_gathered(model, optimizer, device)
+
+
+def _allocate_what_is_gathered(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+    tensors = [*model.parameters(), *model.buffers(), *tree_iter(optimizer.state_dict())]
+    largest = max((each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)), default=0)
+    # one tensor at a time: as it arrives, and as it is put together
+    for_a_moment = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    del for_a_moment
 
 
 def _copies_of_what_is_shared(weights: Mapping[str, torch.Tensor], model: nn.Module) -> State:

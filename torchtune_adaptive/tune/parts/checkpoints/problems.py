@@ -1,4 +1,4 @@
-"""What can go wrong when a checkpoint is written or read, in words that a user can act on."""
+"""What becomes of a checkpoint that is written or read, and what can go wrong, in words that a user can act on."""
 
 from __future__ import annotations
 
@@ -6,15 +6,25 @@ import functools
 import importlib.metadata
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
+import torch.distributed as dist
 from torchtune.utils import get_logger
 
+from torchtune_adaptive.errors import CheckpointError, NotLearningError, UnrecoverableError
+from torchtune_adaptive.memory.device import forget_frames, is_oom, release
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.start.components import reason
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
+
+logger = logging.getLogger(__name__)
+
+Value = TypeVar("Value")
+_GOES_ON = "once that is mended the same command with resume_from_checkpoint=auto goes on"
 
 NEARLY_FULL_BYTES = 2**20
 """Bytes that may still be free after a write has failed for want of room: less than a block, on most systems."""
@@ -24,8 +34,70 @@ SHORT_WRITES = ("unexpected pos", "PytorchStreamWriter failed", "basic_ios::clea
 """torch's words for a write that the operating system cut short; it drops the error that says why."""
 
 
+class Outcomes:
+    """What becomes of the saves of a run: told once, and known to whatever ends the run."""
+
+    def __init__(self, directory: Path, *, stops_on_error: bool) -> None:
+        self._directory, self._stops_on_error = directory, stops_on_error
+        self._passed_over = False
+
+    def saved(self, name: str, step: int, seconds: float) -> None:
+        """On every rank: it is there."""
+        self._passed_over = False
+        THIS_RUN.newest, THIS_RUN.newest_step = self._directory / name, step
+        if dist.get_rank() == 0:
+            logger.info("checkpoint %s saved in %.1f s", THIS_RUN.newest, seconds)
+
+    def failed(self, name: str, problem: str, *, last: bool) -> None:
+        """On every rank: training goes on if the config says so, but a run without its last checkpoint has failed."""
+        message = f"checkpoint {name} could not be saved to {self._directory}: {problem}; {_last_good()}"
+        if dist.get_rank() == 0:
+            folders.discard_staged(self._directory)
+        if self._stops_on_error:
+            raise CheckpointError(
+                f"{message}; {_GOES_ON} (adaptive.on_save_error: continue would have trained on without it)"
+            )
+        if last:
+            raise CheckpointError(f"{message}; {_GOES_ON}")
+        if dist.get_rank() == 0:
+            logger.warning("%s; training goes on (adaptive.on_save_error: continue)", message)
+
+    def pass_over(self, name: str, *, last: bool) -> None:
+        """On every rank: weights that are NaN would only push out those that are not."""
+        fact = f"checkpoint {name} is not saved, since the weights are NaN or infinite; {_last_good()}"
+        if last:
+            raise NotLearningError(f"{fact}: start again from there with a lower optimizer.lr or a clip_grad_norm")
+        if not self._passed_over and dist.get_rank() == 0:
+            logger.warning("%s; nor is any that follows, as long as they are", fact)
+        self._passed_over = True
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """Names the checkpoint if gathering it runs out of memory, which no rank can repeat alone."""
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise UnrecoverableError(
+            f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}: go on "
+            "from there with resume_from_checkpoint=auto and a smaller batch_size or adaptive.max_batch_size"
+        ) from error
+
+
+def _last_good() -> str:
+    if THIS_RUN.newest is None or not THIS_RUN.newest.is_dir():
+        return "there is no earlier checkpoint"
+    return f"the last good one is {THIS_RUN.newest}"
+
+
 def cause(error: BaseException, directory: Path) -> str:
     """Why a checkpoint could not be written. torch's writers fail with texts of their own when a disk is full."""
+    if is_oom(error) or isinstance(error, MemoryError):
+        return (
+            f"out of memory on rank {dist.get_rank()}: a smaller batch_size or adaptive.max_batch_size leaves it more"
+        )
     if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return "the folder is gone"
     free = folders.free_bytes(directory)
@@ -39,6 +111,17 @@ def cause(error: BaseException, directory: Path) -> str:
     else:
         text = reason(error)
     return f"{text} ({format_bytes(free)} free)"
+
+
+def tried(work: Callable[[], Value], directory: Path) -> tuple[Value | None, str | None]:
+    """What this rank does alone for a checkpoint, or why it could not: the others are to hear of it."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, a rank that raised would leave the others waiting
+        problem = cause(error, directory)
+        forget_frames(error)
+    release()
+    return None, problem
 
 
 def require_folder(path: Path) -> None:

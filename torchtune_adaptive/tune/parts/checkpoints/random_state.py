@@ -18,12 +18,16 @@ from torchtune_adaptive.wording import count_of
 RandomState = dict[str, Any]
 
 
-def gather_random_state() -> list[RandomState] | None:
-    """Collective: what every rank would draw next, on rank 0."""
-    first = dist.get_rank() == 0
-    states: list[Any] | None = [None] * dist.get_world_size() if first else None
-    dist.gather_object(_capture(), states)
-    return states
+def capture_random_state() -> RandomState:
+    """What this rank would draw next."""
+    torch_state = RngState.capture()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch_state.cpu,
+        "cuda": torch_state.cuda,
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, [int(key) for key in keys], *rest]),
+    }
 
 
 def write_random_state(folder: Path, states: list[RandomState]) -> None:
@@ -40,17 +44,6 @@ def restore_random_state(folder: Path) -> str | None:
         return f"the checkpoint has the random generators of {count_of(len(states), 'rank')}"
     _restore(states[dist.get_rank()])
     return None
-
-
-def _capture() -> RandomState:
-    torch_state = RngState.capture()
-    kind, keys, *rest = np.random.get_state(legacy=True)
-    return {
-        "torch": torch_state.cpu,
-        "cuda": torch_state.cuda,
-        "python": json.dumps(random.getstate()),
-        "numpy": json.dumps([kind, [int(key) for key in keys], *rest]),
-    }
 
 
 def _restore(state: RandomState) -> None:

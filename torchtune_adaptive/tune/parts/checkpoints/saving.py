@@ -8,8 +8,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,17 +18,15 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
-from torchtune_adaptive.errors import CheckpointError, NotLearningError, RunStopped, UnrecoverableError
-from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
-from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished
-from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, State, weights_are_finite
+from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished, copy_of
+from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, Ready, State, make_ready, make_room_to_gather
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.random_state import (
     RandomState,
-    gather_random_state,
     restore_random_state,
     write_random_state,
 )
@@ -43,8 +40,6 @@ from torchtune_adaptive.wording import count_of
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-
-_GOES_ON = "once that is mended the same command with resume_from_checkpoint=auto goes on"
 
 
 class Checkpoints:
@@ -65,12 +60,11 @@ class Checkpoints:
         self._start = start
         self._contents = contents
         self._device = device
-        self._stops_on_error = stops_on_error
         self._directory = checkpoint_directory(settings).absolute()
+        self._outcomes = problems.Outcomes(self._directory, stops_on_error=stops_on_error)
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
         self._serial = start.serial
-        self._worth_saving = True  # as the last save has found the weights
         self._resumed_from = start.files.folder.name if start.files else None
         self._checkpointer = build(settings.config, self._directory / folders.SAVING, start.files)
         # the demo's checkpointer makes the weights that belong to the identity
@@ -129,41 +123,53 @@ class Checkpoints:
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
         name = progress.name_of_checkpoint(distributed=in_background)
-        if not weights_are_finite(model):
-            self._pass_over(name, last=progress.finished)
-            return
-        self._worth_saving = True
-        if in_background:
-            self._save_in_background(name, progress, state, model, optimizer)
-        else:
-            self._save_here(name, progress, state, model, optimizer)
 
-    def _save_here(self, name: str, progress: Progress, state: State, model: nn.Module, optimizer: Any) -> None:
+        def prepare() -> State | None:
+            if not in_background:
+                make_room_to_gather(model, optimizer, self._device)
+                return None
+            if dist.get_rank() == 0:  # torch would create a folder that is gone anew, on whatever file system is left
+                problems.require_folder(self._staged(name).parent)
+            return copy_of({**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()})
+
+        copied, ready = make_ready(model, prepare, self._directory)
+        if not ready.finite:
+            self._outcomes.pass_over(name, last=progress.finished)
+        elif ready.problem is not None:
+            self._outcomes.failed(name, ready.problem, last=progress.finished)
+        elif self._background is not None and copied is not None:
+            manifest = self._manifest(progress, distributed=True)
+            self._background.start(self._staged(name), copied, (name, manifest, ready.random_states))
+        else:
+            self._save_here(name, progress, state, ready, model, optimizer)
+
+    def _save_here(
+        self, name: str, progress: Progress, state: State, ready: Ready, model: nn.Module, optimizer: Any
+    ) -> None:
         """Collective: returns once the checkpoint is there."""
-        began, problem = time.perf_counter(), None
-        with self._naming(name):
-            random_states = gather_random_state()
-            manifest = self._manifest(progress, distributed=False)
-            optimizer_part = {training.OPT_KEY: gather_state(model, optimizer, self._device)}
-            weights = self._contents.weights(model, self._device)
-        if dist.get_rank() == 0:
-            problem = self._write(name, {**weights, **state, **optimizer_part}, manifest, random_states or [])
+        began = time.perf_counter()
+        manifest = self._manifest(progress, distributed=False)
+        gathered, problem = self._gathered(name, model, optimizer)
+        if dist.get_rank() == 0 and gathered is not None:
+            optimizer_part, weights = gathered
+
+            def write() -> None:
+                whole = {**self._contents.finished(weights, model), **state, training.OPT_KEY: optimizer_part}
+                self._write(name, whole, manifest, ready.random_states)
+
+            _, problem = problems.tried(write, self._directory)
         self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
 
-    def _save_in_background(
-        self, name: str, progress: Progress, state: State, model: nn.Module, optimizer: Any
-    ) -> None:
-        """Collective: returns once the state is copied, so that training may change it."""
-        assert self._background is not None
-        # torch would create a folder that is gone anew, on whatever file system is left.
-        if gone := _from_rank_0(None if self._staged(name).parent.is_dir() else "the folder is gone"):
-            self._fail(name, gone, last=False)
-            return
-        with self._naming(name):
-            random_states = gather_random_state()
-            manifest = self._manifest(progress, distributed=True)
-            everything = {**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
-            self._background.start(self._staged(name), everything, (name, manifest, random_states or []))
+    def _gathered(self, name: str, model: nn.Module, optimizer: Any) -> tuple[tuple[State, State] | None, str | None]:
+        """Collective: optimizer state and weights; or, of a rank that has no peers, what went wrong."""
+
+        def gather() -> tuple[State, State]:
+            return gather_state(model, optimizer, self._device), self._contents.weights(model, self._device)
+
+        if dist.get_world_size() == 1:
+            return problems.tried(gather, self._directory)
+        with problems.naming(name):
+            return gather(), None
 
     def end_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
         """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
@@ -177,23 +183,19 @@ class Checkpoints:
         if dist.get_rank() == 0:
             shutil.rmtree(self._directory / folders.SAVING, ignore_errors=True)
 
-    def _write(self, name: str, state: State, manifest: Manifest, random_states: list[RandomState]) -> str | None:
-        """On rank 0: through torchtune's checkpointer into the staging folder, then into place. What went wrong."""
+    def _write(self, name: str, state: State, manifest: Manifest, random_states: list[RandomState]) -> None:
+        """On rank 0: through torchtune's checkpointer into the staging folder, then into place."""
         staging = self._directory / folders.SAVING
         epoch = manifest.position.epochs
-        try:
-            problems.require_folder(staging)
-            options = {"adapter_only": True} if self._contents.adapter_only else {}
-            with problems.quiet_torchtune():
-                self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
-            written = staging / f"epoch_{epoch}"
-            os.replace(staging / folders.RECIPE_STATE / folders.RECIPE_STATE_FILE, written / folders.RECIPE_STATE_FILE)
-            if written != self._staged(name):
-                written.rename(self._staged(name))
-            self._publish((name, manifest, random_states))
-        except Exception as error:  # noqa: BLE001 - whatever a checkpointer or a file system can raise: all ranks hear of it
-            return problems.cause(error, self._directory)
-        return None
+        problems.require_folder(staging)
+        options = {"adapter_only": True} if self._contents.adapter_only else {}
+        with problems.quiet_torchtune():
+            self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
+        written = staging / f"epoch_{epoch}"
+        os.replace(staging / folders.RECIPE_STATE / folders.RECIPE_STATE_FILE, written / folders.RECIPE_STATE_FILE)
+        if written != self._staged(name):
+            written.rename(self._staged(name))
+        self._publish((name, manifest, random_states))
 
     def _publish(self, finished: Finished) -> None:
         """On rank 0: makes a checkpoint of what lies written in the staging folder."""
@@ -202,7 +204,7 @@ class Checkpoints:
         write_random_state(staged, random_states)
         files = record_files(staged)
         write_manifest(staged, dataclasses.replace(manifest, files=files))
-        folders.publish(self._directory, name)
+        THIS_RUN.newest, THIS_RUN.newest_step = folders.publish(self._directory, name), manifest.position.step
         try:
             folders.tidy(self._directory, self._keep_last, self._resumed_from)
         except OSError as error:  # the checkpoint itself is there
@@ -243,53 +245,10 @@ class Checkpoints:
         So not one step more is trained.
         """
         told, self._asked_to_stop = _from_rank_0((problem, THIS_RUN.asked_to_stop()))
-        if told is not None:
-            self._fail(name, told, last=last)
-            return
-        THIS_RUN.newest, THIS_RUN.newest_step = self._directory / name, self._step
-        if dist.get_rank() == 0:
-            logger.info("checkpoint %s saved in %.1f s", self.last, seconds)
-
-    def _fail(self, name: str, problem: str, *, last: bool) -> None:
-        """On every rank: training goes on if the config says so, but a run without its last checkpoint has failed."""
-        message = f"checkpoint {name} could not be saved to {self._directory}: {problem}; {self._last_good()}"
-        if dist.get_rank() == 0:
-            folders.discard_staged(self._directory)
-        if self._stops_on_error:
-            raise CheckpointError(
-                f"{message}; {_GOES_ON} (adaptive.on_save_error: continue would have trained on without it)"
-            )
-        if last:
-            raise CheckpointError(f"{message}; {_GOES_ON}")
-        if dist.get_rank() == 0:
-            logger.warning("%s; training goes on (adaptive.on_save_error: continue)", message)
-
-    def _pass_over(self, name: str, *, last: bool) -> None:
-        """On every rank: weights that are NaN would only push out those that are not."""
-        fact = f"checkpoint {name} is not saved, since the weights are NaN or infinite; {self._last_good()}"
-        if last:
-            raise NotLearningError(f"{fact}: start again from there with a lower optimizer.lr or a clip_grad_norm")
-        if self._worth_saving and dist.get_rank() == 0:
-            logger.warning("%s; nor is any that follows, as long as they are", fact)
-        self._worth_saving = False
-
-    def _last_good(self) -> str:
-        if self.last is None or not self.last.is_dir():
-            return "there is no earlier checkpoint"
-        return f"the last good one is {self.last}"
-
-    @contextmanager
-    def _naming(self, name: str) -> Iterator[None]:
-        """Names the checkpoint if gathering it runs out of memory, which no rank can repeat alone."""
-        try:
-            yield
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            raise UnrecoverableError(
-                f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {self._last_good()}: go on "
-                "from there with resume_from_checkpoint=auto and a smaller batch_size or adaptive.max_batch_size"
-            ) from error
+        if told is None:
+            self._outcomes.saved(name, self._step, seconds)
+        else:
+            self._outcomes.failed(name, told, last=last)
 
 
 def _from_rank_0(value: Value) -> Value:

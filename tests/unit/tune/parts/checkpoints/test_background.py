@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.optim import AdamW8bit
 
 from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.tune.parts.checkpoints.background import OneCopy
+from torchtune_adaptive.tune.parts.checkpoints.background import copy_of
 
 COPIES = ("copy_", "clone", "_to_copy")
 
@@ -63,7 +63,7 @@ def flat(state: object) -> list[Tensor]:
 def test_what_is_saved_is_the_state_before_training_goes_on(optimizer_type: type[torch.optim.Optimizer]) -> None:
     model, optimizer = trained(optimizer_type)
     state = of(model, optimizer)
-    staged = OneCopy().stage(state)
+    staged = copy_of(state)
     before = [plain.clone() for plain in flat(staged)]
     model(torch.ones(1, 64)).sum().backward()
     optimizer.step()
@@ -78,7 +78,7 @@ def test_what_is_saved_is_the_state_before_training_goes_on(optimizer_type: type
 @pytest.mark.parametrize("optimizer_type", [torch.optim.AdamW, AdamW8bit])
 def test_types_and_places_stay(optimizer_type: type[torch.optim.Optimizer]) -> None:
     state = of(*trained(optimizer_type))
-    staged = OneCopy().stage(state)
+    staged = copy_of(state)
     weight, copied = state["model"]["weight"], staged["model"]["weight"]
     assert isinstance(copied, DTensor)
     assert (copied.placements, copied.device_mesh) == (weight.placements, weight.device_mesh)
@@ -94,5 +94,5 @@ def test_types_and_places_stay(optimizer_type: type[torch.optim.Optimizer]) -> N
 def test_training_stands_still_for_one_copy_of_its_state() -> None:
     state = of(*trained(torch.optim.AdamW))
     with Copied() as copied:
-        OneCopy().stage(state)
+        copy_of(state)
     assert copied.bytes == sum(plain.numel() * plain.element_size() for plain in flat(state))

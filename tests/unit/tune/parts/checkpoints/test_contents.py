@@ -1,26 +1,61 @@
-"""Weights that are NaN are not worth a checkpoint."""
+"""What ranks tell each other before a checkpoint: weights that are NaN are not worth one, nor is one that a rank cannot
+make room for."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.tune.parts.checkpoints.contents import weights_are_finite
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.tune.parts.checkpoints.contents import make_ready, make_room_to_gather
+
+CPU = torch.device("cpu")
 
 
-def verdicts(bad: float) -> list[bool]:
+def nothing() -> None: ...
+
+
+def verdicts(bad: float, folder: Path) -> list[bool]:
     model = nn.Linear(2, 2)
     frozen = nn.Parameter(torch.full((1,), bad), requires_grad=False)
     model.register_parameter("frozen", frozen)
-    found = [weights_are_finite(model)]
+    found = [make_ready(model, nothing, folder)[1].finite]
     if dist.get_rank() == 1:
         model.weight.data[0, 0] = bad
-    return [*found, weights_are_finite(model)]
+    return [*found, make_ready(model, nothing, folder)[1].finite]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_one_rank_with_a_weight_that_is_not_finite_is_enough(bad: float) -> None:
-    assert run_on_ranks(2, verdicts, bad, timeout_s=60) == [[True, False]] * 2
+def test_one_rank_with_a_weight_that_is_not_finite_is_enough(bad: float, tmp_path: Path) -> None:
+    assert run_on_ranks(2, verdicts, bad, tmp_path, timeout_s=60) == [[True, False]] * 2
+
+
+def with_so_much_room(folder: Path, failing: int, bytes_left: int) -> tuple[str | None, int]:
+    """Collective: the weight has 1,024 bytes, of which each rank has half."""
+    model = nn.Linear(16, 16, bias=False)
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def prepare() -> None:
+        with MemoryMeter(bytes_left if dist.get_rank() == failing else None):
+            make_room_to_gather(model, optimizer, CPU)
+
+    ready = make_ready(model, prepare, folder)[1]
+    return ready.problem, len(ready.random_states)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_has_no_room_to_gather_is_known_to_all_before(failing: int, tmp_path: Path) -> None:
+    """It needs the weight twice: as it arrives, and put together."""
+    for problem, states in run_on_ranks(2, with_so_much_room, tmp_path, failing, 2_000, timeout_s=60):
+        assert problem is not None
+        assert f"out of memory on rank {failing}" in problem
+        assert states == 2
+    told = run_on_ranks(2, with_so_much_room, tmp_path, failing, 2_100, timeout_s=60)
+    assert told == [(None, 2)] * 2
