@@ -18,14 +18,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from tests.ranks import run_on_ranks
+from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
+from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
 
 ROWS, EPOCHS, READINGS = 2, 2, 30
 SAVE_EVERY, KEEP = 25, 2
+SILENT_S = 60.0
 MODEL = ("num_layers=1", "embed_dim=32", "intermediate_dim=32")
 KIB = 2**10
 
@@ -44,20 +46,19 @@ MOST_GROWTH = Reading(process_bytes=4 * KIB * KIB, objects=150, device_bytes=0)
 class Case:
     kind: str
     asynchronous: bool = False
+    ranks: int = 1
+    """Several agree, listen to each other's heartbeat, and deal out samples under a budget of tokens."""
 
     def __str__(self) -> str:
-        return f"{self.kind}, {'asynchronous' if self.asynchronous else 'waiting'} saves"
+        ranks = f", {self.ranks} ranks under a budget" if self.ranks > 1 else ""
+        return f"{self.kind}, {'asynchronous' if self.asynchronous else 'waiting'} saves{ranks}"
 
 
-CASES = (Case("full", asynchronous=True), Case("lora"))
+CASES = (Case("full", asynchronous=True), Case("lora"), Case("full", asynchronous=True, ranks=2))
 
 
-class Watch:
-    """A metric logger that takes readings."""
-
-    readings: ClassVar[list[Reading]] = []
-    every: ClassVar[int] = 1
-    device_bytes: ClassVar[Callable[[], int]]
+class Quiet:
+    """A metric logger that keeps nothing."""
 
     def __init__(self, path: str) -> None:
         pass
@@ -66,9 +67,7 @@ class Watch:
         pass
 
     def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
-        if step % self.every == 0:
-            gc.collect()
-            self.readings.append(Reading(process_bytes(), len(gc.get_objects()), type(self).device_bytes()))
+        pass
 
     def close(self) -> None:
         pass
@@ -92,23 +91,29 @@ def growth(readings: Sequence[Reading]) -> Reading:
 
 
 def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
-    """Collective: the run, and what was read in it."""
+    """Collective: the run, and what each rank has read in it."""
     recipe = load_ours(case.kind)(config_of(case, folder, steps))
-    recipe.setup()
-    watch, run = recipe.watch, recipe.runner.run
+    every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
+    with ending_when_a_rank_is_silent(SILENT_S * PATIENCE):
+        recipe.setup()
+        watch, run = recipe.watch, recipe.runner.run
 
-    def watch_too(memory: Any) -> None:
-        Watch.device_bytes = lambda: int(memory.live_bytes)
-        watch(memory)
+        def watch_too(memory: Any) -> None:
+            meters.append(memory)
+            watch(memory)
 
-    def run_and_more(*args: Any, **options: Any) -> Any:
-        each_step()
-        return run(*args, **options)
+        def run_and_read(samples: Any, *, step: int, **options: Any) -> Any:
+            each_step()
+            result = run(samples, step=step, **options)
+            if step % every == 0:
+                gc.collect()
+                readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
+            return result
 
-    Watch.every, recipe.watch, recipe.runner.run = max(1, steps // READINGS), watch_too, run_and_more
-    recipe.train()
-    recipe.cleanup()
-    return Watch.readings
+        recipe.watch, recipe.runner.run = watch_too, run_and_read
+        recipe.train()
+        recipe.cleanup()
+    return readings
 
 
 def config_of(case: Case, folder: Path, steps: int) -> Any:
@@ -116,25 +121,26 @@ def config_of(case: Case, folder: Path, steps: int) -> Any:
         case.kind,
         folder,
         *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in MODEL),
-        "metric_logger._component_=tests.recipes.endurance.Watch",
+        "metric_logger._component_=tests.recipes.endurance.Quiet",
         "dataset._component_=tests.recipes.storms.numbered",
-        *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS}", "tokenizer.max_seq_len=256"),
+        *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS * case.ranks}", "tokenizer.max_seq_len=256"),
         *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
         *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
         f"enable_async_checkpointing={case.asynchronous}",
         "adaptive.memory_limit=64MiB",
+        *(["adaptive.token_budget=512"] if case.ranks > 1 else []),
     )
 
 
 def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object] = bool) -> str:
     """The whole of it; raises where something grows. `each_step` is done before every step."""
     began = time.monotonic()
-    [readings] = run_on_ranks(
-        1, train, case, folder / "run", steps, each_step, timeout_s=60 + steps // 10, in_group=False
+    by_rank = run_on_ranks(
+        case.ranks, train, case, folder / "run", steps, each_step, timeout_s=60 + steps // 10, in_group=False
     )
-    grown = growth(readings)
+    grown = Reading(*map(max, zip(*map(growth, by_rank), strict=True)))
     told = (
-        f"{case}: {steps} steps, {steps // SAVE_EVERY} saves; in the last third the process has grown by "
+        f"{case}: {steps} steps, {steps // SAVE_EVERY} saves; in the last third a process has grown by "
         f"{grown.process_bytes // KIB} KiB, by {grown.objects} objects, and by {grown.device_bytes} bytes on the device"
     )
     assert len([each for each in find_checkpoints(folder / "run" / "out") if each.manifest]) == KEEP
@@ -153,6 +159,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    from tests.recipes import endurance as this  # by its name, under which the config finds `Watch`
+    from tests.recipes import endurance as this  # by its name, under which the config finds `Quiet`
 
     sys.exit(this.main())

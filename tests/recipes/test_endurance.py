@@ -22,7 +22,7 @@ def leak() -> None:
 
 
 def test_what_grows_with_every_step_is_noticed(tmp_path: Path) -> None:
-    with pytest.raises(AssertionError, match="in the last third the process has grown by"):
+    with pytest.raises(AssertionError, match="in the last third a process has grown by"):
         endure(Case("full"), tmp_path, STEPS, leak)
 
 
