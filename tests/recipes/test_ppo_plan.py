@@ -167,6 +167,17 @@ def test_settings_of_ppo_are_not_compared() -> None:
         ask("adaptive/demo/ppo", "advise=True")
 
 
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [("null", "use_maximum_batch_size=True"), ("400", "use_maximum_batch_size=False adaptive.token_budget=auto")],
+)
+def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, sizes: str) -> None:
+    cfg = ppo_config(tmp_path / "run", f"adaptive.token_budget={budget}")
+    plan = read_plan_settings(OmegaConf.create({"world_size": 2, "memory_limit": "4MiB"}))
+    told = answers.command(cfg, plan, "adaptive/demo/ppo", rows=1)
+    assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo {sizes}"
+
+
 def test_the_table_has_a_line_for_each_stage_and_says_what_to_run_next(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [f"  {stage:<28}" for stage in STAGES]
     ask("adaptive/demo/ppo", *SEARCHED)

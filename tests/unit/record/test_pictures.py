@@ -11,7 +11,7 @@ import pytest
 from tests.pictures import cut_off, is_drawn, line_of, marked, names_of, pictures
 from tests.unit.record.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
-from torchtune_adaptive.record.charts.panels import draw_imbalance
+from torchtune_adaptive.record.charts.panels import draw_imbalance, legible
 from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
@@ -227,6 +227,12 @@ def test_each_stage_has_a_panel_and_a_limit_of_bytes_a_unit(tmp_path: Path, monk
         "most GiB in a microbatch, stage value",
     ]
     assert line_of(figure.axes[0], "limit") == ([0.5, 2, 3.5], [4, 2, 2])
+
+
+def test_sizes_that_are_close_to_each_other_are_not_written_over_each_other() -> None:
+    assert legible([256, 512, 1024, 1200], 190, 1380, apart=0.2) == [1200, 512, 256]
+    assert legible([8, 4, 8, 16], 4, 16, apart=0.2) == [16, 8, 4]
+    assert legible([7], 5, 9, apart=0.2) == [7]
 
 
 def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from math import log
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,8 @@ _MARKS = {
     THRASHING: ("the allocator thrashes: smaller ones on trial", PINK, "s"),
     TRIAL: ("the trial is decided", SKY, "D"),
 }
+_TICKS_APART = {True: 0.07, False: 0.2}
+"""Of a panel's height, so that numbers beside it do not lie over each other: where there is room for words, or not."""
 _ROOM_ABOVE = 0.30
 """Of a panel's height, for what its marks say."""
 
@@ -82,11 +85,19 @@ def _draw_course(axes: Axes, course: LimitCourse, end: float, room_above: float)
     axes.set_yscale("log", base=2)
     low, high = min(sizes), max(sizes)
     axes.set_ylim(low / 1.35, 1.15 * high * (high / low * 2) ** (room_above / (1 - room_above)))
-    shown = sorted({*sizes}) if len({*sizes}) <= 6 else None
-    if shown:
-        axes.set_yticks(shown)
+    if len({*sizes}) <= 6:
+        axes.set_yticks(legible(sizes, *axes.get_ylim(), apart=_TICKS_APART[room_above > 0]))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+
+
+def legible(sizes: Iterable[float], low: float, high: float, apart: float) -> list[float]:
+    """The sizes that can be written beside a logarithmic axis, from the largest on: the next one this share below."""
+    shown: list[float] = []
+    for size in sorted({*sizes}, reverse=True):
+        if not shown or log(shown[-1] / size) >= apart * log(high / low):
+            shown.append(size)
+    return shown
 
 
 def _draw_marks(axes: Axes, course: LimitCourse, end: float, *, explained: bool) -> None:

@@ -149,7 +149,7 @@ class AdaptiveConfig:
         COUNT | one_of("auto") | NULL,
         None,
         means="microbatches by tokens, whichever samples of a step share one. A number: no microbatch has more. "
-        "`auto`: as many as a few probes before training have shown to fit. null: by rows",
+        "`auto`: as many as a few probes before training have shown to fit. null: by rows. In PPO, for each stage",
     )
     padding: bool | None = option(
         BOOL | NULL,
