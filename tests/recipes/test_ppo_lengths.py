@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -17,13 +18,15 @@ from tests.recipes.recording import read_log
 from tests.recipes.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.stopping import train_until
 from tests.recipes.test_ppo_runs import compare, events_of
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.limits.limit import TokenLimit
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.record.events import STEPS_FILE
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.rl.stages import FORWARD, STAGES, TRAIN_POLICY
+from torchtune_adaptive.tune.rl import stage_limits
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.tune.run.fitting import FitRequest, search_batch_size
 
 NEW = 12
 VARIED = (
@@ -248,3 +251,29 @@ def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> 
     for line in read_log(tmp_path / "cut" / "log.jsonl"):
         assert {line[f"{stage.replace(' ', '_')}/microbatch_tokens"] for stage in STAGES} <= {*range(19)}
         assert line["generate/microbatch_tokens"] == 18
+
+
+def without_room_for_what_is_gathered(folder: Path, port: int) -> bool:
+    """Collective: what happens to the record of a search where generating goes layer by layer."""
+    stays = []
+
+    def search(request: FitRequest, *arguments: Any) -> int:
+        if request.stage == GENERATE:
+            stays.append(request.folder)
+            if len(stays) == 1:
+                raise OneRowDoesNotFitError("one row does not fit", need_bytes=2, budget_bytes=1)
+        return search_batch_size(request, *arguments)
+
+    with mock.patch.object(stage_limits, "search_batch_size", search):
+        recipe, _ = set_up(folder, port, *ALONE, "use_maximum_batch_size=True", f"adaptive.memory_limit={UNEQUAL}")
+    gathers = bool(recipe.stages.gathering.stays)
+    recipe.cleanup()
+    return gathers
+
+
+def test_what_was_measured_layer_by_layer_is_no_answer_for_a_start_that_gathers(tmp_path: Path) -> None:
+    arguments = tmp_path / "run", free_ports(1)[0]
+    gathers = run_on_ranks(2, without_room_for_what_is_gathered, *arguments, timeout_s=60, in_group=False)
+    assert gathers == [False, False]
+    records = {path.parent.name for path in (tmp_path / "run" / "out").glob("generate*/batch_search.json")}
+    assert records == {"generate_layer_by_layer"}
