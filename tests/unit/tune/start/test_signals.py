@@ -184,7 +184,7 @@ def noted(folder: Path) -> str:
 
 def test_what_is_lost_is_told_and_noted_before_the_launcher_ends_the_run(tmp_path: Path) -> None:
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
-    ended = python(TRAINS.format(str(tmp_path), 2), **LAUNCHED)
+    ended = python(TRAINS.format(str(tmp_path), 4), **LAUNCHED)
     assert f"SIGTERM: {LATE} since then is lost" in ended.stderr
     assert "did not leave it the time to save; saved is out/step_2" in noted(tmp_path)
 
