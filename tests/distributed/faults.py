@@ -13,7 +13,8 @@ import gc
 import logging
 import sys
 import time
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks.results import save
 from tests.distributed.failing import over_ranks
@@ -32,6 +33,10 @@ class Outcome(NamedTuple):
     recovered: int = 0
     hung: int = 0
     wrong: int = 0
+
+    @property
+    def all_recovered(self) -> bool:
+        return self.injected == self.recovered > 0 and not self.hung and not self.wrong
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {count}" for name, count in zip(FIGURES, self, strict=True))
@@ -72,15 +77,17 @@ def _places(operations: list[str], stride: int, at_most: int, only_collectives: 
     return list(range(1, len(operations) + 1, max(stride, -(-len(operations) // at_most))))
 
 
-def run(case: AnyCase, at_most: int, timeout_s: float) -> Outcome:
-    """A sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
+def outcome_of(
+    name: str, ranks: int, sweep: Callable[..., Outcome], *args: Any, timeout_s: float, in_group: bool = True
+) -> Outcome:
+    """Of a sweep in processes of its own. What hangs, or ends with an error, is counted and not raised."""
     try:
-        outcomes = run_on_ranks(case.world_size, sweep, case, at_most, timeout_s=timeout_s)
+        outcomes = run_on_ranks(ranks, sweep, *args, timeout_s=timeout_s, in_group=in_group)
     except RanksHung as error:
-        print(f"{case.name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return Outcome(hung=1)
     except RankFailed as error:
-        print(f"{case.name}: {error}", file=sys.stderr)
+        print(f"{name}: {error}", file=sys.stderr)
         return Outcome(injected=1)
     assert len(set(outcomes)) == 1, outcomes
     return outcomes[0]
@@ -95,14 +102,14 @@ def main() -> int:
     total, rows = Outcome(), []
     for case in (case for case in ALL_CASES if options.case in case.name):
         started = time.monotonic()
-        outcome = run(case, options.at_most, options.timeout)
+        outcome = outcome_of(case.name, case.world_size, sweep, case, options.at_most, timeout_s=options.timeout)
         total = Outcome(*map(sum, zip(total, outcome, strict=True)))
         rows.append({"case": case.name, "every": case.stride, **dict(zip(FIGURES, outcome, strict=True))})
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
     print(total)
     if not options.case and options.at_most == sys.maxsize:
         save("faults", rows, "every: 1 is every operation of a step, 3 every third")
-    return 0 if total.injected == total.recovered > 0 and not total.hung and not total.wrong else 1
+    return 0 if total.all_recovered else 1
 
 
 if __name__ == "__main__":

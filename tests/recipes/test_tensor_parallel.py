@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.failing import over_ranks
-from tests.distributed.models import Gradients, gradients_of, same_gradients
+from tests.distributed.faults import Outcome
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import RELATIVE, SGD, demo_config, load_ours, run_ours, run_stock, saved_weights
+from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock, saved_weights
+from tests.recipes.tensor_sweep import RANKS, RECOVERING, TENSOR, sweep
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.testing import FaultInjector
 
-SHARED = (
-    *SGD,
-    "tensor_parallel_dim=2",
-    "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
-    "clip_grad_norm=null",  # torch cannot take the norm of gradients of which some are not distributed
-    "dataset.samples=24",
-    "batch_size=2",
-    "adaptive.regrow_after=0",
-)
-RECOVERING = (*SHARED, "adaptive.recover_from_oom=True")
 STEPS = 3
 BY_ONE = ("batch_size=1", "gradient_accumulation_steps=4")
 """The same steps in microbatches of one row."""
 
 PLACES = 12
-"""Operations of a step that are let run out of memory, on each rank in turn."""
+"""Operations of a step that are let run out of memory, on the ranks in turn; `tensor_sweep` tries all."""
 
 
 def run_all(folder: Path, ports: list[int]) -> None:
     os.environ["MASTER_PORT"] = str(ports[0])
-    run_stock("full", demo_config("full", folder / "stock", *SHARED))
+    run_stock("full", demo_config("full", folder / "stock", *TENSOR))
     os.environ["MASTER_PORT"] = str(ports[1])
     run_ours("full", demo_config("full", folder / "by_one", *RECOVERING, *BY_ONE))
     os.environ["MASTER_PORT"] = str(ports[2])
@@ -73,49 +59,6 @@ def test_a_run_that_ran_out_of_memory_ends_with_the_weights_of_one_that_took_one
     assert all(torch.equal(expected[name], found[name]) for name in expected)
 
 
-class _Swept(Exception):
-    """The first step of a recipe has been swept, which is all that was to be done."""
-
-
-def sweep(folder: Path, at_most: int) -> tuple[int, int, int]:
-    """Collective: how many operations of the first step failed, how often it was repeated, and came out wrong."""
-    recipe = load_ours("full")(demo_config("full", folder, *RECOVERING))
-    recipe.setup()
-    found: list[tuple[int, int, int]] = []
-
-    def swept(samples: Sequence[Any], **_: Any) -> Any:
-        found.append(sweep_step(recipe, run, samples, at_most))
-        raise _Swept
-
-    run, recipe.runner.run = recipe.runner.run, swept
-    with suppress(_Swept):
-        recipe.train()
-    recipe.cleanup()
-    return found[0]
-
-
-def sweep_step(recipe: Any, run: Callable[..., Any], samples: Sequence[Any], at_most: int) -> tuple[int, int, int]:
-    """Collective: runs out of memory at evenly spread operations of one step, on the ranks in turn."""
-    fresh, ranks = recipe.runner.state_dict(), torch.distributed.get_world_size()
-
-    def step(rows: int, place: int, failing: int) -> tuple[Gradients, FaultInjector]:
-        recipe.model.zero_grad(set_to_none=True)
-        recipe.runner.load_state_dict({**fresh, "size": rows})
-        with FaultInjector(recipe.runner).fail_at(rank=failing, step=0, operation=place) as faults:
-            run(samples, step=0)
-        return gradients_of(recipe.model), faults
-
-    expected, _ = step(1, sys.maxsize, 0)
-    operations = int(over_ranks(len(step(2, sys.maxsize, 0)[1].operations)))  # of rank 0: the others do not count
-    injected = repeated = wrong = 0
-    for number, place in enumerate(range(1, operations + 1, -(-operations // at_most))):
-        gradients, faults = step(2, place, number % ranks)
-        injected += over_ranks(faults.fired) > 0
-        repeated += recipe.runner.limit.rows == 1
-        wrong += over_ranks(not same_gradients(gradients, expected)) > 0
-    return injected, repeated, wrong
-
-
 def test_a_step_of_the_recipe_comes_out_bitwise_wherever_any_rank_runs_out_of_memory(tmp_path: Path) -> None:
-    outcomes = run_on_ranks(4, sweep, tmp_path / "run", PLACES, timeout_s=120, in_group=False)
-    assert outcomes == [(PLACES, PLACES, 0)] * 4
+    outcomes = run_on_ranks(RANKS, sweep, tmp_path / "run", PLACES, timeout_s=120, in_group=False)
+    assert outcomes == [Outcome(injected=PLACES, recovered=PLACES)] * RANKS
