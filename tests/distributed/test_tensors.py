@@ -1,9 +1,11 @@
 """Tensor parallelism: what a failed rank owes its peers, what DTensor remembers, and what is refused by name."""
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -62,10 +64,12 @@ def test_the_program_for_upstream_shows_it():
     ]
 
 
-def runner_of(change: Callable[[nn.Module, ForwardBackward], ForwardBackward]) -> StepRunner[Tensor]:
+def runner_of(
+    change: Callable[[nn.Module, ForwardBackward], ForwardBackward], rehearsed: Rehearsal[Tensor] | None = None
+) -> StepRunner[Tensor]:
     """Collective: of a model whose microbatches, but not the passes without data, are changed."""
     model = build(TENSOR)
-    ledger = TensorLedger(model, mesh_of(tensor_ranks=2)["tp"].get_group(), rehearsal())
+    ledger = TensorLedger(model, mesh_of(tensor_ranks=2)["tp"].get_group(), rehearsed or rehearsal())
     return StepRunner(
         model,
         change(model, tensors.forward_backward_of(model, "plain")),
@@ -125,6 +129,35 @@ def test_what_no_script_has_switches_recovery_off_and_is_named(how: str, named: 
     assert elsewhere == ""
     with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: out of memory on rank 1.*no script of its shape"):
         run_on_ranks(2, run_three_steps, how, True)
+
+
+def fail_at_a_new_shape(says_more: bool) -> int:
+    """How often the step was run again, whose second microbatch fails before it communicates anything."""
+
+    def run(model: nn.Module, batch: tensors.Batch) -> Tensor:
+        loss = tensors.run("plain", model, batch)
+        functional.all_reduce(torch.ones(3), "sum", mesh_of(tensor_ranks=2)["tp"].get_group())
+        return loss
+
+    def failing(_: nn.Module, forward_backward: ForwardBackward) -> ForwardBackward:
+        passes = itertools.count(1)
+
+        def run(samples: Sequence[Tensor]) -> Totals:
+            if next(passes) == 2 and dist.get_rank() == 1:
+                raise torch.OutOfMemoryError("injected")
+            return forward_backward(samples)
+
+        return run
+
+    runner = runner_of(failing, replace(rehearsal(), run=run) if says_more else None)
+    runner.run([torch.arange(1, length) for length in (7, 7, 9, 9)], step=1)
+    return runner.recoveries
+
+
+def test_a_pass_without_data_is_compared_with_one_that_had_data_before_anything_is_sent():
+    assert run_on_ranks(2, fail_at_a_new_shape, False) == [1, 1]
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: out of memory on rank 1.*a pass without data"):
+        run_on_ranks(2, fail_at_a_new_shape, True, timeout_s=20)
 
 
 def reasons() -> dict[str, str | None]:

@@ -31,7 +31,12 @@ from torchtune_adaptive.comm.counting import (
 from torchtune_adaptive.comm.foreign import Listener, MessageCount
 from torchtune_adaptive.comm.tensor.functional import FunctionalCollective, counted, issue_functional_zeros
 from torchtune_adaptive.comm.tensor.masks import Masks
-from torchtune_adaptive.comm.tensor.refusals import outside_of_the_script, refused, why_tensors_are_off
+from torchtune_adaptive.comm.tensor.refusals import (
+    SAYS_OTHERWISE,
+    outside_of_the_script,
+    refused,
+    why_tensors_are_off,
+)
 from torchtune_adaptive.comm.tensor.shadow import Rehearsal, Shadow
 
 Sample = TypeVar("Sample")
@@ -70,6 +75,7 @@ class TensorLedger(Generic[Sample]):
         self._microbatches: Sequence[Sequence[Sample]] = ()
         self._issued: list[Entry] = []  # since the step began
         self._rehearsed: list[Entry] | None = None  # while a shadow runs
+        self._compared = False  # whether a whole pass of the shadow was found to be like one with data
         self._outstanding: dict[int, Tensor] = {}  # by storage: nobody has waited for these yet
         self._known_messages = 0  # of what was counted, all in all
         self._number, self._begun, self._begun_messages = 0, 0, 0  # of the running microbatch
@@ -235,7 +241,7 @@ class TensorLedger(Generic[Sample]):
             expected += self._script_of(microbatch)
             known = min(len(expected), len(self._issued))
             if self._issued[:known] != expected[:known]:
-                raise refused("a pass without data does not communicate what the one with data did")
+                raise refused(SAYS_OTHERWISE)
             for entry in expected[len(self._issued) :]:
                 if isinstance(entry, Collective):
                     issue_zeros(entry, self)
@@ -249,7 +255,20 @@ class TensorLedger(Generic[Sample]):
         return self._scripts[key]
 
     def _rehearse(self, microbatch: Sequence[Sample]) -> Script:
-        """What this microbatch communicates, from a pass of the shadow."""
+        """From a pass of the shadow, which is compared once with one that had data, where this step has such a one."""
+        known = None if self._compared else self._known_microbatch()
+        if known is not None:
+            if self._rehearsed_pass(known) != self._scripts[self._rehearsal.key_of(known)]:
+                raise refused(SAYS_OTHERWISE)
+            self._compared = True
+        return self._rehearsed_pass(microbatch)
+
+    def _known_microbatch(self) -> Sequence[Sample] | None:
+        """One of this step that has run to its end, with data, and whose script is kept."""
+        done = self._microbatches[: self._number]
+        return next((each for each in done if self._rehearsal.key_of(each) in self._scripts), None)
+
+    def _rehearsed_pass(self, microbatch: Sequence[Sample]) -> Script:
         self._rehearsed = []
         try:
             with counted(self, self._group), self._masks.noting():

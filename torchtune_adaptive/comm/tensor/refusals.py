@@ -12,6 +12,8 @@ from torchtune_adaptive.comm.fsdp import FSDPModule, has_replicas, why_recovery_
 from torchtune_adaptive.comm.tensor.masks import KNOWN
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 
+SAYS_OTHERWISE = "a pass without data does not communicate what the one with data did"
+
 
 def why_tensors_are_off(model: nn.Module, group: dist.ProcessGroup, untested_backends: bool) -> str | None:
     """Why a step of this model cannot be run again after running out of memory; None if it can."""
