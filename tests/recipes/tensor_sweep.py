@@ -132,6 +132,7 @@ def sweep_step(bench: Bench, samples: Sequence[Any], at_most: int) -> Outcome:
     sets = (samples, [with_other_tokens(sample) for sample in samples])
     expected = [{rows: bench.step(each, rows) for rows in (2, 1)} for each in sets]
     assert all(step.target_tokens > 0 for steps in expected for step in steps.values())
+    check_keys_and_shadow(bench.ledger, samples[0])
     counts = bench.operations(samples)
     gc.collect()
     gc.freeze()  # releasing memory collects garbage, and torch is a lot to look through
@@ -156,6 +157,14 @@ def with_other_tokens(sample: dict[str, list[int]]) -> dict[str, list[int]]:
 
 def _other(token: int) -> int:
     return (token + 17) % VOCAB_SIZE
+
+
+def check_keys_and_shadow(ledger: TensorLedger[Any], sample: dict[str, list[int]]) -> None:
+    """After steps in which nothing failed."""
+    assert ledger._scripts, "every microbatch has left its script"
+    assert ledger._shadow._built is None, "a shadow is built when it is first needed"
+    unlearned = {**sample, "labels": [IGNORED] * len(sample["labels"])}
+    assert ledger._rehearsal.key_of([sample]) != ledger._rehearsal.key_of([unlearned])
 
 
 def main() -> int:
