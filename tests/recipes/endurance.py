@@ -40,6 +40,8 @@ class Reading(NamedTuple):
 
 MOST_GROWTH = Reading(process_bytes=4 * KIB * KIB, objects=150, device_bytes=0)
 """From the middle third to the last."""
+DEALT_BYTES = 4 * KIB
+"""Samples read ahead under a budget are on the device, now longer, now shorter. In 5,000 steps, 3 bytes each."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,8 @@ def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object]
         f"{grown.process_bytes // KIB} KiB, by {grown.objects} objects, and by {grown.device_bytes} bytes on the device"
     )
     assert len([each for each in find_checkpoints(folder / "run" / "out") if each.manifest]) == KEEP
-    assert all(measured <= most for measured, most in zip(grown, MOST_GROWTH, strict=True)), told
+    most = MOST_GROWTH._replace(device_bytes=DEALT_BYTES) if case.ranks > 1 else MOST_GROWTH
+    assert all(measured <= limit for measured, limit in zip(grown, most, strict=True)), told
     return f"{told} ({time.monotonic() - began:.0f} s)"
 
 
