@@ -17,9 +17,13 @@ from benchmarks.clock import Clock, Moment
 from benchmarks.overhead import CASES, _time_of_a_step
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
-from tests.recipes.running import demo_config
+from tests.recipes.running import OURS, demo_config
 from tests.searching import Shape, Trained
+from torchtune_adaptive.tune.check.config import check_config
+from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.samples import PAIR
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import read_full_settings
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:
@@ -161,6 +165,16 @@ def test_what_is_lost_is_counted_in_undisturbed_steps() -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ours_is_compared_with_stock_where_both_shard_alike(recipe: str, ranks: int) -> None:
     assert any(case.stock == case.ours for case in CASES if (case.recipe, case.ranks) == (recipe, ranks))
+
+
+def test_ours_is_compared_under_tensor_parallelism_where_it_could_recover(tmp_path: Path) -> None:
+    (case,) = [case for case in CASES if case.tensor]
+    cfg = case.our_config(tmp_path / "run")
+    assert check_config(cfg, OURS[case.recipe][0], case.ranks, here=False).wrong == []
+    settings = read_full_settings(cfg)
+    assert settings.tensor_parallel_dim == case.ranks
+    assert obstacle_to_recovery(settings, read_adaptive(cfg.adaptive)) is None
+    assert case.config(tmp_path / "run").adaptive is None, "stock's is the same but for that"
 
 
 def test_every_search_answers_within_what_brute_force_allows(monkeypatch: pytest.MonkeyPatch) -> None:
