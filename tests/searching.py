@@ -154,7 +154,7 @@ class Trained:
         """Collective: one step as plain PyTorch takes it, on microbatches of so many rows; its loss."""
         losses = [self.forward_backward([self.sample] * rows).loss_sum.item() for rows in microbatches]
         tokens = sum(microbatches) * self.shape.length
-        load = Load(tokens, tokens, max(microbatches), max(microbatches) * self.shape.length)
+        load = Load(tokens, tokens, max(microbatches), max(microbatches) * self.shape.length, cost=tokens)
         result = StepResult(
             loss_sum=torch.tensor(0.0), target_tokens=tokens, microbatches=len(microbatches), recoveries=0, load=load
         )
