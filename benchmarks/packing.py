@@ -39,7 +39,6 @@ from torchtune_adaptive.limits import (
     spread_joined,
     tokens_of_joined,
 )
-from torchtune_adaptive.wording import count_of
 
 RANKS = (1, 2)
 LONGEST = 512
@@ -98,7 +97,7 @@ def run(pairs: int) -> Result:
 
 
 def _column(row: Mapping[str, Any]) -> str:
-    return f"{row['lengths']}, {count_of(row['ranks'], 'rank')}"
+    return f"{row['lengths']}, {row['ranks']} rank{'s' * (row['ranks'] > 1)}"
 
 
 def measure(lengths: Lengths, ranks: int, pairs: int) -> dict[str, Any]:
