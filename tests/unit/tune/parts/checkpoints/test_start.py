@@ -3,59 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
-from tests.unit.tune.parts.checkpoints.making import CONTENT, complete, save
+from tests.unit.tune.parts.checkpoints.making import complete, save
+from tests.unit.tune.parts.checkpoints.starting import ADAPTER, config, folder_of, saved, start
 from torchtune_adaptive.errors import ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of, told_values
-from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
-from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
+from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.settings import read_full_settings
 from torchtune_adaptive.tune.start.this_run import RESTARTS
-
-ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
-
-
-def config(directory: Path, *overrides: str) -> DictConfig:
-    base = {
-        "output_dir": str(directory),
-        "device": "cpu",
-        "dtype": "fp32",
-        "seed": 0,
-        "shuffle": True,
-        "batch_size": 2,
-        "gradient_accumulation_steps": 1,
-        "epochs": 3,
-        "model": {"_component_": "m"},
-        "dataset": {"_component_": "d", "source": "a"},
-        "optimizer": {"_component_": "o", "lr": 1e-3},
-        "checkpointer": {"output_dir": "${output_dir}", "checkpoint_files": ["base.pt"]},
-        "resume_from_checkpoint": "auto",
-    }
-    merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
-    assert isinstance(merged, DictConfig)
-    return merged
-
-
-def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callable[[int], int] | None = None) -> Start:
-    cfg = config(directory, *overrides)
-    return decide(read_full_settings(cfg), recipe, steps)
-
-
-def saved(
-    directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
-) -> Path:
-    position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
-    cfg = config(directory)
-    identity, told = identity_of(cfg, recipe), told_values(cfg)
-    return save(directory, name, serial, identity=identity, told=told, position=position, **options)
 
 
 def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
@@ -127,20 +86,6 @@ def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
     assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "it was asked for, by a command of its own"
 
 
-def folder_of(begun: Start) -> str:
-    assert begun.files is not None
-    return Path(begun.files.folder).name
-
-
-def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_again(tmp_path: Path) -> None:
-    for serial, name in enumerate(["epoch_0", "step_6"]):
-        (saved(tmp_path, name, serial) / "recipe_state.pt").write_bytes(b"stata")
-    with pytest.raises(ConfigError) as error:
-        start(tmp_path)
-    assert "auto" not in str(error.value)
-    assert "overwrite_output_dir=True to remove them" in str(error.value)
-
-
 def test_what_a_reward_is_made_of_does_not_change_without_a_word(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,80 +124,6 @@ def test_a_finished_run_that_was_killed_before_it_ended_is_tidied_up(tmp_path: P
         start(tmp_path)
     assert not (tmp_path / folders.SAVING).exists()
     assert (tmp_path / folders.LATEST).resolve().name == "epoch_2"
-
-
-@pytest.mark.parametrize("mode", ["False", "auto"])
-def test_folders_without_a_manifest_are_not_touched(tmp_path: Path, mode: str) -> None:
-    (tmp_path / "epoch_0").mkdir()
-    with pytest.raises(ConfigError, match=r"epoch_0.*resume_from_checkpoint=True.*overwrite_output_dir=True"):
-        start(tmp_path, f"resume_from_checkpoint={mode}")
-    assert (tmp_path / "epoch_0").is_dir()
-
-
-def test_a_fresh_start_among_checkpoints_is_refused_and_told_how_to_go_on(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0")
-    with pytest.raises(
-        ConfigError, match=r"resume_from_checkpoint=auto.*another output_dir.*overwrite_output_dir=True"
-    ):
-        start(tmp_path, "resume_from_checkpoint=False")
-    assert complete(tmp_path) == ["epoch_0"]
-
-
-def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    overwrite = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
-    saved(tmp_path, "epoch_0")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(ConfigError, match="resume_from_checkpoint=auto"):
-        start(tmp_path, *overwrite)
-    assert complete(tmp_path) == ["epoch_0"]
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    decided = start(tmp_path, *overwrite)
-    assert (decided.resumes, decided.overwrites) == (False, 1)
-    assert complete(tmp_path) == ["epoch_0"], "what is wrong with the rest of the config shows before anything is lost"
-
-
-def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0")
-    assert start(tmp_path, "overwrite_output_dir=True").resumes
-    with pytest.raises(ConfigError, match="seed is 7, and was 0"):
-        start(tmp_path, "overwrite_output_dir=True", "seed=7")
-    (tmp_path / "epoch_0" / "recipe_state.pt").unlink()
-    with pytest.raises(ConfigError, match="resume_from_checkpoint=False and overwrite_output_dir=True"):
-        start(tmp_path, "overwrite_output_dir=True")
-    assert (tmp_path / "epoch_0").is_dir()
-
-
-def test_the_weights_to_start_from_are_never_overwritten(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0")
-    fresh = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
-    with pytest.raises(ConfigError, match=r"checkpointer.checkpoint_dir is .* which would be removed"):
-        start(tmp_path, *fresh, f"checkpointer.checkpoint_dir={tmp_path / 'epoch_0'}")
-    assert complete(tmp_path) == ["epoch_0"]
-
-
-@pytest.mark.parametrize(
-    ("folder", "named"),
-    [
-        (".", "checkpointer.checkpoint_files=[epoch_0/model.bin]"),
-        ("elsewhere", "checkpointer.checkpoint_files=[../epoch_0/model.bin]"),
-        (".", "checkpointer.adapter_checkpoint=epoch_0/adapter.pt"),
-    ],
-)
-def test_nothing_that_the_config_reads_is_overwritten(tmp_path: Path, folder: str, named: str) -> None:
-    saved(tmp_path, "epoch_0")
-    (tmp_path / folder).mkdir(exist_ok=True)
-    fresh = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
-    with pytest.raises(ConfigError, match=r"checkpointer.\w+ is .*epoch_0.* which would be removed"):
-        start(tmp_path, *fresh, f"checkpointer.checkpoint_dir={tmp_path / folder}", named)
-    assert complete(tmp_path) == ["epoch_0"]
-
-
-@pytest.mark.parametrize("mode", ["auto", "False"])
-def test_a_file_with_the_name_of_a_checkpoint_is_left_to_its_owner(tmp_path: Path, mode: str) -> None:
-    (tmp_path / "step_3").write_text("my notes")
-    with pytest.raises(ConfigError, match=r"step_3' is a file, but has the name of a checkpoint: move it"):
-        start(tmp_path, f"resume_from_checkpoint={mode}")
-    assert (tmp_path / "step_3").read_text() == "my notes"
 
 
 @pytest.mark.parametrize(
@@ -312,103 +183,6 @@ def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
     assert not start(tmp_path).resumes
     assert [path.name for path in tmp_path.iterdir()] == [".saving"]
     assert list((tmp_path / ".saving").iterdir()) == []
-
-
-def named(directory: Path, *overrides: str, recipe: str = "full") -> Start:
-    return start(directory, "resume_from_checkpoint=True", *overrides, recipe=recipe)
-
-
-def files(name: str) -> str:
-    return f"checkpointer.checkpoint_files=[{name}/model-00001-of-00001.bin]"
-
-
-def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
-    for epoch in range(2):
-        saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
-    (tmp_path / "recipe_state").symlink_to("epoch_1")
-    begun = named(tmp_path, files("epoch_0"))
-    assert begun.files is not None
-    assert begun.files.recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
-    assert begun.files.complete
-    assert (begun.run, begun.serial) == ("run", 2)
-
-
-def test_the_state_of_one_checkpoint_and_the_weights_of_another_are_refused(tmp_path: Path) -> None:
-    for epoch in range(2):
-        saved(tmp_path, f"epoch_{epoch}", epoch)
-    (tmp_path / "recipe_state").symlink_to("epoch_1")
-    state = "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt"
-    with pytest.raises(ConfigError, match=r"weights are those of epoch_0 and the state is that of epoch_1"):
-        named(tmp_path, files("epoch_0"), state)
-
-
-def test_a_named_checkpoint_that_is_damaged_is_refused_and_another_one_named(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0", 0)
-    (saved(tmp_path, "epoch_1", 1) / "recipe_state.pt").write_bytes(b"statE")
-    with pytest.raises(ConfigError, match=r"epoch_1 is damaged.*resume_from_checkpoint=auto"):
-        named(tmp_path, files("epoch_1"))
-
-
-def stock(directory: Path, epoch: int, content: dict[str, bytes] = CONTENT) -> None:
-    folder = directory / f"epoch_{epoch}"
-    folder.mkdir(parents=True)
-    for name in content:
-        if "/" not in name and name != "recipe_state.pt":
-            (folder / name).write_bytes(content[name])
-    (directory / "recipe_state").mkdir(exist_ok=True)
-    (directory / "recipe_state" / "recipe_state.pt").write_bytes(b"state")
-
-
-def test_torchtunes_own_files_are_taken_and_left_to_be_compared_when_they_are_read(tmp_path: Path) -> None:
-    stock(tmp_path, 0)
-    begun = named(tmp_path, files("epoch_0"))
-    assert begun.files is not None
-    assert begun.files.recipe_state == str(tmp_path / "recipe_state" / "recipe_state.pt")
-    assert not begun.files.complete
-    assert begun.files.epoch == 0
-
-
-def test_an_adapter_is_taken_from_where_the_state_is_and_not_from_the_largest_epoch(tmp_path: Path) -> None:
-    stock(tmp_path, 7, ADAPTER)
-    saved(tmp_path, "epoch_1", recipe="lora", content=ADAPTER)
-    begun = named(tmp_path, recipe="lora")
-    assert begun.files is not None
-    assert begun.files.adapter == str(tmp_path / "epoch_1" / "adapter_model.pt")
-    assert begun.files.recipe_state == str(tmp_path / "epoch_1" / "recipe_state.pt")
-
-
-def test_files_of_two_checkpoints_are_refused(tmp_path: Path) -> None:
-    for epoch in range(2):
-        saved(tmp_path, f"epoch_{epoch}", epoch)
-    both = "epoch_1/model-00001-of-00001.bin,epoch_0/model-00001-of-00001.bin"
-    with pytest.raises(ConfigError, match="files of epoch_1 and of epoch_0"):
-        named(tmp_path, f"checkpointer.checkpoint_files=[{both}]")
-
-
-def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> None:
-    position = Position(epochs=1, steps_in_epoch=2, samples_in_epoch=8, step=6)
-    save(tmp_path, "step_6", identity=identity_of(config(tmp_path), "full"), position=position)
-    assert named(tmp_path, files("step_6")).resumes
-    with pytest.raises(ConfigError, match=r"middle of an epoch, but shuffle is False, and was True"):
-        named(tmp_path, files("step_6"), "shuffle=False")
-
-
-def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
-    saved(tmp_path, "epoch_0")
-    with pytest.raises(ConfigError, match=r"epoch_5/model-00001-of-00001.bin, which is not there.*epoch_0"):
-        named(tmp_path, files("epoch_5"))
-
-
-def test_a_distributed_checkpoint_is_found_by_its_manifest_or_torchs_last_file(tmp_path: Path) -> None:
-    asynchronous = "enable_async_checkpointing=True"
-    (tmp_path / "dist_epoch_0").mkdir()
-    with pytest.raises(ConfigError, match="no complete dist_epoch"):
-        named(tmp_path, asynchronous)
-    (tmp_path / "dist_epoch_0" / ".metadata").write_bytes(b"")
-    begun = named(tmp_path, asynchronous)
-    assert begun.files is not None
-    assert begun.files.distributed
-    assert begun.files.folder == tmp_path / "dist_epoch_0"
 
 
 def test_the_number_of_checkpoints_to_keep_may_stand_in_the_checkpointers_section(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Starts of a run beside checkpoints that a test has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from tests.unit.tune.parts.checkpoints.making import save
+from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
+from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
+from torchtune_adaptive.tune.start.settings import read_full_settings
+
+ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
+
+
+def config(directory: Path, *overrides: str) -> DictConfig:
+    base = {
+        "output_dir": str(directory),
+        "device": "cpu",
+        "dtype": "fp32",
+        "seed": 0,
+        "shuffle": True,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "epochs": 3,
+        "model": {"_component_": "m"},
+        "dataset": {"_component_": "d", "source": "a"},
+        "optimizer": {"_component_": "o", "lr": 1e-3},
+        "checkpointer": {"output_dir": "${output_dir}", "checkpoint_files": ["base.pt"]},
+        "resume_from_checkpoint": "auto",
+    }
+    merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callable[[int], int] | None = None) -> Start:
+    cfg = config(directory, *overrides)
+    return decide(read_full_settings(cfg), recipe, steps)
+
+
+def saved(
+    directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
+) -> Path:
+    position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
+    cfg = config(directory)
+    identity, told = identity_of(cfg, recipe), told_values(cfg)
+    return save(directory, name, serial, identity=identity, told=told, position=position, **options)
+
+
+def folder_of(begun: Start) -> str:
+    assert begun.files is not None
+    return Path(begun.files.folder).name
