@@ -82,8 +82,8 @@ def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Ad
     for at in range(len(found.answers)):
         parts += (of_rollouts if trains_with_ppo(cfg) else of_a_step)(cfg, settings, found, advice, at)
         if rows := found.batch_size(at):
-            parts += [f"measure it with: {command(cfg, settings, config_name(), rows)}"]
-    parts += [] if advice is None else advice.lines(settings.ranks)
+            parts += [f"measure it with: {command(cfg, settings, config_name(), rows, overrides())}"]
+    parts += [] if advice is None or found.trains else advice.lines(settings.ranks)
     parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
     parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
     return "\n".join(parts)
@@ -96,6 +96,8 @@ def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: A
         parts += [heading(cfg, settings, each, stage), report.table(each)]
         key = f"rows of {stage}" if stage else "batch_size"
         parts += [report.choice(each, key) if each.chosen_rows or advice is None else report.shortfall(each)]
+        if stage and stage == found.trains and advice is not None and at == 0:  # it is about this one
+            parts += advice.lines(settings.ranks)
     return parts
 
 
@@ -125,6 +127,11 @@ FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}
 
 def config_name() -> str:
     return name_of(Path(sys.argv[sys.argv.index("--config") + 1]))
+
+
+def overrides() -> list[str]:
+    at = sys.argv.index("--config")
+    return [*sys.argv[1:at], *sys.argv[at + 2 :]]
 
 
 if __name__ == "__main__":

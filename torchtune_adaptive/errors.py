@@ -19,6 +19,7 @@ class Remedy(Enum):
     LARGER_BUDGET = "give it more memory, where less than there is was given"
     SMALLER_LIMIT = "give a smaller limit"
     NO_RECOVERY = "give recover=False"
+    RECOVERY = "leave out recover=False"
     FEWER_ROWS = "give fewer max_rows"
     MEASURING_STRATEGY = "give strategy='linear' or 'static'"
     ROOM_FOR_NCCL = "if CUDA was out of memory, leave NCCL more of it: give CudaMemory a limit, say 0.9"
@@ -26,6 +27,11 @@ class Remedy(Enum):
     SMALLER_INCREASE = "ask for less"
     OTHER_BOUND = "give beyond_memory='skip' or 'accumulate'"
     MEASURE = "measure on the device instead, with find_max_batch_size"
+
+
+def without_backward(remedies: Sequence[Remedy]) -> tuple[Remedy, ...]:
+    """What helps where nothing is kept for a backward."""
+    return tuple(each for each in remedies if each is not Remedy.CHECKPOINT_ACTIVATIONS)
 
 
 class AdaptiveError(Exception):
@@ -99,6 +105,10 @@ class SampleError(AdaptiveError):
     """A sample that cannot be read, or that the model cannot take; the message names it by its index."""
 
 
+class SampleTooLongError(ConfigError):
+    """A sample that is longer than the model takes."""
+
+
 class NotLearningError(AdaptiveError):
     """A run that goes on while nothing comes of it."""
 
@@ -108,7 +118,8 @@ class EarlyExitError(AdaptiveError):
 
 
 class RecoveryUnsupportedError(AdaptiveError):
-    """The model communicates, or updates its weights, in a way that a step cannot be run again."""
+    """A step that runs out of memory cannot be run again: the model communicates, or updates its weights, in a way that
+    forbids it, or recovery is off."""
 
 
 class UnrecoverableError(AdaptiveError):
@@ -123,6 +134,12 @@ class OneRowDoesNotFitError(AdaptiveError):
         self.need_bytes = need_bytes
         """What the probe measured; None where it ran out of memory, so that the need is unknown."""
         self.budget_bytes = budget_bytes
+
+    def told_of(self, *remarks: str) -> OneRowDoesNotFitError:
+        """The same, with what else there is to say of the row."""
+        said = "; ".join(filter(None, remarks))
+        fact = f"{self.fact} ({said})" if said else self.fact
+        return OneRowDoesNotFitError(fact, *self.remedies, need_bytes=self.need_bytes, budget_bytes=self.budget_bytes)
 
 
 class RunFinished(Exception):

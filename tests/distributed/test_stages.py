@@ -1,14 +1,19 @@
 """Steps of several stages survive running out of memory. Every operation: `python -m tests.distributed.faults`."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.distributed.faults import sweep
-from tests.distributed.models import ModelConfig
+from tests.distributed.models import ModelConfig, build
 from tests.distributed.stages import STAGE_CASES, TRAIN, StageBench, StageCase, preferring_at_once
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.limits.change import Change
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 3  # operations of the stage that fails
@@ -39,3 +44,24 @@ def test_sums_are_those_of_all_ranks_and_messages_name_the_stage():
     for found, expected, reason in run_on_ranks(2, sums_of_a_step, timeout_s=100):
         assert found == pytest.approx(expected, rel=1e-5)
         assert reason.startswith("step 3, train policy: out of memory on rank 1 ")
+
+
+def left_gathered(recover: bool) -> tuple[bool, bool]:
+    """Collective: whether a plain forward leaves parameters gathered, and a stage without a backward."""
+    model, tokens = build(ModelConfig(dropout=0.0)), torch.arange(6)
+
+    def ask(samples: Sequence[torch.Tensor]) -> Totals:
+        with torch.no_grad():
+            return Totals(model(torch.stack([*samples])).sum(), len(samples))
+
+    ask([tokens])
+    plain = not fsdp.is_idle(model)
+    runner = StepRunner(model, ask, limit=RowLimit(2), length_of=len, stand_in=lambda sample: sample, recover=recover)
+    runner.run([tokens, tokens], step=0)
+    return plain, not fsdp.is_idle(model)
+
+
+@pytest.mark.parametrize("recover", [True, False])
+def test_a_stage_without_a_backward_leaves_nothing_gathered_whether_or_not_it_could_be_run_again(recover: bool):
+    """Whoever writes into parameters, as a search does at its end, would write where nothing is."""
+    assert run_on_ranks(2, left_gathered, recover, timeout_s=30) == [(True, False)] * 2

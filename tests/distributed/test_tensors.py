@@ -55,13 +55,25 @@ def test_without_emptying_the_masks_they_could_not():
         run_on_ranks(2, fail_in_the_lookup_then_train_on_other_tokens, True)
 
 
+PROGRAM = Path(__file__).parents[2] / "docs" / "upstream" / "mask_buffer.py"
+
+
 def test_the_program_for_upstream_shows_it():
-    program = Path(__file__).parents[2] / "docs" / "upstream" / "mask_buffer.py"
-    ran = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=240, check=True)
+    ran = subprocess.run([sys.executable, PROGRAM], capture_output=True, text=True, timeout=240, check=True)
     assert ran.stdout.splitlines() == [
         "after a whole lookup, the second runs",
         "after an interrupted one, the second fails: MaskBuffer has been materialized with conflicting data",
     ]
+
+
+def test_it_does_so_without_the_comparison_too():
+    lines = [line for line in PROGRAM.read_text().splitlines() if "interrupt_the_first=False))" not in line]
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert ran.stdout == "after an interrupted one, the second fails: MaskBuffer has been materialized with " + (
+        "conflicting data\n"
+    )
 
 
 def runner_of(
@@ -131,12 +143,13 @@ def test_what_no_script_has_switches_recovery_off_and_is_named(how: str, named: 
         run_on_ranks(2, run_three_steps, how, True)
 
 
-def fail_at_a_new_shape(says_more: bool) -> int:
+def fail_at_a_new_shape(rehearsed: str) -> int:
     """How often the step was run again, whose second microbatch fails before it communicates anything."""
 
     def run(model: nn.Module, batch: tensors.Batch) -> Tensor:
         loss = tensors.run("plain", model, batch)
-        functional.all_reduce(torch.ones(3), "sum", mesh_of(tensor_ranks=2)["tp"].get_group())
+        if rehearsed == "says more" or (rehearsed == "asks for data" and bool(loss > 0)):
+            functional.all_reduce(torch.ones(3), "sum", mesh_of(tensor_ranks=2)["tp"].get_group())
         return loss
 
     def failing(_: nn.Module, forward_backward: ForwardBackward) -> ForwardBackward:
@@ -149,15 +162,20 @@ def fail_at_a_new_shape(says_more: bool) -> int:
 
         return run
 
-    runner = runner_of(failing, replace(rehearsal(), run=run) if says_more else None)
+    runner = runner_of(failing, replace(rehearsal(), run=run))
     runner.run([torch.arange(1, length) for length in (7, 7, 9, 9)], step=1)
     return runner.recoveries
 
 
 def test_a_pass_without_data_is_compared_with_one_that_had_data_before_anything_is_sent():
-    assert run_on_ranks(2, fail_at_a_new_shape, False) == [1, 1]
+    assert run_on_ranks(2, fail_at_a_new_shape, "says the same") == [1, 1]
     with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: out of memory on rank 1.*a pass without data"):
-        run_on_ranks(2, fail_at_a_new_shape, True, timeout_s=20)
+        run_on_ranks(2, fail_at_a_new_shape, "says more", timeout_s=20)
+
+
+def test_a_pass_that_asks_for_its_data_is_refused():
+    with pytest.raises(RankFailed, match=r"out of memory on rank 1.*may depend on its data, so a pass without data"):
+        run_on_ranks(2, fail_at_a_new_shape, "asks for data", timeout_s=20)
 
 
 def reasons() -> dict[str, str | None]:

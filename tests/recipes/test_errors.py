@@ -274,13 +274,14 @@ def test_weights_of_another_model_are_refused(message: Start, kind: str, overrid
 
 def test_a_dataset_smaller_than_one_step_is_refused_with_the_arithmetic(message: Start) -> None:
     text = message(FULL, "dataset.samples=7", "batch_size=4", "gradient_accumulation_steps=2")
-    assert_says(text, "7 samples", "takes 8", "batch_size 4 × gradient_accumulation_steps 2 × 1 ranks")
+    assert_says(text, "7 samples", "takes 8", "batch_size 4 × gradient_accumulation_steps 2 × 1 rank;")
 
 
 def test_a_sample_longer_than_the_model_takes_is_refused(message: Start) -> None:
     lengths = ("tokenizer.max_seq_len=None", "model.max_seq_len=32", "adaptive.sequence_length=null")
     text = message(FULL, *lengths, SMALL, train=True)
     assert_says(text, "tokens", "at most 32", "tokenizer.max_seq_len")
+    assert re.match(r"sample \d+ of the dataset \(on rank 0\) has", text)
 
 
 @pytest.mark.parametrize(

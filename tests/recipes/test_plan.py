@@ -215,7 +215,7 @@ def test_a_config_of_torchtunes_needs_no_weights_tokenizer_or_data(capsys: pytes
     ask(str(stock), small, "memory_limit=4090", "sequence_length=512")
     output = capsys.readouterr().out
     assert "22.6 GiB usable of 23.6 GiB" in output
-    assert "--config llama3_2/1B_full batch_size=" in output
+    assert f"--config llama3_2/1B_full {small} batch_size=" in output
     assert "1.0 GiB are assumed" in output
 
 

@@ -21,12 +21,13 @@ from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.rl.rollouts import Rollout, rollouts_of
 from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
 
+FORWARD_BATCH_SIZE = 4
 LARGE_CRITIC = (
     "reward_and_value_model.num_layers=6",
     "reward_and_value_model.intermediate_dim=1024",
     "batch_size=32",
     "ppo_batch_size=32",
-    "forward_batch_size=4",
+    f"forward_batch_size={FORWARD_BATCH_SIZE}",
     "gradient_accumulation_steps=8",
     "num_steps=64",
     "dataset.samples=64",
@@ -43,12 +44,11 @@ def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 def sized_for_each(folder: Path, ports: list[int]) -> None:
     from torchtune_adaptive.demo.rewards import demo_classifier
+    from torchtune_adaptive.demo.weights import ensure_made
 
-    torch.manual_seed(0)
-    weights = folder / "weights"
-    weights.mkdir()
-    critic = demo_classifier(num_layers=6, intermediate_dim=1024).state_dict()
-    torch.save(critic, weights / "critic.pt")
+    ensure_made(
+        folder / "weights" / "critic.pt", lambda: demo_classifier(num_layers=6, intermediate_dim=1024).state_dict()
+    )
     plain = "torchtune.training.FullModelTorchTuneCheckpointer"
     files = [
         f"{key}.{name}={value}"
@@ -61,10 +61,12 @@ def sized_for_each(folder: Path, ports: list[int]) -> None:
     run_ppo(ppo_config(folder / "policy", *LARGE_CRITIC, *files, of_policy), ports[1])
 
 
-def test_a_critic_that_is_larger_than_the_policy_has_a_limit_of_its_own(tmp_path: Path) -> None:
-    run_on_ranks(1, sized_for_each, tmp_path, free_ports(2), timeout_s=150, in_group=False)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_critic_that_is_larger_than_the_policy_has_a_limit_of_its_own(ranks: int, tmp_path: Path) -> None:
+    run_on_ranks(ranks, sized_for_each, tmp_path, free_ports(2), timeout_s=150, in_group=False)
     rows = {event["stage"]: event["after"] for event in events_of(tmp_path / "each", "search")}
     assert 1 <= rows[TRAIN_VALUE] < rows[TRAIN_POLICY]
+    assert rows[GENERATE] > FORWARD_BATCH_SIZE, "which a search has no use for"
     assert events_of(tmp_path / "each", "recovery") == []
     too_many = [event["stage"] for event in events_of(tmp_path / "policy", "recovery")]
     assert too_many

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
+import shlex
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,7 +25,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.plan import answers
+from torchtune_adaptive.tune.plan import answers, rows
 from torchtune_adaptive.tune.plan.predict import fake_steps
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.models import give_gradients
@@ -52,7 +54,7 @@ def metered(folder: Path, case: str, ports: list[int]) -> dict[str, list[int]]:
     cfg = ppo_config(folder, *CASES[case])
     recipe = load_ppo()(cfg)
     recipe.setup()
-    if case == LAYER_BY_LAYER and recipe.stages.can_go_layer_by_layer:
+    if case == LAYER_BY_LAYER and recipe.stages.gathering.can_end:
         recipe.stages.go_layer_by_layer()
     stages = {name: stage_of(recipe, name, cfg) for name in STAGES}
     for stage in stages.values():
@@ -156,10 +158,15 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
         gathered = step.record(1, 16)
         peak = peak_of(gathered.phases, sizes_of(gathered), caches=False).peak_bytes or 0
         asked = OmegaConf.create({"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": 16})
+        static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.answer_tokens, peak - 1, GENERATE
+        with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            assert rows.most_rows(*static) == 0
         with mock.patch.object(answers, "fake_steps", return_value=nullcontext({GENERATE: step})):
             plan = read_plan_settings(asked)
             found = answers.predict(cfg, plan, lambda: None)
-    assert found.batch_size(0) >= 1
+        assert [note for note in found.notes if note.startswith("generate: gathered parameters leave no room")]
+        with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            assert rows.most_rows(*static, fallen_back=True) >= found.batch_size(0) >= 1
 
 
 def test_settings_of_ppo_are_not_compared() -> None:
@@ -175,7 +182,7 @@ def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, s
     cfg = ppo_config(tmp_path / "run", f"adaptive.token_budget={budget}")
     plan = read_plan_settings(OmegaConf.create({"world_size": 2, "memory_limit": "4MiB"}))
     told = answers.command(cfg, plan, "adaptive/demo/ppo", rows=1)
-    assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo {sizes}"
+    assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo adaptive.memory_limit=4MiB {sizes}"
 
 
 def test_the_table_has_a_line_for_each_stage_and_says_what_to_run_next(capsys: pytest.CaptureFixture[str]) -> None:
@@ -184,4 +191,7 @@ def test_the_table_has_a_line_for_each_stage_and_says_what_to_run_next(capsys: p
     output = capsys.readouterr().out
     assert all(line in output for line in lines)
     assert "PPO · 1 rank · prompts of 64 tokens, answers of 6 · 4.0 MiB usable" in output
-    assert f"{PPO} --config adaptive/demo/ppo use_maximum_batch_size=True" in output
+    (command,) = re.findall(rf"{PPO} --config adaptive/demo/ppo (.*)", output)
+    assert set(shlex.split(command)) == {*SEARCHED} - {
+        "use_maximum_batch_size=False"
+    }  # each key once, as it was said last

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours
-from torchtune_adaptive.tune.parts.preference import KEPT
+from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.run.reference_table import TABLE_FILE
 
 KINDS = ("full_dpo", "lora_dpo")
@@ -87,7 +88,10 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
     (made, taken, torn, foreign, again), _ = run_on_ranks(
         2, runs, kind, tmp_path, free_ports(7), timeout_s=150, in_group=False
     )
-    assert made[1] == []
+    begun, kept = made[1]
+    assert begun == f"{REFERENCE} · asked of 37 pairs, once before training"
+    table = re.escape(str(tmp_path / "run" / "out" / TABLE_FILE))
+    assert re.fullmatch(rf"{REFERENCE} · of 37 pairs in \d+\.\d s, kept in {table}", kept)
     assert len(made[0]) == 2 * 37
     assert np.std(made[0]) > 1
     assert [line.split(" · ")[1].split(" ")[0] for line in taken[1]] == ["taken"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -165,6 +166,16 @@ def test_the_command_answers_for_each_stage_and_what_to_run_next(capsys: pytest.
     assert "note: rows are pairs" in output
 
 
+@pytest.mark.parametrize("config", ["dpo", "lora_dpo"])
+def test_pairs_without_padding_follow_a_law(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask(f"adaptive/demo/{config}", "use_maximum_batch_size=False", "adaptive.token_budget=auto")
+    output = capsys.readouterr().out
+    assert "samples one after another" in output
+    error = re.search(r"checked against a step traced directly: (.*) %", output)
+    assert error
+    assert abs(float(error[1])) < 0.5
+
+
 def test_without_the_reference_more_pairs_fit(capsys: pytest.CaptureFixture[str]) -> None:
     def most_rows(*overrides: str) -> int:
         ask("adaptive/demo/dpo", "memory_limit=36.5MiB", "format=json", *overrides)
@@ -181,5 +192,6 @@ def test_where_nothing_fits_doing_without_the_reference_is_advised(capsys: pytes
     ask("adaptive/demo/dpo", "memory_limit=22MiB")
     output = capsys.readouterr().out
     assert "does not fit in 22.0 MiB" in output
-    assert "adaptive.precompute_reference=True" in output
+    policy, reference = (output.index(f" · {stage} · ") for stage in (POLICY, REFERENCE))
+    assert policy < output.index("adaptive.precompute_reference=True") < reference
     assert f"note: this is the stage '{POLICY}', and times of several stages are not told" in output

@@ -110,8 +110,16 @@ def test_each_stage_is_searched_for_its_own_rows_and_the_record_names_it(runs: P
     for step in read_log(runs / "searched" / "log.jsonl"):
         assert (step["microbatch_rows"], step["reference_microbatch_rows"]) == (found[POLICY], found[REFERENCE])
         assert step["oom_recoveries"] == 0
+    assert {event["stage"]: event["after"] for event in events_of(runs / "searched", "epoch")} == found
+
+
+def test_a_search_measures_the_phases_that_its_stage_has(runs: Path) -> None:
+    phases = {}
     for place in ("", "reference"):
-        assert json.loads((runs / "searched" / "out" / place / "batch_search.json").read_text())["result"]
+        result = json.loads((runs / "searched" / "out" / place / "batch_search.json").read_text())["result"]
+        phases[place] = list(result["probes"][-1]["peak"]["phase_bytes"])
+    assert phases["reference"] == ["layers forward", "loss"]
+    assert {"layers forward", "layers backward", "update"} < set(phases[""])
 
 
 def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.faults import Outcome
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
-from tests.recipes.running import RELATIVE, demo_config, load_ours, run_ours, run_stock, saved_weights
+from tests.recipes.running import RELATIVE, SGD, demo_config, load_ours, run_ours, run_stock, saved_weights
 from tests.recipes.tensor_sweep import RANKS, RECOVERING, TENSOR, sweep
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.testing import FaultInjector
@@ -19,6 +19,10 @@ from torchtune_adaptive.testing import FaultInjector
 STEPS = 3
 BY_ONE = ("batch_size=1", "gradient_accumulation_steps=4")
 """The same steps in microbatches of one row."""
+
+CLIPPED = "clip_grad_norm=0.5"
+APART = (*SGD, "dataset.samples=24", "batch_size=1", "adaptive.regrow_after=0")
+"""The same steps by as many ranks, each with samples of its own."""
 
 PLACES = 12
 """Operations of a step that are let run out of memory, on the ranks in turn; `tensor_sweep` tries all."""
@@ -30,6 +34,10 @@ def run_all(folder: Path, ports: list[int]) -> None:
     os.environ["MASTER_PORT"] = str(ports[1])
     run_ours("full", demo_config("full", folder / "by_one", *RECOVERING, *BY_ONE))
     os.environ["MASTER_PORT"] = str(ports[2])
+    run_ours("full", demo_config("full", folder / "clipped", *RECOVERING, CLIPPED))
+    os.environ["MASTER_PORT"] = str(ports[3])
+    run_ours("full", demo_config("full", folder / "apart", *APART, CLIPPED))
+    os.environ["MASTER_PORT"] = str(ports[4])
     recipe = load_ours("full")(demo_config("full", folder / "failing", *RECOVERING))
     recipe.setup()
     last = torch.distributed.get_world_size() - 1
@@ -41,7 +49,7 @@ def run_all(folder: Path, ports: list[int]) -> None:
 @pytest.fixture(scope="module", params=[2, 4])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor")
-    run_on_ranks(request.param, run_all, folder, free_ports(3), timeout_s=120, in_group=False)
+    run_on_ranks(request.param, run_all, folder, free_ports(5), timeout_s=120, in_group=False)
     return folder
 
 
@@ -49,6 +57,14 @@ def test_losses_are_those_of_the_stock_recipe(runs: Path) -> None:
     stock, ours = (read_log(runs / case / "log.jsonl") for case in ("stock", "by_one"))
     assert len(ours) == len(stock) >= STEPS
     assert [step["loss"] for step in ours] == pytest.approx([step["loss"] for step in stock], rel=RELATIVE)
+
+
+def test_gradients_are_clipped_and_steps_recorded_as_without_tensor_parallelism(runs: Path) -> None:
+    together, apart = (read_timeline(runs / case / "out").steps for case in ("clipped", "apart"))
+    assert len(together) == len(apart) >= STEPS
+    for figure in ("loss", "grad_norm", "samples", "target_tokens"):
+        assert [step[figure] for step in together] == pytest.approx([step[figure] for step in apart], rel=RELATIVE)
+    assert all(step["grad_norm"] > 0.5 for step in apart)
 
 
 def test_a_run_that_ran_out_of_memory_ends_with_the_weights_of_one_that_took_one_row_from_the_start(runs: Path) -> None:

@@ -55,6 +55,7 @@ ROOMS: dict[str, set[str]] = {
         "search.strategies",
         "comm.collectives",
         "comm.heartbeat",
+        "memory.device",
     },
     "tune/parts": {
         "tune/start",

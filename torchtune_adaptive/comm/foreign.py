@@ -17,8 +17,8 @@ from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.wording import count_of
 
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}
-_SILENT = {"wait_tensor"}
-"""Operations of those namespaces that only wait."""
+_SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
+"""Operations of those namespaces that only wait, or wrap what has been waited for."""
 _MOST_NAMES = 3
 _OTHERS_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 """Where a call does not come from, for whoever wants to change it: torch, this package, what has no file."""
@@ -101,5 +101,4 @@ def refusal(what: str) -> RecoveryUnsupportedError:
         f"out of memory on rank {rank()}, and microbatches communicate besides FSDP ({what}), in which a rank that has "
         "failed cannot take part, so its peers would wait for ever; communicate after the step, in the update say",
         Remedy.SMALLER_LIMIT,
-        Remedy.NO_RECOVERY,
     )

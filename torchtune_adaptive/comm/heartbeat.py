@@ -27,13 +27,16 @@ class Silent(NamedTuple):
     """Who was not heard of for too long."""
 
     ranks: tuple[int, ...]
-    """None where it is the store that does not answer, which lives on the machine of rank 0."""
+    """None where it is the store that does not answer, which is rank 0's or its launcher's."""
     where: str
     seconds: float
 
     def __str__(self) -> str:
         if not self.ranks:
-            return f"the machine of rank 0, where all ranks meet, has not answered for {self.seconds:.0f} s"
+            return (
+                f"the store where all ranks meet has not answered for {self.seconds:.0f} s: it is rank 0's "
+                f"({self.where}) or its launcher's"
+            )
         ranks = "rank" if len(self.ranks) == 1 else "ranks"
         named = ", ".join(map(str, self.ranks))
         has = "has" if len(self.ranks) == 1 else "have"
@@ -75,6 +78,7 @@ class Heartbeat:
         dist.broadcast_object_list(attempt)
         self._store = dist.PrefixStore(attempt[0], _own_connection(timeout_s))  # type: ignore[attr-defined]
         self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
+        self._where_first = self._store.get(_where(0)).decode()
         self._stopping = threading.Event()
         self._rounds = 0
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_the_store)]
@@ -105,9 +109,11 @@ class Heartbeat:
 
     def _watch_the_store(self) -> None:
         silence = Silence(self._interval_s)
+        # Nobody else has to hear of it, so this look is the last, and comes within the time.
+        limit_s = self._timeout_s - 2 * self._interval_s
         while not self._stopping.wait(self._interval_s):
-            if silence.seconds(self._rounds, time.monotonic()) > self._limit_s:
-                self._on_silence(Silent((), "", self._timeout_s))
+            if (silent_s := silence.seconds(self._rounds, time.monotonic())) > limit_s:
+                self._on_silence(Silent((), self._where_first, silent_s))
                 return
 
     def _find_silent(self) -> None:

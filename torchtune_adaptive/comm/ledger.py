@@ -67,7 +67,8 @@ class CollectiveLedger:
     def __init__(self, *roots: Any, watches: bool = True) -> None:
         """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
 
-        Without `watches` it only sees to it that gradients are summed over replicas once a step.
+        Without `watches` it only sees to it that gradients are summed over replicas once a step, and that a pass
+        without a backward leaves nothing gathered.
         """
         self.position = 0
         self.sent = Sent()
@@ -85,10 +86,9 @@ class CollectiveLedger:
         self._messages = MessageCount()
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
         self._begun_at = (0, 0)  # messages and position when the running microbatch began
-        sharded = [root for root in roots if isinstance(root, FSDPModule)]
-        self._replicated = [root for root in sharded if world_size() > 1 and fsdp.has_replicas(root)]
-        self._roots = sharded if watches else []
-        self._watches = bool(self._roots) and world_size() > 1
+        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        self._replicated = [root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)]
+        self._watches = watches and bool(self._roots) and world_size() > 1
         self._put_back = [
             fsdp.replace_collectives(
                 root,
@@ -191,7 +191,7 @@ class CollectiveLedger:
     def _settle(self) -> None:
         """Brings FSDP back to idle after a pass without a backward, which would leave parameters gathered.
 
-        The next pass would communicate less than the record says.
+        The next pass would communicate less than the record says, and whoever writes into parameters find none.
         """
         for root in self._roots:
             if fsdp.awaits_backward(root):
@@ -237,7 +237,6 @@ class CollectiveLedger:
                 "out of memory, and what a microbatch communicates changes from one to the next, so what the "
                 "peers still expect is not known",
                 Remedy.SMALLER_LIMIT,
-                Remedy.NO_RECOVERY,
             )
         if self._record.foreign:
             raise refusal(what_is_foreign(self._record.foreign, self._record.names))

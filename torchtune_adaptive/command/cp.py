@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torchtune_adaptive.command.names import file_of, recipe_for
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.catalogue import flags_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +50,8 @@ def target(place: str, source: Path) -> Path:
 def command(name: str, destination: Path) -> str:
     if destination.suffix == ".py":
         return f"tune run {destination} --config ..."
-    return f"tune run {recipe_for(name) or 'RECIPE'} --config {destination}"
+    words = [*flags_of(destination).split(), recipe_for(name) or "RECIPE"]
+    return f"tune run {' '.join(words)} --config {destination}"
 
 
 def _make_parents(destination: Path) -> None:

@@ -80,6 +80,9 @@ def judge(left: Left) -> tuple[Condition, str]:
 
 def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
     running = left.held_by is not None and condition is Condition.CAN_GO_ON
+    if left.run is None and not left.found:
+        yield reason
+        return
     yield f"running: {left.held_by}" if running else f"{condition.name.lower().replace('_', ' ')}: {reason}"
     if (newest := left.newest) and newest.manifest:
         yield f"newest complete checkpoint: {newest.path} ({newest.manifest.position}, {newest.manifest.saved_at})"
@@ -92,8 +95,8 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
         yield f"last time: {left.run.message}"
     if left.newest is None and left.found:
         yield "begins anew with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
-    elif condition is not Condition.FINISHED and (left.run or left.found):
-        yield f"goes on with: {_command(left)}"
+    elif condition is not Condition.FINISHED:
+        yield f"{'goes on' if left.newest else 'starts anew'} with: {_command(left)}"
 
 
 def _started_after(run: RunFile | None, serial: int) -> bool:

@@ -10,6 +10,15 @@ TRIAL = "trial"
 GROWTH = "growth"
 """Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back."""
 
+BEFORE_THE_FIRST = -1
+"""In place of the number of a step, of what runs before training."""
+
+
+def in_step(step: int, stage: str = "") -> str:
+    """Where a line of the log begins: `step 3, policy`."""
+    when = "before the first step" if step == BEFORE_THE_FIRST else f"step {step}"
+    return f"{when}, {stage}" if stage else when
+
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
@@ -17,7 +26,7 @@ class Change:
 
     kind: str
     step: int
-    """The step in which it happened, or after which."""
+    """The step in which it happened, or after which; 0 before the first."""
     stage: str | None = None
     """The stage of the step; None where steps have only one."""
     reason: str

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change, in_step
 from torchtune_adaptive.limits.limit import Limit, Microbatch
+from torchtune_adaptive.wording import count_of
 
 TRIAL_STEPS = 4
 """Steps whose speed decides between two limits; the first after a change is not one of them."""
@@ -85,8 +86,7 @@ class Governor:
 
     def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
         """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none."""
-        what = f"{self._at(step)}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
-        before = self.limit
+        what, before = self._failure(failed, step), self.limit
         try:
             after = _shrunk(before, failed)
         except LimitExhaustedError as error:
@@ -95,7 +95,17 @@ class Governor:
         remark = self._step_down(after)
         largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
         change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
+        if largest.rows == 1:  # may have met what larger ones have left behind, or who shares the device
+            how = "it was alone in its microbatch, so it is tried once more"
+            change = f"{how}, with all others in at most {self.limit}, step repeated"
         return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
+
+    def start_over(self, failed: Mapping[int, Microbatch], step: int, how: str) -> Change:
+        """All that is allowed, after these microbatches failed: from now on they need less, and `how` says why."""
+        before = self.limit
+        self.counters.recoveries += 1
+        self._change(None)
+        return self._note(RECOVERY, step, f"{self._failure(failed, step)}: {how}, step repeated", before, failed)
 
     def completed(self, step: int, seen: CompletedStep) -> Change | None:
         """Takes note of a step that counted, and changes the limit where that is due."""
@@ -199,18 +209,21 @@ class Governor:
         self._change(min(before.next_size, self._allowed.size))
         self._before_growth = before.size
         self.counters.growths += 1
-        reason = f"{self._at(step)}: {quiet} steps without trouble: {before} -> {self.limit}, on probation"
+        reason = f"{self._at(step)}: {count_of(quiet, 'step')} without trouble: {before} -> {self.limit}, on probation"
         return self._note(GROWTH, step, reason, before)
 
+    def _failure(self, failed: Mapping[int, Microbatch], step: int) -> str:
+        return f"{self._at(step)}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
+
     def _at(self, step: int) -> str:
-        return f"step {step}, {self._stage}" if self._stage else f"step {step}"
+        return in_step(step, self._stage)
 
     def _note(
         self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
     ) -> Change:
         change = Change(
             kind=kind,
-            step=step,
+            step=max(0, step),
             stage=self._stage or None,
             reason=reason,
             unit=before.unit,

@@ -3,7 +3,7 @@
 import gc
 import re
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,6 +53,17 @@ def is_oom(error: BaseException) -> bool:
     count: whoever raised them has decided already that the run ends.
     """
     return any(_says_oom(each) for each in _origins(error))
+
+
+@contextmanager
+def fatal_where_memory_runs_out(explain: Callable[[Exception], AdaptiveError]) -> Iterator[None]:
+    """Raises what `explain` makes in the place of an error about memory, where nothing can be run again."""
+    try:
+        yield
+    except Exception as error:
+        if not is_oom(error):
+            raise
+        raise explain(error) from error
 
 
 def _says_oom(error: BaseException) -> bool:

@@ -25,7 +25,7 @@ class MemoryMeter(TorchDispatchMode):
     """Counts the bytes of all storages that were allocated inside of it, or given to it, and still live.
 
     Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The
-    operation has run by then, so the peak may exceed the cap by what one operation allocates.
+    operation has run by then, but what it was refused does not count: the peak is what was had, as on a device.
 
     Memory that a kernel uses only inside of itself is not seen. And autograd, under any dispatch mode, adds
     to gradients out of place: accumulating without FSDP, the peak is one parameter higher than it would be.
@@ -80,12 +80,17 @@ class MemoryMeter(TorchDispatchMode):
         effect = _effect_of(func)
         if effect is _Effect.NONE:
             return result
-        before = self.live_bytes
+        before, peak_before = self.live_bytes, self.peak_bytes
         for tensor in (result,) if type(result) is Tensor else tree_iter(result):
             if isinstance(tensor, Tensor) and (self.counts_fakes or not isinstance(tensor, FakeTensor)):
                 self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
         if self.live_bytes > before and effect is not _Effect.MATCHED:
-            self._check(0, str(func))
+            try:
+                self._check(0, str(func))
+            except torch.OutOfMemoryError:
+                self.peak_bytes = peak_before
+                del result, tensor  # or the traceback would keep them for as long as it lives
+                raise
         return result
 
     def __enter__(self) -> "MemoryMeter":

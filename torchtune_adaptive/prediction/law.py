@@ -47,9 +47,8 @@ class MemoryLaw:
 
 def fit_law(recordings: Mapping[tuple[int, int], Recording], *, tokens_multiple: int, caches: bool) -> MemoryLaw:
     """The law through recordings of two numbers of rows at two lengths, or at three, by (rows, tokens)."""
-    first, *others = recordings.values()
-    for (rows, tokens), other in zip(list(recordings)[1:], others, strict=True):
-        _check_alike(first, other, f"{rows} rows of {tokens} tokens")
+    _check_alike(recordings)
+    first = next(iter(recordings.values()))
     degree = len(recordings) // 2 - 1
     units = torch.stack([units_of(rows, tokens, degree) for rows, tokens in recordings])
     sizes = torch.stack([sizes_of(recording).double() for recording in recordings.values()])
@@ -75,6 +74,7 @@ def grows_faster_than_tokens(recordings: Mapping[tuple[int, int], Recording]) ->
     Takes two numbers of rows at a length and at twice that, in ascending order: of what a further row adds, a part that
     does not depend on the length would only make it less than twice.
     """
+    _check_alike(recordings)
     short, short_and_row, long, long_and_row = (sizes_of(recording) for recording in recordings.values())
     of_short, of_long = (short_and_row - short).abs(), (long_and_row - long).abs()
     return bool((of_long > 2.02 * of_short + GRAIN_BYTES).any())
@@ -85,13 +85,17 @@ def units_of(rows: int, tokens: int, degree: int) -> Tensor:
     return torch.tensor([x * tokens**power for power in range(degree + 1) for x in (1, rows)], dtype=torch.float64)
 
 
-def _check_alike(first: Recording, other: Recording, what: str) -> None:
-    for index, (ours, theirs) in enumerate(zip(_steps(first), _steps(other), strict=False)):
-        if ours != theirs:
-            where = f"{first.blocks[ours[0]].op} and {other.blocks[theirs[0]].op} at event {index}"
-            raise _not_alike(what, where)
-    if len(first.of_block) != len(other.of_block):
-        raise _not_alike(what, f"{len(first.of_block)} and {len(other.of_block)} events")
+def _check_alike(recordings: Mapping[tuple[int, int], Recording]) -> None:
+    """Refuses recordings of different programs."""
+    first, *others = recordings.values()
+    for (rows, tokens), other in zip(list(recordings)[1:], others, strict=True):
+        what = f"{rows} rows of {tokens} tokens"
+        for index, (ours, theirs) in enumerate(zip(_steps(first), _steps(other), strict=False)):
+            if ours != theirs:
+                where = f"{first.blocks[ours[0]].op} and {other.blocks[theirs[0]].op} at event {index}"
+                raise _not_alike(what, where)
+        if len(first.of_block) != len(other.of_block):
+            raise _not_alike(what, f"{len(first.of_block)} and {len(other.of_block)} events")
 
 
 def _steps(recording: Recording) -> zip[tuple[int, bool]]:

@@ -12,6 +12,9 @@ from torchtune_adaptive.record.events import EPOCH
 from torchtune_adaptive.record.timeline import Record, Timeline, is_number
 
 CHANGES = (EPOCH, RECOVERY, THRASHING, TRIAL, GROWTH)
+TRAINED = "policy"
+"""The stage of which records from before each stage had its own tell when an epoch begins: the only one that did so was
+that of preference training."""
 AFTER = 0.5
 """What happened after a step stands between that one and the next; what happened within it, at its number."""
 WINDOWS_IN_A_RUN = 8
@@ -46,12 +49,23 @@ class LimitCourse:
 def courses(timeline: Timeline) -> list[LimitCourse]:
     """The limits that the record has: one, as a rule; one of each stage, and of each unit that a run went on with."""
     found: dict[tuple[str, str], LimitCourse] = {}
+    unnamed = TRAINED if any(_stage(event) for event in timeline.events) else ""
     for event in timeline.events:
-        unit, stage = event.get("unit"), event.get("stage")
-        if event["kind"] in CHANGES and isinstance(unit, str) and _is_size(event.get("after")):
-            name = stage if isinstance(stage, str) else ""
-            _follow(found.setdefault((name, unit), LimitCourse(name, unit)), event)
+        unit, before_training = event.get("unit"), event["kind"] != EPOCH and event["step"] == 0
+        if (
+            event["kind"] in CHANGES
+            and isinstance(unit, str)
+            and _is_size(event.get("after"))
+            and not before_training  # when the reference was asked once for all: it has no part in the steps
+        ):
+            stage = _stage(event) or unnamed
+            _follow(found.setdefault((stage, unit), LimitCourse(stage, unit)), event)
     return list(found.values())
+
+
+def _stage(event: Record) -> str:
+    stage = event.get("stage")
+    return stage if isinstance(stage, str) else ""
 
 
 def _is_size(value: object) -> TypeGuard[float]:

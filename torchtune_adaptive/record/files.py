@@ -30,12 +30,15 @@ def replace_file(path: Path, content: bytes) -> None:
     _sync_folder(path.parent)
 
 
-def keep_file(path: Path, content: bytes, otherwise: str) -> None:
-    """Writes a file that a run can do without; if that fails, one line says why, and what it means."""
+def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
+    """Writes a file that a run can do without; if that fails, one line says why, and what it means. Returns whether it
+    is there."""
     try:
         replace_file(path, content)
     except OSError as error:
         logger.warning("%s was not written (%s): %s", path, reason(error), otherwise)
+        return False
+    return True
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

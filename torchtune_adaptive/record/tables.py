@@ -38,15 +38,18 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "") ->
     return "\n".join(lines)
 
 
-def profile_table(result: Profile, stage: str = "") -> str:
-    """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off."""
+def profile_table(result: Profile, stage: str = "", together: str = "") -> str:
+    """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off.
+
+    `together`: what to add to a length that is not that of one row.
+    """
     probes, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
     lines = [
         f"token budget{_named(stage)} · {probes} · budget {budget} a rank",
         "  rows    length   tokens    peak       of budget   time",
         *(_probe_line(point, result.budget_bytes) for point in result.points),
         f"  fitted over rows and length, off by {100 * result.held_out_error:.1f} % at most where not fitted to; "
-        f"any length fits up to {result.constant_tokens} tokens",
+        f"any length fits up to {result.constant_tokens} tokens{together}",
     ]
     return "\n".join(lines)
 
@@ -93,7 +96,7 @@ def from_earlier_run(event: Event) -> Event:
     return replace(event, reason=f"{event.reason}, as found before")
 
 
-def step_line(step: Accumulation, ranks: int) -> str:
+def step_line(step: Accumulation, ranks: int, kind_of_rank: str = "rank") -> str:
     """The arithmetic of one optimizer step, and how it compares with the configured one."""
     even = step.rows * step.microbatches == step.samples_per_step
     rows = count_of(step.rows, "row") if even else f"at most {count_of(step.rows, 'row')}"
@@ -102,14 +105,15 @@ def step_line(step: Accumulation, ranks: int) -> str:
     else:
         compared = f"configured: {round(step.samples_per_step / step.growth) * ranks}"
     microbatches = count_of(step.microbatches, "microbatch", "microbatches")
-    product = f" {_TIMES} ".join([rows, microbatches, count_of(ranks, "rank")])
+    product = f" {_TIMES} ".join([rows, microbatches, count_of(ranks, kind_of_rank)])
     return f"{product} {'=' if even else 'for'} {step.samples_per_step * ranks} samples a step ({compared})"
 
 
 def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
     """The run before it starts; epochs in a row that are alike share a line."""
+    steps = sum(sizes.steps for sizes in epochs)
     lines = [
-        f"batch schedule · {count_of(len(epochs), 'epoch')} · {sum(sizes.steps for sizes in epochs)} steps",
+        f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}",
         "  epoch    batch size   microbatches   samples a step   steps    learning rate",
     ]
     for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None}):

@@ -5,8 +5,8 @@ copies of the longest sample, then the update. Hooks read the peak of each phase
 makes the peaks of all ranks one `Peak`.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -15,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtune_adaptive.comm.collectives import Agreement, rank
-from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, RunStopped, UnrecoverableError
-from torchtune_adaptive.memory.device import MemorySource, is_oom, release
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, RunStopped, UnrecoverableError, without_backward
+from torchtune_adaptive.memory.device import MemorySource, fatal_where_memory_runs_out, release
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
 from torchtune_adaptive.search.refusal import NEEDS_LESS, one_row_error
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.wording import count_of
 
 Sample = TypeVar("Sample")
 
@@ -42,8 +43,9 @@ class TrainingStep(Generic[Sample]):
     """Tokens of the shortest sample that a profile asks of it."""
     knee: int = 0
     """The length up to which what it cuts grows in another way than from there on; 0: it grows in one."""
-    update: Callable[[StepResult], object]
-    """Collective: what follows the backward: scales and clips gradients, steps the optimizers. Not the schedule."""
+    update: Callable[[StepResult], object] | None
+    """Collective: what follows the backward: scales and clips gradients, steps the optimizers. Not the schedule.
+    None: nothing does."""
     optimizers: Sequence[Optimizer]
     boundaries: Mapping[str, nn.Module] = field(default_factory=dict)
     """Modules whose outputs cut the step into phases, in the order of the forward, each under the name of the part
@@ -99,9 +101,15 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
     if every rank is within its own, and it grows with the rows as the needs of the ranks do.
     """
     tightest = min((report.room for report in reports), key=_free_bytes)
+    reached = [any(column) for column in zip(*(report.peaks for report in reports), strict=True)]
     shares = [[_scaled(peak, report.room, tightest) for peak in report.peaks] for report in reports]
     return Peak(
-        phase_bytes={phase: max(column) for phase, column in zip(phases, zip(*shares, strict=True), strict=True)},
+        # a stage may have no backward, or no update
+        phase_bytes={
+            phase: max(column)
+            for phase, column, there in zip(phases, zip(*shares, strict=True), reached, strict=True)
+            if there
+        },
         fits=True,
         retries=max(report.retries for report in reports),
         seconds=max(report.seconds for report in reports),
@@ -221,11 +229,12 @@ class Prober:
         with measuring_phases(self._memory, step.runner.model, step.boundaries) as meter:
             with limit:
                 attempt = step.runner.attempt(microbatches)
-            if attempt.result is not None:
+            if attempt.result is not None and step.update is not None:
                 meter.begin_update()
                 # Its collectives cannot be drained, and its need does not depend on the rows: measured, not limited.
                 with self._memory.unlimited():
                     step.update(attempt.result)
+            if attempt.result is not None:
                 meter.end_phase()
         step.runner.model.zero_grad(set_to_none=True)
         if attempt.asked_to_stop:
@@ -241,9 +250,10 @@ class Prober:
             where = max(range(len(self._reports)), key=lambda index: self._reports[index].missing_bytes)
             need_bytes = max(self._reports[where].peaks)
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
+        runner = self._steps[name].runner
         return one_row_error(
-            *remedies,
-            length=self._steps[name].runner.length_of(self._samples[name]),
+            *(remedies if runner.trains else without_backward(remedies)),
+            length=runner.length_of(self._samples[name]),
             need_bytes=need_bytes,
             budget_bytes=self._reports[where].room.budget_bytes,
             rank=where,
@@ -251,18 +261,14 @@ class Prober:
         )
 
 
-@contextmanager
-def _explaining(rows: int) -> Iterator[None]:
-    """Says what it means if a step runs out of memory where no limit stopped it and nothing can be run again."""
-    try:
-        yield
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        raise UnrecoverableError(
-            f"rank {rank()} ran out of memory while {rows} rows were measured, in the update or in a step that cannot "
-            "be run again, and its peers cannot go on alone",
+def _explaining(rows: int) -> AbstractContextManager[None]:
+    """Says what it means if a step runs out of memory where no limit stopped it."""
+    return fatal_where_memory_runs_out(
+        lambda _: UnrecoverableError(
+            f"rank {rank()} ran out of memory in the measurement of {count_of(rows, 'row')}, in the update or in a "
+            "step that cannot be run again, and its peers cannot go on alone",
             Remedy.FEWER_ROWS,
             Remedy.SHORTER_SAMPLES,
             Remedy.MORE_RANKS,
-        ) from error
+        )
+    )

@@ -85,10 +85,10 @@ def search(
         history = history.plus(probe)
         if rows == 1 and not probe.accepted(budget_bytes):
             raise refuse(*NEEDS_LESS)
-    return _result(history, strategy, round_to)
+    return _result(history, strategy, round_to, samples_per_step)
 
 
-def _result(history: History, strategy: str, round_to: str) -> SearchResult:
+def _result(history: History, strategy: str, round_to: str, samples_per_step: int | None) -> SearchResult:
     most = history.fit_rows
     promised = max(most, _promised(history, strategy))
     fits_rows = float(promised if promised < history.too_many or not history.rejected else most)
@@ -101,7 +101,7 @@ def _result(history: History, strategy: str, round_to: str) -> SearchResult:
         lines=fit_lines(history.probes),
         fits_rows=fits_rows,
         rows=rows,
-        reason=_reason(history, fits_rows, rows, round_to),
+        reason=_reason(history, fits_rows, rows, round_to, samples_per_step),
     )
 
 
@@ -112,11 +112,13 @@ def _promised(history: History, strategy: str) -> float:
     return history.predicted_rows if strategy in ("linear", "static") else 0.0
 
 
-def _reason(history: History, fits_rows: float, rows: int, round_to: str) -> str:
+def _reason(history: History, fits_rows: float, rows: int, round_to: str, samples_per_step: int | None) -> str:
     if history.rejected and fits_rows == rows:
         return f"{history.too_many} did not fit"
     if not history.rejected and (fits_rows >= history.max_rows or fits_rows == rows == history.rungs[-1]):
         known, highest = f"at most {history.max_rows} are searched", float(history.max_rows)
+        if history.max_rows == samples_per_step:
+            known = f"all {samples_per_step} samples of a step"
     else:
         # Cut, not rounded: 8.97 must not read as if 9 fit.
         known, highest = f"{floor(fits_rows * 10 + 1e-6) / 10:g} fit", fits_rows

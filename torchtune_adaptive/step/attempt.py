@@ -15,6 +15,7 @@ from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.comm.replicas import compare_replicas
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.limits.change import in_step
 from torchtune_adaptive.limits.packing import Plan
 from torchtune_adaptive.memory.device import forget_frames, is_oom, release
 from torchtune_adaptive.step.reports import Totals
@@ -118,7 +119,7 @@ class PlanRunner(Generic[Sample]):
     def refuse_recovery(self, messages: int, step: int | None) -> None:
         """What all ranks have agreed on: running out of memory in this stage ends the run from now on."""
         why = self.ledger.refuse_recovery(messages)
-        where = ", ".join(filter(None, ["" if step is None else f"step {step}", self._stage]))
+        where = self._stage if step is None else in_step(step, self._stage)
         if rank() == 0:
             logger.warning(
                 "%s%s: training goes on without recovery, and running out of memory ends it",
@@ -140,7 +141,7 @@ class PlanRunner(Generic[Sample]):
         try:
             self.ledger.begin_microbatch(number)
             with self.around_pass("microbatch"), self.ledger.listening():
-                totals = self._forward_backward(samples)
+                totals = self._forward_backward(samples).widened()
             self.ledger.end_microbatch()
             return totals if before is None else before.plus(totals)
         except Exception as error:

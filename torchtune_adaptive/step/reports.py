@@ -29,10 +29,19 @@ class Totals(NamedTuple):
     sums: Mapping[str, Tensor] = MappingProxyType({})
     """Further sums over the samples, by name: tensors like `loss_sum`. Every microbatch has the same names."""
 
+    def widened(self) -> Totals:
+        """In single precision at least: ranks add their sums up, and one that learns nothing may have them as bf16."""
+        sums = {name: _wide(value) for name, value in self.sums.items()}
+        return Totals(_wide(self.loss_sum), self.target_tokens, sums)
+
     def plus(self, other: Totals) -> Totals:
         """The totals of both; raises where one has sums that the other has not."""
         sums = {name: self.sums[name] + other.sums[name] for name in self.sums.keys() | other.sums.keys()}
         return Totals(self.loss_sum + other.loss_sum, self.target_tokens + other.target_tokens, sums)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
 class Fullest(NamedTuple):

@@ -5,8 +5,8 @@ limit. Running out of memory changes the limit, never the step.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
@@ -15,12 +15,12 @@ from typing import Any, Generic, TypeVar
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
-from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError
+from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError, without_backward
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
-from torchtune_adaptive.memory.device import MemorySource, RngState, is_oom
+from torchtune_adaptive.memory.device import MemorySource, RngState, fatal_where_memory_runs_out
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.step.attempt import AroundPass, Ledger, PlanRunner
 from torchtune_adaptive.step.pace import Pace
@@ -58,7 +58,11 @@ class StepRunner(Generic[Sample]):
 
     A step of several stages has a runner for each: `stage` is its name, in messages and in the record. `frozen` are
     models that a microbatch runs beside the trained one. A stage may have no backward at all; it keeps its results by
-    sample, since a repeated attempt writes them again. Stages that share models share a `ledger`.
+    sample, since a repeated attempt writes them again: give it `trains=False`, for advice that helps. Stages that share
+    models share a `ledger`.
+
+    `otherwise`, an attribute, is called on every rank where what has failed cannot be made smaller. It may see to it
+    that microbatches need less from then on, and says how. None, as by default: nothing can be done, so the run ends.
 
     `on_change` is told whenever the limit changes, on every rank. `on_plan` is told the step and the plan of every
     attempt before it begins. `asked_to_stop` says whether this rank is to end the run, by a signal say: what the ranks
@@ -82,6 +86,7 @@ class StepRunner(Generic[Sample]):
         ledger: Ledger | None = None,
         frozen: Sequence[nn.Module] = (),
         stage: str = "",
+        trains: bool = True,
         on_change: Callable[[Change], None] | None = None,
         on_plan: Callable[[int, Plan], object] | None = None,
         asked_to_stop: Callable[[], bool] = bool,
@@ -90,13 +95,13 @@ class StepRunner(Generic[Sample]):
         self.model = model
         self.length_of, self._row_lengths_of, self.cost_of = length_of, row_lengths_of, cost_of
         self.stand_in = stand_in
-        self.padded = padded
-        self.recovers = recover
+        self.padded, self.trains, self.recovers = padded, trains, recover
         self.on_change = on_change
         self.on_plan = on_plan
         self._asked_to_stop = asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
+        self.otherwise: Callable[[], str | None] = lambda: None
         roles: Any = {"stand_in": stand_in, "filler": filler}
         self._plans = PlanRunner((model, *frozen), forward_backward, ledger, **roles, recover=recover, stage=stage)
         self._agreement = Agreement(len(Report._fields))
@@ -154,7 +159,8 @@ class StepRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: forward and backward over all samples, under smaller limits while some rank fails.
 
-        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log. `upcoming`
+        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log, and may be
+        BEFORE_THE_FIRST. `upcoming`
         are the samples of the next call, where every rank knows its own: under a limit by length, the number of their
         microbatches is then agreed on beside the rest, and costs a reduction of its own only where they are not known.
         """
@@ -192,13 +198,16 @@ class StepRunner(Generic[Sample]):
             recoveries += 1
 
     def _shrink(self, reports: Reports, step: int) -> Change:
-        """The next smaller limit; where there is none, the error says what the rank had."""
+        """The next smaller limit; where there is none, whatever else is left, or an error that says what a rank had."""
         try:
             return self._governor.out_of_memory(reports.failed, step)
         except LimitExhaustedError as error:
-            if (had := reports.shortage) is None:
-                raise
-            raise LimitExhaustedError(f"{error.fact} ({had})", *error.remedies, Remedy.LARGER_BUDGET) from None
+            if (how := self.otherwise()) is not None:
+                return self._governor.start_over(reports.failed, step, how)
+            fact, remedies = error.fact, error.remedies if self.trains else without_backward(error.remedies)
+            if (had := reports.shortage) is not None:
+                fact, remedies = f"{fact} ({had})", (*remedies, Remedy.LARGER_BUDGET)
+            raise LimitExhaustedError(fact, *remedies) from None
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
         """Collective: forward and backward over exactly these microbatches, once.
@@ -274,20 +283,16 @@ class StepRunner(Generic[Sample]):
         if self.on_change is not None:
             self.on_change(change if (full := reports.fullest) is None else replace(change, **full._asdict()))
 
-    @contextmanager
-    def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> Iterator[None]:
+    def committing(self, what: str, *, last_checkpoint: str | PathLike[str] | None) -> AbstractContextManager[None]:
         """Guards what happens once all ranks have agreed: scaling, clipping, the optimizer's step.
 
         Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
         """
-        try:
-            yield
-        except Exception as error:
-            if not is_oom(error):
-                raise
-            raise UnrecoverableError(
+        return fatal_where_memory_runs_out(
+            lambda _: UnrecoverableError(
                 f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step "
                 "cannot be run again; start again from the last checkpoint "
                 f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
                 "optimizer with less state"
-            ) from error
+            )
+        )

@@ -76,8 +76,7 @@ class ProgressShown:
 
     def __init__(self, what: str, total: int | None, unit: str, *, done: int, shown: bool, at_once: bool) -> None:
         in_a_terminal = sys.stderr.isatty() and not in_json()
-        self._line = f"{what} · {{}}{'' if total is None else f' of {total}'} {unit}"
-        self._total = total
+        self._what, self._unit, self._total = what, unit, total
         self._tells, self._ends = shown and not in_a_terminal, at_once
         self._next_s = time.monotonic() + (0 if at_once else BETWEEN_LINES_S)
         self.done = done
@@ -93,10 +92,13 @@ class ProgressShown:
         self.done += count
         if note:
             self.note(note)
+        if self._total is not None and self.done > self._total:  # there is more to do than was thought
+            self._total = self.bar.total = self.done
         self.bar.update(count)
         now_s = time.monotonic()
         if self._tells and (now_s >= self._next_s or (self._ends and self.done == self._total)):
-            logger.info("%s%s", self._line.format(self.done), f" · {note}" if note else "")
+            of = "" if self._total is None else f" of {self._total}"
+            logger.info("%s · %d%s %s%s", self._what, self.done, of, self._unit, f" · {note}" if note else "")
             self._next_s = now_s + BETWEEN_LINES_S
 
 

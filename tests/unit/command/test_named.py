@@ -77,7 +77,9 @@ def test_cp_makes_a_file_that_runs_as_the_last_line_says(tmp_path: Path, capsys:
     copy = tmp_path / "mine.v2.yaml"
     assert code == 0
     assert copy.read_bytes() == DEMO.read_bytes()
-    assert out.splitlines()[-1] == f"run it with: tune run adaptive_full_finetune_distributed --config {copy}"
+    assert out.splitlines()[-1] == (
+        f"run it with: tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config {copy}"
+    )
     told(capsys, "cp", "llama3_2/1B_lora", str(tmp_path))
     assert yaml.safe_load((tmp_path / "1B_lora.yaml").read_text())["model"]["lora_rank"] > 0
     told(capsys, "cp", "adaptive_plan", str(tmp_path))

@@ -289,8 +289,40 @@ def test_an_event_says_who_and_how_large():
     assert (event.ranks, event.rows, event.length) == ((3,), 8, 100)
 
 
+def test_one_step_is_told_in_the_singular():
+    run = Run(regrow_after=1)
+    run.out_of_memory()
+    run.quiet()
+    assert ": 1 step without trouble: 4 rows -> 8 rows" in run.events[1].reason
+
+
+@pytest.mark.parametrize(("limit", "smaller"), [(TokenLimit(8192), "512 tokens"), (RowLimit(8), "1 row")], ids=str)
+def test_a_sample_that_failed_alone_is_tried_once_more_and_the_line_says_so(limit: Limit, smaller: str):
+    governor, failed = Governor(limit, regrow_after=0), {1: Microbatch(1, 600)}
+    assert governor.out_of_memory(failed, step=3).reason == (
+        "step 3: out of memory on rank 1 (longest sample 600 tokens): it was alone in its microbatch, so it is tried "
+        f"once more, with all others in at most {smaller}, step repeated"
+    )
+    with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):
+        governor.out_of_memory(failed, step=3)
+
+
 def test_what_cannot_shrink_raises_and_counts_no_recovery():
     run = Run(RowLimit(1))
     with pytest.raises(LimitExhaustedError, match=r"step 0: out of memory on rank 3 .* 1 row of 100 tokens"):
         run.out_of_memory()
     assert run.governor.counters.recoveries == 0
+
+
+def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again():
+    run = Run()
+    for _ in range(3):
+        run.out_of_memory()
+    assert run.rows == 1
+    change = run.governor.start_over({3: run.microbatch()}, 7, "half of the model is gone")
+    assert run.rows == 8
+    assert run.governor.counters.recoveries == 4
+    assert (change.kind, change.before, change.after, change.ranks) == (RECOVERY, 1, 8, (3,))
+    assert change.reason == (
+        "step 7: out of memory on rank 3 (longest sample 100 tokens): half of the model is gone, step repeated"
+    )

@@ -1,6 +1,7 @@
 """The law: sizes that are affine in rows and in rows × tokens, and programs that follow none."""
 
 from array import array
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,21 @@ def test_where_scores_of_attention_are_kept_a_third_length_gives_their_law(rows:
 def test_two_lengths_tell_whether_a_third_is_needed() -> None:
     assert grows_faster_than_tokens({size: attention(*(64 * part for part in size)) for size in SIZES})
     assert not grows_faster_than_tokens({size: step(*(64 * part for part in size)) for size in SIZES})
+
+
+@pytest.mark.parametrize("asks", [fit_law, grows_faster_than_tokens])
+def test_a_program_that_grows_with_the_rows_is_refused_whatever_is_asked_first(asks: Any) -> None:
+    def with_a_block_for_each(rows: int, tokens: int) -> Recording:
+        recording = step(rows, tokens)
+        blocks = [recording.blocks, *[(Allocation("sum", 0),)] * rows]
+        of_block = [*recording.of_block, *range(5, 5 + rows)]
+        changes = [*recording.bytes_change, *[4] * rows]
+        return Recording(sum(blocks, ()), array("q", of_block), array("q", changes), {**PHASES, "update": 7 + rows})
+
+    recordings = {size: with_a_block_for_each(*size) for size in SIZES}
+    options = {"tokens_multiple": 1, "caches": False} if asks is fit_law else {}
+    with pytest.raises(PredictionError, match=r"3 rows of 64 tokens .* \(9 and 10 events\)"):
+        asks(recordings, **options)
 
 
 def test_the_peak_is_found_in_every_phase() -> None:

@@ -47,7 +47,7 @@ def test_the_budget_of_a_search_is_a_line_across_and_what_did_not_fit_a_cross(
     assert (across, heights) == ([0, 1], [11.5, 11.5])  # from edge to edge of the axes
     assert marked(axes, "x") == [(8.0, 8.0)]  # within the budget, but with allocator retries; 16 is beyond the edge
     assert names_of(axes) == ["budget, 11.5 GiB", "step", "update"]
-    assert axes.get_title(loc="left") == "4 rows of 4096 tokens fit: the step needs most"
+    assert axes.get_title(loc="left") == "4 rows of 4096 tokens fit (peak: step)"
     assert "did not fit" in [text.get_text() for text in axes.texts]
 
 
@@ -80,7 +80,7 @@ def test_every_point_of_a_profile_stands_at_its_tokens_and_hollow_if_it_was_held
     assert line_of(axes, "budget")[1] == [6.0, 6.0]
     assert line_of(axes, "fits at any length") == ([result.constant_tokens], [6.0])
     assert {f"rows of {point.length} tokens" for point in result.points} < set(names_of(axes))
-    assert axes.get_title(loc="left") == f"any lengths fit together up to {result.constant_tokens} tokens"
+    assert axes.get_title(loc="left") == f"samples of any length fit, up to {result.constant_tokens} tokens in all"
     assert axes.get_ylabel() == "peak memory of a rank (GiB)"
     assert cut_off(drawn[0]) == []
 
@@ -100,6 +100,8 @@ def test_an_empty_picture_is_no_picture(tmp_path: Path) -> None:
     assert is_drawn(tmp_path / "batch_search.png")
 
 
+EARLIER_STAGES = Path(__file__).parent / "earlier" / "stages"
+EARLIER_SIZES = [1, 2, 1, 1, 1]
 STEPS = 30
 SECONDS = {10: 3.0, 15: 2.0}
 """Those of steps that were run again; all others take one."""
@@ -134,8 +136,8 @@ def test_the_limit_of_a_run_is_a_line_of_steps_with_marks_where_it_changed(
     assert marked(limit, "v") == [(10, 8), (15, 8)]
     assert marked(limit, "^") == [(14.5, 8)]
     assert [text.get_text() for text in limit.texts] == [
-        "out of memory: the step is run again, in smaller microbatches (2)",
-        "has been quiet for long: larger ones are tried again (1)",
+        "out of memory: step repeated in smaller microbatches (2)",
+        "no trouble for a while: larger microbatches tried again (1)",
     ]
     (shade,) = limit.collections
     assert {tuple(corner) for corner in shade.get_paths()[0].vertices} >= {(10, 4), (10, 8), (30.5, 4), (30.5, 8)}
@@ -229,6 +231,69 @@ def test_each_stage_has_a_panel_and_a_limit_of_bytes_a_unit(tmp_path: Path, monk
     assert line_of(figure.axes[0], "limit") == ([0.5, 2, 3.5], [4, 2, 2])
 
 
+def of_a_stage(kind: str, step: int, stage: str, after: int, before: int | None = None) -> Event:
+    return Event(kind=kind, step=step, stage=stage, before=before, after=after, unit="rows", reason="")
+
+
+def test_a_stage_that_never_fails_has_a_panel_and_each_has_one_from_the_first_step_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two epochs of two stages, whose batch grows from 2 to 4 rows; one runs out of memory in the second epoch."""
+    journal = Journal(tmp_path)
+    journal.start(Event(kind=START, step=0, reason=""))
+    for step, after in ((0, 2), (2, 4)):
+        journal.event(of_a_stage(EPOCH, step, "reference", 8))
+        journal.event(of_a_stage(EPOCH, step, "policy", after))
+    journal.event(of_a_stage(RECOVERY, 4, "policy", 3, before=4))
+    for step in range(1, 5):
+        journal.step(step, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == [
+        "most rows in a microbatch, stage reference",
+        "most rows in a microbatch, stage policy",
+    ]
+    reference, policy = figure.axes
+    assert line_of(reference, "limit") == ([0.5, 2.5, 4.5], [8, 8, 8])
+    assert line_of(policy, "limit") == ([0.5, 2.5, 4, 4.5], [2, 4, 3, 3])
+    assert cut_off(figure) == []
+
+
+def test_what_a_stage_went_through_before_the_first_step_is_in_no_panel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reference that is asked once for all pairs, and runs out of memory there."""
+    journal = Journal(tmp_path)
+    journal.event(of_a_stage(RECOVERY, 0, "reference", 4, before=8))
+    journal.event(of_a_stage(EPOCH, 0, "policy", 2))
+    journal.step(1, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["most rows in a microbatch, stage policy"]
+
+
+def test_an_epoch_of_an_earlier_record_which_names_no_stage_is_that_of_the_policy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`earlier/stages` is by commit 11eb75a2: preference training in 36 MiB, with a batch that doubles every epoch."""
+    for file in EARLIER_STAGES.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    limit, *others = drawn_run(tmp_path, monkeypatch).axes
+    assert limit.get_title(loc="left") == "most rows in a microbatch, stage policy"
+    assert line_of(limit, "limit")[1] == EARLIER_SIZES
+    assert not any("microbatch" in axes.get_title(loc="left") for axes in others)
+
+
+@pytest.mark.parametrize("stage", ["", "policy"])
+def test_the_picture_of_a_search_names_its_stage_where_there_are_several(
+    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn, named = pictures(monkeypatch), "policy: " * bool(stage)
+    draw_search(tmp_path, example(), 4096, stage)
+    draw_profile(tmp_path, profiled(), stage)
+    rows, lengths = (figure.axes[0].get_title(loc="left") for figure in drawn)
+    assert rows.startswith(f"{named}{example().rows} rows of 4096 tokens fit (peak: ")
+    assert lengths.startswith(f"{named}samples of any length fit, up to ")
+
+
 def test_sizes_that_are_close_to_each_other_are_not_written_over_each_other() -> None:
     assert legible([256, 512, 1024, 1200], 190, 1380, apart=0.2) == [1200, 512, 256]
     assert legible([8, 4, 8, 16], 4, 16, apart=0.2) == [16, 8, 4]
@@ -250,14 +315,14 @@ def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatc
     key, *small = figure.axes
     assert key.get_title(loc="left") == "most rows in a microbatch, by stage"
     assert [text.get_text() for text in key.texts] == [
-        "out of memory: the step is run again, in smaller microbatches",
-        "has been quiet for long: larger ones are tried again",
+        "out of memory: step repeated in smaller microbatches",
+        "no trouble for a while: larger microbatches tried again",
     ]
     assert [axes.get_title(loc="left") for axes in small] == [
         "generate",
-        "values · run again 1 time",
-        "train value · run again 2 times",
-        "train policy · run again 3 times",
+        "values · repeated 1 time",
+        "train value · repeated 2 times",
+        "train policy · repeated 3 times",
     ]
     assert not any(axes.texts for axes in small)
     assert [len(marked(axes, "v")) for axes in small] == [0, 1, 2, 3]

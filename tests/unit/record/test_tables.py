@@ -88,6 +88,11 @@ def test_the_arithmetic_of_a_step_is_spelled_out(rows: int, line: str) -> None:
     assert step_line(accumulate(rows, batch_size=2, gradient_accumulation_steps=16), 8) == line
 
 
+def test_ranks_that_share_their_samples_are_told_from_those_that_do_not() -> None:
+    line = step_line(accumulate(8, batch_size=2, gradient_accumulation_steps=16), 1, "data rank")
+    assert line.startswith("8 rows × 4 microbatches × 1 data rank = 32 samples")
+
+
 def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> None:
     plans = simulate(
         double_every(2),

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.searching import Shape, Trained, search_within
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
@@ -123,6 +124,18 @@ def test_equal_ranks_agree_on_the_larger_peak_of_each_phase():
     assert agreed_peak(["a", "b"], reports) == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0)
 
 
+def test_a_phase_that_no_rank_has_reached_is_none():
+    reports = [report(100, 10, 30, 0, 0), report(100, 10, 40, 0, 20)]
+    assert agreed_peak(["forward", "backward", "update"], reports).phase_bytes == {"forward": 40, "update": 20}
+
+
+def test_a_step_without_an_update_has_no_such_phase():
+    with MemoryMeter() as meter:
+        result = search_within(replace(Trained(Shape()).step(), update=None), meter, 400_000)
+    assert all("update" not in probe.peak.phase_bytes for probe in result.probes)
+    assert "loss" in result.probes[0].peak.phase_bytes
+
+
 @pytest.mark.parametrize("need", range(80, 100))
 def test_the_agreed_peak_is_within_the_tightest_budget_if_every_rank_is_within_its_own(need: int):
     reports = [report(1000, 13, 400), report(90, 10, need), report(91, 7, need - 3)]
@@ -133,3 +146,17 @@ def test_the_agreed_peak_is_within_the_tightest_budget_if_every_rank_is_within_i
 def test_a_rank_with_more_memory_needs_the_same_share_of_it():
     reports = [report(110, 10, 20), report(210, 10, 160)]
     assert agreed_peak(["a"], reports).phase_bytes["a"] == 10 + 75
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_one_row_that_does_not_fit_names_the_limit_that_was_given_and_only_what_helps(trains: bool) -> None:
+    trained = Trained(Shape())
+    trained.runner.trains = trains
+    with MemoryMeter() as meter:
+        meter.count(trained.model.parameters())
+        with pytest.raises(OneRowDoesNotFitError) as caught:
+            search_within(trained.step(), meter, meter.live_bytes + 1, max_rows=4)
+    helps = [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET]
+    assert list(caught.value.remedies) == [
+        each for each in helps if trains or each is not Remedy.CHECKPOINT_ACTIVATIONS
+    ]

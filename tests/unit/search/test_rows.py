@@ -25,6 +25,8 @@ from torchtune_adaptive.search.strategies import STRATEGIES
             "8.9 fit, rounded down to a divisor of the samples per step",
         ),
         ({"max_rows": 4}, "at most 4 are searched"),
+        ({"max_rows": 4, "samples_per_step": 8}, "at most 4 are searched"),
+        ({"max_rows": 8, "samples_per_step": 8}, "all 8 samples of a step"),
         ({"max_rows": 7}, "at most 7 are searched, rounded down to a power of two"),
         ({"max_rows": 7, "strategy": "binary"}, "at most 7 are searched, rounded down to a power of two"),
         ({"strategy": "binary"}, "16 did not fit"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 from torchtune_adaptive.step.pace import STEPS, Pace
@@ -42,6 +43,25 @@ def test_another_slow_rank_is_named_too() -> None:
     pace = Pace()
     assert len(told(pace, THIRD_IS_SLOW)) == 1
     assert told(pace, (0.99, 0.5, 0.5, 0.5), 2 * STEPS)[0].startswith("rank 0 ")
+
+
+def test_a_slow_node_is_named_once_with_all_its_ranks() -> None:
+    draw = random.Random(0)
+    steps = [tuple(draw.gauss(0.95 if rank >= 8 else 0.55, 0.03) for rank in range(16)) for _ in range(1000)]
+    pace = Pace()
+    (line,) = (line for shares in steps if (line := pace.after_step(shares)) is not None)
+    assert line.startswith("ranks 8, 9, 10, 11, 12, 13, 14, 15 hold the others up: in the last 20 steps they worked 9")
+
+
+def test_where_most_are_busy_nobody_is_named_for_whom_one_waits() -> None:
+    assert told(Pace(), (0.9, 0.3, 0.9, 0.92), 3 * STEPS) == []
+
+
+def test_one_about_as_slow_as_is_told_is_named_once() -> None:
+    draw = random.Random(0)
+    pace = Pace()
+    lines = [pace.after_step((0.55, 0.55, 0.55, draw.gauss(0.8, 0.02))) for _ in range(1000)]
+    assert len([line for line in lines if line]) == 1
 
 
 def test_a_share_is_of_the_time_since_the_last_one() -> None:

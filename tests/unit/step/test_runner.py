@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.fake_memory import FakeMemory
-from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.errors import LimitExhaustedError, Remedy
+from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
@@ -59,6 +60,18 @@ def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
     assert result.loss_sum.item() == loss_sum
     assert (result.target_tokens, result.microbatches, result.recoveries) == (8, 4, 1)
     assert (runner.limit, runner.recoveries) == (RowLimit(2), 1)
+
+
+def test_losses_add_up_in_single_precision_whatever_a_microbatch_has_them_in():
+    model = a_model()
+
+    def in_half(samples):
+        model(torch.stack(list(samples))).sum().backward()
+        return Totals(torch.tensor(257.0, dtype=torch.bfloat16 if len(samples) == 1 else torch.float32), len(samples))
+
+    result = runner_of(model, 1, forward_backward=in_half).run(SAMPLES, step=0)
+    assert result.loss_sum.dtype == torch.float32
+    assert result.loss_sum.item() == 8 * 256  # what a microbatch has, it has in its own precision
 
 
 def test_the_limit_stays_for_the_steps_that_follow():
@@ -118,6 +131,28 @@ def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
         runner.run(SAMPLES, step=3)
 
 
+def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():
+    reference = a_model()
+    runner_of(reference, 8).run(SAMPLES, step=3)
+    model, changes, asked = a_model(), [], []
+    runner = runner_of(model, 8, on_change=changes.append)
+
+    def make_room() -> str | None:
+        asked.append(runner.limit.size)
+        meter.cap_bytes = None
+        return "there is more room now"
+
+    with MemoryMeter(cap_bytes=100) as meter:
+        runner.otherwise = make_room
+        result = runner.run(SAMPLES, step=3)
+    assert asked == [1]
+    assert runner.limit.size == 8
+    assert result.recoveries == runner.recoveries == len(changes) > 1
+    assert changes[-1].reason.endswith("(longest sample 16 tokens): there is more room now, step repeated")
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+
+
 def test_where_memory_is_measured_what_there_was_is_said_too():
     runner = runner_of(a_model(), 8)
     message = (
@@ -128,6 +163,26 @@ def test_where_memory_is_measured_what_there_was_is_said_too():
         runner.watch(meter)
         with pytest.raises(LimitExhaustedError, match=message):
             runner.run(SAMPLES, step=3)
+
+
+def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
+    runner = runner_of(a_model(), 8, trains=False)
+    for watched in (False, True):
+        with MemoryMeter(cap_bytes=100) as meter:
+            runner.watch(meter if watched else None)
+            with pytest.raises(LimitExhaustedError, match="1 row of 16 tokens does not fit") as caught:
+                runner.run(SAMPLES, step=3)
+        expected = [Remedy.SHORTER_SAMPLES, Remedy.MORE_RANKS, *([Remedy.LARGER_BUDGET] if watched else [])]
+        assert list(caught.value.remedies) == expected
+
+
+def test_what_runs_before_training_is_in_no_step(caplog):
+    runner, changes = runner_of(a_model(), 4, stage="ask"), []
+    runner.on_change = changes.append
+    with caplog.at_level("WARNING"), FaultInjector(runner).fail_at(rank=0, step=BEFORE_THE_FIRST):
+        runner.run(SAMPLES, step=BEFORE_THE_FIRST)
+    assert caplog.messages[0].startswith("before the first step, ask: out of memory on rank 0")
+    assert [change.step for change in changes] == [0]
 
 
 def test_left_over_gradients_are_refused():

@@ -75,6 +75,16 @@ def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monke
     assert written.getvalue() == "batch search · 1 probes\n"
 
 
+def test_more_than_was_expected_is_no_more_than_there_is(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = piped(monkeypatch)
+    show_decisions()
+    monkeypatch.setattr(console, "BETWEEN_LINES_S", 0)
+    with progress("tracing", 2, "steps") as shows:
+        shows.update(2)
+        shows.update()
+    assert written.getvalue().splitlines() == ["tracing · 2 of 2 steps", "tracing · 3 of 3 steps"]
+
+
 def test_in_a_terminal_it_is_a_bar_and_lines_stand_by_themselves(
     ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

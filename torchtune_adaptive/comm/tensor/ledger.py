@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.comm.collectives import Agreement, backend_for, explaining_failures
@@ -32,6 +33,7 @@ from torchtune_adaptive.comm.foreign import Listener, MessageCount
 from torchtune_adaptive.comm.tensor.functional import FunctionalCollective, counted, issue_functional_zeros
 from torchtune_adaptive.comm.tensor.masks import Masks
 from torchtune_adaptive.comm.tensor.refusals import (
+    NEEDS_DATA,
     SAYS_OTHERWISE,
     outside_of_the_script,
     refused,
@@ -234,7 +236,7 @@ class TensorLedger(Generic[Sample]):
     def drain(self, _: Callable[[], object]) -> None:
         """Collective: issues all that is left of this step, so that every peer finishes it."""
         if self._foreign:
-            raise refused(outside_of_the_script(self._names))
+            raise refused(outside_of_the_script(self._names, self._foreign))
         self._wait_for_outstanding()
         expected: list[Entry] = []
         for microbatch in self._microbatches:
@@ -274,6 +276,8 @@ class TensorLedger(Generic[Sample]):
             with counted(self, self._group), self._masks.noting():
                 self._shadow.run(microbatch)
             return tuple(self._rehearsed)
+        except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            raise refused(NEEDS_DATA) from error
         finally:
             self._rehearsed = None
 

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 LOWERED = "#FBE3D2"
 """Between the limit and what it had been, in the spells in which it was lower."""
 _MARKS = {
-    RECOVERY: ("out of memory: the step is run again, in smaller microbatches", ALARM, "v"),
-    GROWTH: ("has been quiet for long: larger ones are tried again", GREEN, "^"),
-    THRASHING: ("the allocator thrashes: smaller ones on trial", PINK, "s"),
-    TRIAL: ("the trial is decided", SKY, "D"),
+    RECOVERY: ("out of memory: step repeated in smaller microbatches", ALARM, "v"),
+    GROWTH: ("no trouble for a while: larger microbatches tried again", GREEN, "^"),
+    THRASHING: ("allocator thrashing: smaller microbatches on trial", PINK, "s"),
+    TRIAL: ("trial decided", SKY, "D"),
 }
 _TICKS_APART = {True: 0.07, False: 0.2}
 """Of a panel's height, so that numbers beside it do not lie over each other: where there is room for words, or not."""
@@ -53,7 +53,7 @@ def draw_small_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:
     """One of many: its marks are explained above all of them."""
     repeated = sum(mark.kind == RECOVERY for mark in course.marks)
     unit = f", {_unit(course)[0]}" if course.unit == "bytes" else ""
-    _heading(axes, course.stage + unit + (f" · run again {count_of(repeated, 'time')}" if repeated else ""))
+    _heading(axes, course.stage + unit + (f" · repeated {count_of(repeated, 'time')}" if repeated else ""))
     _draw_course(axes, course, end, room_above=0)
     _draw_marks(axes, course, end, explained=False)
 
@@ -187,7 +187,7 @@ def draw_speed(axes: Axes, *, speed: Speed) -> None:
     _heading(axes, f"target tokens a second, all ranks, mean of {speed.window} steps")
     if speed.without_losses != speed.tokens_per_second:
         axes.plot(speed.steps, speed.without_losses, color=GREY, linewidth=1.1, linestyle="--", label="without losses")
-        _name(axes, speed.steps[-1], 0, "dashed: had no step been run again", GREY)
+        _name(axes, speed.steps[-1], 0, "dashed: if no step had been repeated", GREY)
     axes.plot(speed.steps, speed.tokens_per_second, color=BLUE, linewidth=1.6, label="tokens")
     axes.set_ylim(0, 1.15 * max(*speed.tokens_per_second, *speed.without_losses))
 

@@ -35,7 +35,7 @@ _PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 
 
 @no_run_ends_over(PLOT_FILE)
-def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> Path | None:
+def draw_search(directory: Path, result: SearchResult, sequence_length: int, stage: str = "") -> Path | None:
     """Draws `batch_search.png`; without matplotlib, logs one line on how to get it, and returns None."""
     if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:
         return None
@@ -50,13 +50,13 @@ def draw_search(directory: Path, result: SearchResult, sequence_length: int) -> 
     below = f"rows in a microbatch ({result.strategy} search, {count_of(len(result.probes), 'probe')}{beyond})"
     name_lines(axes, names)
     fitting = f"{count_of(result.rows, 'row')} of {sequence_length} tokens fit"
-    label(axes, f"{fitting}: the {_fullest(result)} needs most", below, f"peak memory of a rank ({unit})")
+    label(axes, _of(stage, f"{fitting} (peak: {_fullest(result)})"), below, f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
     return save(figure, directory / PLOT_FILE)
 
 
 @no_run_ends_over(PLOT_FILE)
-def draw_profile(directory: Path, result: Profile) -> Path | None:
+def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | None:
     """Draws `batch_search.png`: what was measured at each length, and the surfaces there; None without matplotlib."""
     if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:
         return None
@@ -74,10 +74,14 @@ def draw_profile(directory: Path, result: Profile) -> Path | None:
     name_lines(axes, names)
     off = f"hollow points, not fitted to, are {100 * result.held_out_error:.1f} % off"
     axes.text(0.02, 0.97, off, transform=axes.transAxes, verticalalignment="top", color=INK, fontsize=9)
-    title = f"any lengths fit together up to {result.constant_tokens} tokens"
-    label(axes, title, "tokens in a microbatch, padding included", f"peak memory of a rank ({unit})")
+    title = f"samples of any length fit, up to {result.constant_tokens} tokens in all"
+    label(axes, _of(stage, title), "tokens in a microbatch, padding included", f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
     return save(figure, directory / PLOT_FILE)
+
+
+def _of(stage: str, title: str) -> str:
+    return f"{stage}: {title}" if stage else title
 
 
 def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> LineName:

@@ -17,6 +17,7 @@ from torchtune_adaptive.tune.check.places import check_output, check_weights
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
+from torchtune_adaptive.tune.parts.model import check_replicas
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.inputs import is_packed
@@ -68,8 +69,10 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     adaptive = findings.of(lambda: read_adaptive(cfg.get("adaptive")))
     of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
     # where the policy is what the others call the model
-    if settings is not None and recipe in (PPO, PLAN) and POLICY in cfg:
-        model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
+    if recipe in (PPO, PLAN) and POLICY in cfg:
+        model = None
+        if settings is not None:
+            model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
         model = check_components(cfg, settings, findings, of_its_own)
@@ -97,12 +100,13 @@ def _check_question(settings: Settings, adaptive: AdaptiveConfig) -> None:
 def _check_together(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None, findings: Findings) -> None:
     """Values that are well each by itself."""
     findings.of(lambda: check_token_budget(settings, adaptive))
-    findings.of(lambda: obstacle_to_recovery(settings, adaptive))
+    findings.of(lambda: obstacle_to_recovery(settings, adaptive, model))
     findings.of(lambda: start_progress(settings, ranks=1))
     findings.of(lambda: _check_growth(settings, adaptive))
     if model is None:
         return
     findings.of(lambda: check_sequence_length(model, adaptive))
+    findings.of(lambda: check_replicas(model, settings))
     device = findings.of(lambda: devices.device_named(settings))
     if device is not None:
         findings.of(lambda: is_padded(model, settings, adaptive, device, packed=is_packed(settings.config)))

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunStopped, SampleError, UnrecoverableError
+from torchtune_adaptive.errors import (
+    AdaptiveError,
+    ConfigError,
+    RunStopped,
+    SampleError,
+    SampleTooLongError,
+    UnrecoverableError,
+)
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind
 from torchtune_adaptive.tune.start.components import reason
@@ -107,15 +114,36 @@ def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, last: int) ->
     except RunStopped:
         raise
     except Exception as error:
+        if isinstance(error, SampleTooLongError):
+            _check_lengths(model, samples, last, error)
         if isinstance(error, AdaptiveError) and not isinstance(error, UnrecoverableError):
             raise
         if is_oom(error.__cause__ or error):  # looking at a sample takes memory, too
             raise
         known = _vocabulary_of(model)
         for index in samples.last(last):
-            if flaw := _flaw(samples[index], samples.kind, known):
-                raise SampleError(f"sample {index} of the dataset (on rank {rank()}) has {flaw}") from error
+            check_sample(index, samples[index], samples.kind, known, cause=error)
         raise
+
+
+def check_sample(index: int, sample: Any, kind: Kind, known: int | None = None, cause: Exception | None = None) -> None:
+    """Raises an error that names a sample which a model that knows so many tokens cannot take."""
+    if flaw := _flaw(sample, kind, known):
+        raise SampleError(f"sample {index} of the dataset (on rank {rank()}) has {flaw}") from cause
+
+
+def too_long(what: str, tokens: int, allowed: int) -> SampleTooLongError:
+    return SampleTooLongError(
+        f"{what} has {tokens} tokens, but the model takes at most {allowed} (its max_seq_len): set "
+        f"tokenizer.max_seq_len to {allowed} or less"
+    )
+
+
+def _check_lengths(model: Any, samples: NamedSamples, last: int, cause: Exception) -> None:
+    """Raises the error that names the sample that is longer than the model takes, if one of so many last ones is."""
+    for index in samples.last(last):
+        if (tokens := max(samples.kind.lengths_of(samples[index]))) > model.max_seq_len:
+            raise too_long(f"sample {index} of the dataset (on rank {rank()})", tokens, model.max_seq_len) from cause
 
 
 def _vocabulary_of(model: nn.Module) -> int | None:

@@ -23,6 +23,7 @@ from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 Collate = Callable[[Sequence[Any]], dict[str, Any]]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
@@ -136,14 +137,19 @@ def _check_callable(function: Any, path: str) -> None:
 
 def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: Meshes) -> StepLoader[Any]:
     """The loader of this data-parallel rank; a dataset that does not fill one configured step is an error."""
-    ranks = mesh["dp"].size()
+    ranks, samples = mesh["dp"].size(), len(dataset)  # type: ignore[arg-type]
+    if not samples:
+        raise ConfigError(
+            "dataset is empty: it has no sample to train on; see whether its source, split and filter are those that "
+            "were meant"
+        )
     loader: StepLoader[Any] = StepLoader(
         dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle
     )
     if loader.samples_per_rank < settings.samples_per_step:
         raise ConfigError(
-            f"dataset has {len(dataset)} samples, but one step takes {settings.samples_per_step * ranks}: "  # type: ignore[arg-type]
+            f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
             f"batch_size {settings.batch_size} × gradient_accumulation_steps "
-            f"{settings.gradient_accumulation_steps} × {ranks} ranks; lower one of them"
+            f"{settings.gradient_accumulation_steps} × {count_of(ranks, 'rank')}; lower one of them"
         )
     return loader

@@ -18,12 +18,14 @@ from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.comm.tensor import Rehearsal, TensorLedger
+from torchtune_adaptive.comm.tensor.refusals import DROPOUT, has_dropout
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.attempt import Ledger
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.cost import cost_of
+from torchtune_adaptive.tune.parts.culprits import too_long
 from torchtune_adaptive.tune.parts.data import Collate, Data
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.model import build_shadow_model
@@ -109,10 +111,7 @@ class ForwardBackward:
 def check_length(model: nn.Module, longest: int) -> None:
     allowed = getattr(model, "max_seq_len", None)
     if allowed is not None and longest > allowed:
-        raise ConfigError(
-            f"a sample has {longest} tokens, but the model takes at most {allowed} (its max_seq_len): "
-            f"set tokenizer.max_seq_len to {allowed} or less"
-        )
+        raise too_long("a sample", longest, allowed)
 
 
 def _zero_of(logits: Logits) -> Tensor:
@@ -162,7 +161,7 @@ def build_step_runner(
     kind, collate = planned(data, model, settings, adaptive, device)
     split_alike = adaptive.token_budget is not None
     forward_backward = build_forward_backward(model, loss_fn, collate, kind, settings, device, split_alike=split_alike)
-    recover = recovers(settings, adaptive)
+    recover = recovers(settings, adaptive, model)
     ledger = None
     if recover and settings.tensor_parallel_dim > 1:
         assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
@@ -215,6 +214,7 @@ def stage_runner(
     recover: bool,
     stage: str = "",
     ledger: Ledger | None = None,
+    trains: bool = True,
 ) -> StepRunner[Sample]:
     """Collective: what runs one stage of a step, or a step that has only one."""
     return StepRunner(
@@ -231,6 +231,7 @@ def stage_runner(
         regrow_after=adaptive.regrow_after,
         ledger=ledger,
         stage=stage,
+        trains=trains,
         on_change=lambda change: on_event(event_of(change)),
         asked_to_stop=THIS_RUN.asked_to_stop,
     )
@@ -252,8 +253,8 @@ def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
     return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
 
 
-def recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
-    reason = obstacle_to_recovery(settings, adaptive)
+def recovers(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None = None) -> bool:
+    reason = obstacle_to_recovery(settings, adaptive, model)
     if reason is None:
         return adaptive.recover_from_oom is not False
     if dist.get_rank() == 0:
@@ -261,7 +262,7 @@ def recovers(settings: Settings, adaptive: AdaptiveConfig) -> bool:
     return False
 
 
-def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None = None) -> str | None:
     """Why a step cannot be run again: weights change before it ends, or peers would be left waiting."""
     reason = None
     if settings.optimizer_in_bwd:
@@ -270,7 +271,7 @@ def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig) -> str | 
         sharing = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
         if not adaptive.recover_from_oom:
             return f"{sharing}; adaptive.recover_from_oom: True has it on there too"
-        if (not_yet := _not_under_tensor_parallelism(settings, adaptive)) is not None:
+        if (not_yet := _not_under_tensor_parallelism(settings, adaptive, model)) is not None:
             reason = f"{sharing}, and {not_yet}"
     if reason is not None and adaptive.recover_from_oom:
         raise ConfigError(
@@ -279,10 +280,12 @@ def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig) -> str | 
     return reason
 
 
-def _not_under_tensor_parallelism(settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+def _not_under_tensor_parallelism(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None) -> str | None:
     """What keeps a rank from knowing what the others expect of it, or has not been tested."""
     if settings.compile:
         return "compile is True, which hides some of them"
+    if model is not None and has_dropout(model):
+        return f"the model has {DROPOUT}"
     if settings.enable_activation_offloading:
         return "enable_activation_offloading is True, which no pass without data can repeat"
     if not settings.device.startswith("cpu") and not adaptive.recover_untested:

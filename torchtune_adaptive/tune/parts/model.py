@@ -25,7 +25,7 @@ from torchtune.training import activations
 
 from torchtune_adaptive.comm.replicas import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
-from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.memory.device import fatal_where_memory_runs_out
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
@@ -165,14 +165,18 @@ def _is_sharded(settings: Settings, mesh: Meshes) -> bool:
     return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
 
 
-def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
-    if not _is_sharded(settings, mesh):
-        return
+def check_replicas(model: nn.Module, settings: Settings) -> None:
     if settings.data_parallel_replicate_dim > 1 and _is_quantized(model):
         raise ConfigError(
             f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
             "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
         )
+
+
+def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
+    if not _is_sharded(settings, mesh):
+        return
+    check_replicas(model, settings)
     layers = list(settings.custom_sharded_layers or ())
     try:
         training.shard_model(
@@ -217,18 +221,15 @@ def _load(
 ) -> Any:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
     _check_weights(model, weights, strict=strict)
-    try:
+    out_of_memory = f"out of memory while the weights were loaded on rank {dist.get_rank()}"
+    with fatal_where_memory_runs_out(
+        lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
+    ):
         if _is_quantized(model):
             return model.load_state_dict(weights, strict=strict)
         return training.load_from_full_model_state_dict(
             model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
         )
-    except RuntimeError as error:
-        if not is_oom(error):
-            raise
-        raise UnrecoverableError(
-            f"out of memory while the weights were loaded on rank {dist.get_rank()}: use more ranks or a smaller model"
-        ) from error
 
 
 def _check_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> None:

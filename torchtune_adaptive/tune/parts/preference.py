@@ -92,11 +92,33 @@ class Scorer:
 
 
 def _sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The sum over each row or, where rows are one after another, over each of them: not by `index_add`, which adds up
-    in another order each time on a GPU."""
+    """The sum over each row or, where rows are one after another, over each of them."""
     if values.size(0) == len(lengths):
         return values.sum(-1)
-    return torch.stack([row.sum() for row in values[0].split(list(lengths))])
+    sums: Tensor = _SumsOfParts.apply(values[0], list(lengths))
+    return sums
+
+
+class _SumsOfParts(torch.autograd.Function):
+    """The sum over each of the parts of one row; not by `index_add`, which adds up in another order each time on a GPU,
+    nor by `segment_reduce`, which adds one number after another: of 4096 it loses a digit that `sum` keeps.
+
+    It takes one block of memory, however many parts there are: a program with a block for each of them would be another
+    for every number of pairs, and no prediction could be made of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, lengths: list[int]) -> Tensor:
+        ctx.lengths = lengths
+        sums = row.new_empty(len(lengths))
+        for part, total in zip(row.split(lengths), sums, strict=True):
+            torch.sum(part, dim=0, out=total)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        of_parts = zip(gradient, ctx.lengths, strict=True)
+        return torch.cat([of_part.expand(length) for of_part, length in of_parts]), None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +264,7 @@ def build_stages(
     training = stage_runner(policy, train, stage=POLICY, ledger=ledgers[1], **common)
     if reference is None:
         return Stages(None, training)
-    return Stages(stage_runner(reference, refer, stage=REFERENCE, ledger=ledgers[0], **common), training)
+    return Stages(stage_runner(reference, refer, stage=REFERENCE, ledger=ledgers[0], trains=False, **common), training)
 
 
 @contextmanager

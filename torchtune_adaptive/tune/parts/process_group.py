@@ -75,8 +75,9 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
     }
     told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in (None, LEFT, 1))
     raise ConfigError(
-        f"{told}, but the world size is {ranks}: it must be their product, or a multiple where "
-        "data_parallel_shard_dim is -1; change one of them or --nproc_per_node"
+        f"{told}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
+        "tensor_parallel_dim must be as much, where -1 for data_parallel_shard_dim is what is left; change one of them "
+        "or --nproc_per_node"
     )
 
 

@@ -67,6 +67,15 @@ class Kind:
         """The length of a sample whose sequences are all that long."""
         return longest if self.padded else longest * self.rows
 
+    def longest_at(self, length: int) -> int:
+        """The sequences of which a sample may have all that long, so that its length is no more than this."""
+        return length if self.padded else length // self.rows
+
+    @property
+    def together(self) -> str:
+        """What to add to a length, where it is that of several sequences."""
+        return "" if self.padded or self.rows == 1 else " in both answers together"
+
     def uniform(self, token: int, length: int) -> Sample:
         """A sample of this length: sequences of like length in which every token is a target."""
         each = length if self.padded else max(1, length // self.rows)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ from omegaconf import DictConfig
 from torchtune_adaptive.errors import ConfigError, PredictionError
 from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer
+from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw, fit_work
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
+from torchtune_adaptive.tune.plan.overrides import Overrides, joined
 from torchtune_adaptive.tune.plan.predict import fake_steps
 from torchtune_adaptive.tune.plan.recipes import is_lora, on_gpu, read_settings, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import (
@@ -89,6 +92,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
         training = steps[trains]
         longest = _longest(steps.values(), given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
+        changed: list[str] = []
 
         def answered(step: FakeStep) -> _Answered:
             most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
@@ -100,7 +104,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
             law, work = laws_of(step, wanted[0], traced, counting=len(steps) == 1)
             first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
             if not first.most_rows_with_retries and step.otherwise is not None:
-                step.otherwise()
+                changed.append(step.otherwise())
                 step.run_first()
                 return answered(replace(step, otherwise=None))
             return _Answered([first, *map(first.at, wanted[1:])], error, work)
@@ -111,7 +115,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
             trains=trains,
             longest=longest,
             largest_error=max((each.error for each in found.values()), key=abs),
-            notes=[*notes_on_question(plan, given, wanted), *notes_on_answer(cfg, training, have)],
+            notes=[*notes_on_question(plan, given, wanted), *changed, *notes_on_answer(cfg, training, have)],
             time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
         )
 
@@ -182,20 +186,29 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer, stage: str = ""
     return " · ".join(parts)
 
 
-def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int) -> str:
-    """What trains with the answer, or finds as much for each of the stages of PPO."""
+def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int, given: Sequence[str] = ()) -> str:
+    """What trains with the answer, or finds as much for each of the stages of PPO; as the question was `given`."""
     way = "dpo" if trains_on_pairs(cfg) else "finetune"
     recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_{way}_distributed"
-    sizes = f"batch_size={rows}"
+    sizes: Overrides = (f"batch_size={rows}",)
     if trains_with_ppo(cfg):
         by_tokens = read_adaptive(cfg.get("adaptive")).token_budget is not None
         recipe = PPO
-        sizes = f"use_maximum_batch_size={not by_tokens}{' adaptive.token_budget=auto' if by_tokens else ''}"
+        sizes = (f"use_maximum_batch_size={not by_tokens}", *["adaptive.token_budget=auto"] * by_tokens)
     ranks = plan.ranks
     on_one_machine = ranks <= 8 or ranks % 8
     nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
     launcher = f"--nproc_per_node {ranks}" if on_one_machine else nodes
-    return f"tune run {launcher} {recipe} --config {config_name} {sizes}"
+    words = shlex.join(joined(_for_a_run(cfg, plan, given), sizes))
+    return f"tune run {launcher} {recipe} --config {config_name} {words}"
+
+
+def _for_a_run(cfg: DictConfig, plan: PlanSettings, given: Sequence[str]) -> Overrides:
+    """Of what the question was given with, what a run takes too; a GPU has its limit without being told."""
+    asked = {each.name for each in fields(plan)}
+    kept = tuple(word for word in given if word.partition("=")[0] not in asked)
+    limit, on_cpu = plan.memory_limit, str(cfg.get("device")).startswith("cpu")
+    return (*kept, f"adaptive.memory_limit={limit}") if limit and on_cpu and not card_named(limit) else kept
 
 
 def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS) -> MemoryLaw:

@@ -57,8 +57,8 @@ class FakeStep:
     """Whether a step has several microbatches."""
     most_rows: int | None = None
     """Of a microbatch: a rank has no more of them in this stage. None: as many as fit."""
-    otherwise: Callable[[], None] | None = None
-    """What a run does where not even one row fits."""
+    otherwise: Callable[[], str] | None = None
+    """What a run does where not even one row fits; says what that is."""
     gradients_of: Sequence[nn.Module] = ()
     """Models whose gradients another stage has left in memory."""
     fakes: FakeTensorMode

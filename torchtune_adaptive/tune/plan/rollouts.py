@@ -29,7 +29,15 @@ from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_optimization
 from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, found_of, sequences_of, worst_rollout
 from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, VALUE, PPOSettings, read_ppo_settings
-from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE, Gathering, most_rows, passes_of
+from torchtune_adaptive.tune.rl.stages import (
+    GENERATE,
+    NO_ROOM,
+    TRAIN_POLICY,
+    TRAIN_VALUE,
+    Gathering,
+    most_rows,
+    passes_of,
+)
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -51,8 +59,9 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
     in_parts = ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size or by_tokens
     ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, HOST, 0, gathering)
 
-    def layer_by_layer() -> None:
+    def layer_by_layer() -> str:
         gathering.stays = False
+        return f"{GENERATE}: {NO_ROOM}"
 
     def step_of(stage: str, model: nn.Module, run: passes.Pass) -> FakeStep:
         trains, gathers = stage in UPDATES, stage == GENERATE and mesh[SHARDING].size() > 1 and gathering.reshards

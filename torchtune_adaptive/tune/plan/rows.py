@@ -16,7 +16,9 @@ from torchtune_adaptive.tune.plan.recipes import trains_with_ppo
 from torchtune_adaptive.tune.start.remedies import in_keys
 
 
-def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int, stage: str = "") -> int:
+def most_rows(
+    cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int, stage: str = "", fallen_back: bool = False
+) -> int:
     """As a search of this stage would find: its probes leave gradients behind before they measure, so this does too.
 
     The law is not checked against another trace: the search measures its answer.
@@ -26,6 +28,8 @@ def most_rows(cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: i
         config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
     with fake_steps(config, world_size) as steps:
         tokens -= steps[stage].answer_tokens
+        if fallen_back and (change := steps[stage].otherwise) is not None:
+            change()
         law = law_of(steps[stage], tokens, traced=lambda: None)
     return Answer(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
+from torchtune_adaptive.tune.parts.optimization.clipping import clip
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.optimization.state import load_state
 from torchtune_adaptive.tune.parts.process_group import Meshes
@@ -148,10 +148,7 @@ def _update(
     """One update of both, each from gradients summed over its own tokens and averaged over ranks."""
     for name, model in models.trained.items():
         training.scale_grads(model, torch.tensor(dist.get_world_size() / max(1, summed_over[name])))
-    norm = None
-    if max_norm is not None:
-        clipped: Tensor = nn.utils.clip_grad_norm_(models.trained.parameters(), max_norm=max_norm)
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+    norm = None if max_norm is None else clip(models.trained.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

@@ -11,7 +11,7 @@ train policy        forward and backward
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -63,7 +63,9 @@ class Generate:
         numbers = [each.number for each in rollouts]
         drawn = draws(self.seed, rollouts[0].iteration, numbers, width, stage="generate")
         check_length(self.model, max(len(each.prompt) for each in rollouts) + width)
-        with self.gathered(), torch.compiler.set_stance("force_eager"):
+        # A single token has no next one for which they would have to stay.
+        keeping = self.gathered() if width > 1 else nullcontext()
+        with keeping, torch.compiler.set_stance("force_eager"):
             answers = generate(
                 self.model,
                 [each.prompt for each in rollouts],

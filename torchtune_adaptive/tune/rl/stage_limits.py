@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
-from torchtune_adaptive.memory.device import MemorySource, is_oom
+from torchtune_adaptive.memory.device import MemorySource, fatal_where_memory_runs_out
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.search.lengths import Profile
@@ -107,17 +107,13 @@ def _as_in_training(parts: RolloutParts, memory: MemorySource) -> Iterator[None]
         yield
 
 
-@contextmanager
-def _explaining_what_does_not_fit() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        raise UnrecoverableError(
+def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
+    return fatal_where_memory_runs_out(
+        lambda _: UnrecoverableError(
             f"rank {dist.get_rank()} ran out of memory with four models, gradients of two and the optimizer's state: "
             "train on more ranks, with smaller models, or with an optimizer with less state"
-        ) from error
+        )
+    )
 
 
 def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Measure[Answer]) -> tuple[Answer, Event]:
@@ -126,7 +122,7 @@ def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Me
     try:
         answer = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
     except OneRowDoesNotFitError:
-        if stage != GENERATE or not parts.stages.can_go_layer_by_layer:
+        if stage != GENERATE or not parts.stages.gathering.can_end:
             raise
         parts.stages.go_layer_by_layer()
         answer = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
@@ -150,6 +146,7 @@ def _request(
         kind=parts.data.kind,
         found=found,
         stage=stage,
+        fallen_back=layer_by_layer,
         folder=(stage + " layer by layer" * layer_by_layer).replace(" ", "_"),
     )
 
@@ -158,7 +155,7 @@ def _worst_step(parts: RolloutParts, memory: MemorySource | None, stage: str) ->
     """Collective: the longest prompt with the longest answer; the policy is trained beside the value's gradients."""
     assert memory is not None, "measured is where there is a limit"
     runner, new = parts.stages.runners[stage], parts.ppo.max_generated_tokens
-    update: Callable[[StepResult], object] = _do_nothing
+    update: Callable[[StepResult], object] | None = None  # the value model is updated with the policy
     # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much a rank has too little.
     with memory.unlimited():
         rollout = _worst_rollout(parts)
@@ -190,10 +187,6 @@ def _worst_rollout(parts: RolloutParts) -> Rollout:
         parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.adaptive.sequence_length
     )
     return worst_rollout(torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens)
-
-
-def _do_nothing(result: StepResult) -> None:
-    """The value model is updated with the policy, at the end of the step."""
 
 
 def _update(parts: RolloutParts, result: StepResult) -> None:

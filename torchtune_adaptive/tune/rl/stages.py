@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -17,7 +17,6 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.events import Event, event_of
@@ -39,6 +38,7 @@ FORWARD = ("policy log-probabilities", "reference log-probabilities", "values", 
 TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
 STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 """Their names, in their order."""
+NO_ROOM = "gathered parameters leave no room for one row: layer by layer from here on, which is slower"
 
 
 class Ran(NamedTuple):
@@ -56,6 +56,8 @@ class Gathering:
     stays: bool
     reshards: bool
     """What training does after a forward."""
+    gave_up: bool = False
+    """Whether training has found that there is no room for them, and not a search, which the next start repeats."""
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -67,6 +69,16 @@ class Gathering:
             yield
         finally:
             self.model.set_reshard_after_forward(True)
+
+    @property
+    def can_end(self) -> bool:
+        return self.stays and self.reshards and isinstance(self.model, FSDPModule)
+
+    def stand_in(self, rollout: Rollout) -> Rollout:
+        """Communicates like the whole. Where parameters stay gathered, so does a single token, and with less memory:
+        a rank that has no room for all of them has to keep its peers company, too."""
+        least = rollout.stand_in()
+        return replace(least, answer=least.answer[:1]) if self.stays else least
 
 
 @dataclass(frozen=True)
@@ -82,14 +94,7 @@ class RolloutStages:
     def roll_out(self, rollouts: Sequence[Rollout], iteration: int) -> None:
         """Collective: answers to the prompts, and what the models say of them."""
         self.ran.clear()
-        try:
-            self._run(GENERATE, rollouts, iteration)
-        except LimitExhaustedError:  # on every rank alike
-            if not self.can_go_layer_by_layer:
-                raise
-            self.go_layer_by_layer()
-            self._run(GENERATE, rollouts, iteration)
-        for name in FORWARD:
+        for name in (GENERATE, *FORWARD):
             self._run(name, rollouts, iteration)
 
     def train_value(self, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
@@ -110,13 +115,20 @@ class RolloutStages:
         self.ran.setdefault(name, []).append(Ran(result, time.perf_counter() - began))
         return result
 
-    @property
-    def can_go_layer_by_layer(self) -> bool:
-        return self.gathering.stays and self.gathering.reshards and isinstance(self.gathering.model, FSDPModule)
-
     def go_layer_by_layer(self) -> None:
         """Call it on all ranks: from now on, generating communicates otherwise."""
-        say(f"{GENERATE}: gathered parameters leave no room for one row: layer by layer from here on, which is slower")
+        say(f"{GENERATE}: {NO_ROOM}")
+        self._stop_gathering()
+
+    def give_up_gathering(self) -> str | None:
+        """The same in training, where one row did not fit: what has changed; None where nothing can."""
+        if not self.gathering.can_end:
+            return None
+        self.gathering.gave_up = True
+        self._stop_gathering()
+        return NO_ROOM
+
+    def _stop_gathering(self) -> None:
         self.gathering.stays = False
         self.ledger.forget(GENERATE)
 
@@ -138,14 +150,15 @@ class RolloutStages:
 
     def state_dict(self) -> dict[str, Any]:
         """For a checkpoint; the same on all ranks."""
-        return {name: runner.state_dict() for name, runner in self.runners.items()} | {"stays": self.gathering.stays}
+        limits = {name: runner.state_dict() for name, runner in self.runners.items()}
+        return limits | {"stays": not self.gathering.gave_up}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         for name, runner in self.runners.items():
             if name in saved:
                 restore_limit(runner, saved[name], name)
-        if not saved.get("stays", True) and self.can_go_layer_by_layer:
-            self.go_layer_by_layer()
+        if not saved.get("stays", True) and (told := self.give_up_gathering()) is not None:
+            say(f"{GENERATE}: {told}, as before it was resumed")
 
     def close(self) -> None:
         self.ledger.close()
@@ -179,11 +192,17 @@ def build_stages(
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
     passes = passes_of(models, loss, tokenizer, settings, ppo, device, seed, gathering)
     recover = recovers(settings, adaptive)
-    ledger = CollectiveLedger(*(models.everything if recover else ()))
+    ledger = CollectiveLedger(*models.everything, watches=recover)
     build = partial(_runner, adaptive=adaptive, on_event=on_event, recover=recover, ledger=ledger)
     limits = configured_limits(ppo)
-    runners = {name: build(name, model, run, limits[name]) for name, (model, run) in passes.items()}
-    return RolloutStages(runners, ledger, gathering)
+    stand_ins = {GENERATE: gathering.stand_in}
+    runners = {
+        name: build(name, model, run, limits[name], stand_ins.get(name, Rollout.stand_in))
+        for name, (model, run) in passes.items()
+    }
+    stages = RolloutStages(runners, ledger, gathering)
+    runners[GENERATE].otherwise = stages.give_up_gathering
+    return stages
 
 
 def passes_of(
@@ -225,6 +244,7 @@ def _runner(
     model: nn.Module,
     run: Pass,
     limit: Limit,
+    stand_in: Callable[[Rollout], Rollout],
     *,
     adaptive: AdaptiveConfig,
     on_event: Callable[[Event], None],
@@ -237,12 +257,13 @@ def _runner(
         limit=limit,
         # answers come to be while they are generated, so lengths there go by what may be
         length_of=lambda rollout: rollout.most_length if name == GENERATE else rollout.whole_length,
-        stand_in=Rollout.stand_in,
+        stand_in=stand_in,
         filler=Rollout.filler,
         recover=recover,
         regrow_after=adaptive.regrow_after,
         ledger=ledger,
         stage=name,
+        trains=name in (TRAIN_VALUE, TRAIN_POLICY),
         on_change=lambda change: on_event(event_of(change)),
         asked_to_stop=THIS_RUN.asked_to_stop,
     )

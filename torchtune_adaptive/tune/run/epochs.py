@@ -119,12 +119,13 @@ def announce(
     if dist.get_rank() != 0:
         return
     sizes = epochs[-1]
+    kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
     before = (*progress.past, *([progress.begun] if progress.begun else []))
     if before and progress.ranks != ranks:
         was = before[-1]
         logger.info(
             "resumed on %s, before on %d: %d samples a step, before %d",
-            count_of(ranks, "rank"),
+            count_of(ranks, kind_of_rank),
             progress.ranks,
             sizes.samples_per_step * ranks,
             was.samples_per_step * progress.ranks,
@@ -134,11 +135,12 @@ def announce(
         return
     growth = sizes.samples_per_step / settings.samples_per_step
     if limit is None:
-        line = step_line(Accumulation(sizes.batch_size, sizes.microbatches, sizes.samples_per_step, growth), ranks)
+        step = Accumulation(sizes.batch_size, sizes.microbatches, sizes.samples_per_step, growth)
+        line = step_line(step, ranks, kind_of_rank)
     else:
         line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
     count = count_of(len(epochs), "epoch")
-    logger.info("%s · %d steps an epoch · %s", line, sizes.steps, count)
+    logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count)
 
 
 def _step(settings: Settings, adaptive: AdaptiveConfig, rows_that_fit: int | None) -> Accumulation:

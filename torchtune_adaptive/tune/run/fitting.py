@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
@@ -100,6 +101,8 @@ class FitRequest:
     """The stage that has to fit, where a step has several."""
     folder: str = ""
     """Where in `output_dir` the record of the search lies."""
+    fallen_back: bool = False
+    """Whether the stage runs as it does where one row did not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +143,8 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
     def measure() -> SearchResult:
         static = adaptive.search == "static"
         budget_bytes, stage = memory.budget_bytes, request.stage
-        expected_rows = predicted_rows(request.settings.config, step.length, budget_bytes, stage) if static else 0
+        asked = request.settings.config, step.length, budget_bytes, stage
+        expected_rows = predicted_rows(*asked, fallen_back=request.fallen_back) if static else 0
         with _progress_bar() as progress:
             return find_max_batch_size(
                 step,
@@ -158,7 +162,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         measure=measure,
         options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
         table=partial(search_table, sequence_length=step.length, stage=request.stage),
-        draw=partial(draw_search, sequence_length=step.length),
+        draw=partial(draw_search, sequence_length=step.length, stage=request.stage),
         event=partial(search_event, sequence_length=step.length, stage=request.stage),
     )
     return _measured(request, memory, step.length, search).rows
@@ -169,6 +173,8 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     shorten, step = request.adaptive.oversize != "error", request.worst_step()
 
     def measure() -> Profile:
+        if request.adaptive.search == "static":
+            say("token budget · adaptive.search: static predicts rows of one length: over lengths, it is measured")
         with _progress_bar() as progress:
             return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
 
@@ -176,8 +182,8 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
         kind=Profile,
         measure=measure,
         options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.padded else {"padded": False})},
-        table=partial(profile_table, stage=request.stage),
-        draw=draw_profile,
+        table=partial(profile_table, stage=request.stage, together=request.kind.together),
+        draw=partial(draw_profile, stage=request.stage),
         event=partial(profile_event, stage=request.stage),
     )
     return _measured(request, memory, step.length, search)
@@ -191,7 +197,10 @@ def _measured(request: FitRequest, memory: MemorySource, length: int, search: Me
     if request.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known
-    answer = search.measure()
+    try:
+        answer = search.measure()
+    except OneRowDoesNotFitError as error:
+        raise error.told_of(request.stage, request.kind.together.strip()) from None
     if dist.get_rank() == 0:
         logger.info("%s", search.table(answer))
         write_search(directory, answer, length, fingerprint)
@@ -221,7 +230,7 @@ def forward_step(
     return TrainingStep(
         runner=runner,
         sample=sample,
-        update=lambda result: None,
+        update=None,
         optimizers=(),
         boundaries=phase_boundaries(runner.model, None),
         cut=kind.cut,

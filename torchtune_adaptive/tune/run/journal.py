@@ -50,16 +50,17 @@ class RunJournal:
         """Records a search. It does not know the steps that the run has taken; the journal does."""
         self.event(replace(event, step=self._steps_before))
 
-    def epoch(self, sizes: EpochSizes, limit: Limit, progress: Progress, ranks: int) -> None:
-        """Records the limit with which an epoch begins, or goes on."""
-        reason = f"epoch {sizes.epoch}: microbatches of at most {limit}"
-        self.event(Event(kind=EPOCH, step=progress.step, reason=reason, unit=limit.unit, after=limit.size))
+    def epoch(self, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int) -> None:
+        """Records the limit of each stage with which an epoch begins, or goes on; a single stage is named ""."""
+        for stage, limit in limits.items():
+            self.limit(limit, progress.step, stage, f"epoch {sizes.epoch}")
         self._schedule(sizes, progress, ranks)
 
     def limit(self, limit: Limit, step: int, stage: str, when: str) -> None:
-        """Records the limit that a stage has from here on, of several."""
-        reason = f"{when}, {stage}: microbatches of at most {limit}"
-        self.event(Event(kind=EPOCH, step=step, stage=stage, reason=reason, unit=limit.unit, after=limit.size))
+        """Records the limit that a stage has from here on."""
+        reason = f"{', '.join(filter(None, (when, stage)))}: microbatches of at most {limit}"
+        event = Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
+        self.event(event)
 
     def _schedule(self, sizes: EpochSizes, progress: Progress, ranks: int) -> None:
         """Records the start of an epoch whose steps have more or fewer samples than those of the epoch before."""

@@ -39,6 +39,8 @@ class Metrics:
     def __init__(self, settings: Settings, device: torch.device, journal: RunJournal) -> None:
         self._shown = dist.get_rank() == 0
         self._every = settings.log_every_n_steps
+        self._sharing_ranks = settings.tensor_parallel_dim
+        """That run the same samples together, so that their counts have each of these so many times."""
         self._journal = journal
         self._memory: MemorySource | None = None
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
@@ -111,9 +113,13 @@ class Metrics:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
         self._to_logger({**figures, **self._peak_memory()}, step)
         memory = {} if result.memory is None else result.memory._asdict()
-        samples = self._sizes.samples_per_step * dist.get_world_size()
-        tokens = result.target_tokens
-        run = {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": tokens_per_second, **memory}
+        sharing = self._sharing_ranks
+        run = {
+            "samples": self._sizes.samples_per_step * dist.get_world_size() // sharing,
+            "target_tokens": result.target_tokens // sharing,
+            "target_tokens_per_second": tokens_per_second / sharing,
+            **memory,
+        }
         run |= {f"sent_{where}_bytes": sent for where, sent in result.sent._asdict().items() if sent}
         self._journal.step(step, {**figures, **run})
 

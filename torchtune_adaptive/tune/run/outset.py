@@ -36,6 +36,7 @@ from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit,
 from torchtune_adaptive.tune.run.worst_case import worst_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
 
@@ -62,6 +63,13 @@ class Parts:
     def in_stages(self) -> bool:
         """Whether steps train on pairs, beside a reference: asked in each step, or once for all."""
         return self.data.kind.rows > 1
+
+    @property
+    def stages(self) -> dict[str, StepRunner[Sample]]:
+        """What runs in a step, in this order, by name; a single stage needs none."""
+        if self.reference is not None:
+            return {REFERENCE: self.reference, POLICY: self.runner}
+        return {POLICY if self.in_stages else "": self.runner}
 
     @property
     def kind(self) -> Kind:
@@ -152,7 +160,8 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     microbatches = replace(microbatches, dealer=dealer)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     if earlier is not None:
-        say(f"{REFERENCE} · in microbatches of at most {earlier}")
+        most = count_of(earlier.rows, "pair") if isinstance(earlier, RowLimit) else earlier
+        say(f"{REFERENCE}: at most {most} a microbatch")
     parts.checkpoints.make_room()
     course = Course(epochs, microbatches, earlier)
     return course, _start_schedules(parts, course, progress)
@@ -180,7 +189,8 @@ def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSi
     A step is the samples of this rank and, where they are planned ahead, those of the next step.
     """
     parts.use_limits(course, sizes)
-    parts.journal.epoch(sizes, parts.runner.limit, progress, parts.ranks)
+    limits = {stage: runner.limit for stage, runner in parts.stages.items()}
+    parts.journal.epoch(sizes, limits, progress, parts.ranks)
     parts.optimization.use_lr_factor(sizes.lr_factor)
     # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
     within = progress.steps_in_epoch > 0

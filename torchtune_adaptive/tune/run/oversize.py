@@ -8,23 +8,40 @@ from typing import TypeVar
 import torch
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
-from torchtune_adaptive.errors import SampleTooLargeError
+from torchtune_adaptive.errors import Remedy, SampleTooLargeError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.fitting import say
+from torchtune_adaptive.tune.start.remedies import KEYS
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 Item = TypeVar("Item")
 
-REMEDY = (
-    "; raise adaptive.token_budget or lower tokenizer.max_seq_len, or set adaptive.oversize: truncate (cuts such "
-    "samples) or skip (leaves them out)"
-)
+
+def remedy_for(settings: Settings, adaptive: AdaptiveConfig, shortest: int) -> str:
+    """The end of the error; `shortest`: the tokenizer's limit under which all samples fit."""
+    shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
+    ways = ["raise adaptive.token_budget", shorter]
+    if adaptive.token_budget == "auto":  # then it is memory that says how many tokens fit
+        checkpointing = [] if settings.enable_activation_checkpointing else [Remedy.CHECKPOINT_ACTIVATIONS]
+        ways = [shorter, *(KEYS[each] for each in (*checkpointing, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET))]
+    return f"; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such samples) or skip (leaves them out)"
+
+
+def too_long(kind: Kind, index: int | None, length: int, longest: int, remedy: str) -> SampleTooLargeError:
+    """For a sample of which no microbatch has room for more than the `longest`."""
+    return SampleTooLargeError(
+        f"sample {index} of the dataset has {length} tokens{kind.together}, but a microbatch has room for "
+        f"{longest}{remedy}"
+    )
 
 
 class Admission:
     """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
 
-    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str = REMEDY) -> None:
+    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str) -> None:
         self.done = "cut" if oversize == "truncate" else "left out"
         self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
         self._remedy = remedy
@@ -42,10 +59,7 @@ class Admission:
         if length <= self._longest:
             return sample
         if self._oversize == "error" or "encoder_input" in sample:
-            raise SampleTooLargeError(
-                f"sample {index} of the dataset has {length} tokens, but a microbatch has room for {self._longest}"
-                f"{self._remedy}"
-            )
+            raise too_long(self._kind, index, length, self._longest, self._remedy)
         self._changed += 1
         return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)
 
@@ -55,5 +69,6 @@ class Admission:
         yield from steps
         seen, changed = (int(count) for count in sum_over_ranks(torch.tensor([self._seen, self._changed])))
         if changed:
-            share = f"{changed} of {seen} samples ({changed / seen:.1%})"
-            say(f"token budget · epoch {epoch + 1}: {share} were {self.done}, of more than {self._longest} tokens")
+            share = f"{changed} of {seen} samples ({100 * changed / seen:.1f} %)"
+            tokens = f"{count_of(self._longest, 'token')}{self._kind.together}"
+            say(f"token budget · epoch {epoch + 1}: {share} were longer than {tokens} and {self.done}")

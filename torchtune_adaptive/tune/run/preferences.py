@@ -12,6 +12,7 @@ from torchtune_adaptive.tune.parts.preference import ANSWERS, EMPTY, IDENTICAL, 
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,9 +76,10 @@ class PreferenceFigures:
 
     def end_epoch(self) -> None:
         """Tells how many pairs there were of which little is learned, once."""
-        counts = [f"{self._seen[flaw]:.0f} have {what}" for flaw, what in FLAWS.items() if self._seen[flaw]]
+        seen = {name: round(count) for name, count in self._seen.items()}
+        counts = [f"{seen[flaw]} {'has' if seen[flaw] == 1 else 'have'} {FLAWS[flaw]}" for flaw in FLAWS if seen[flaw]]
         if counts and not self._told and rank() == 0:
-            logger.warning("of %.0f pairs so far, %s", self._seen[PAIRS], ", ".join(counts))
+            logger.warning("of %s so far, %s", count_of(seen[PAIRS], "pair"), ", ".join(counts))
         self._told |= bool(counts)
 
     def _logits(self, sums: Mapping[str, float], result: StepResult) -> dict[str, float]:
@@ -87,8 +89,8 @@ class PreferenceFigures:
             return {f"logits/{a}": sums[f"padded_logits/{a}"] / max(1.0, sums["microbatches"]) for a in ANSWERS}
         if not self._said:
             say(
-                "logits/chosen and logits/rejected are means over tokens where a step is not cut as torchtune would "
-                "cut it: its own are means over padded positions, which the cut changes"
+                "logits/chosen and logits/rejected: averaged over real tokens whenever the split differs from "
+                "torchtune's, which averages over padding as well"
             )
             self._said = True
         return {f"logits/{a}": sums[f"logits/{a}"] / max(1.0, sums[f"tokens/{a}"]) for a in ANSWERS}

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,20 +26,22 @@ from torch import Tensor
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.errors import RunStopped, SampleError
+from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.files import keep_file
+from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.console import progress
 from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
-from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, check_sample
 from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.outset import Parts, open_record, reference_limit
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +61,20 @@ class Table:
 
     def complete(self, index: int, pair: Sample) -> Sample:
         """The pair with what the reference says of it."""
-        if mark_of(pair) != int(self.marks[index]):
+        if not self.knows(index, pair):
+            check_sample(index, pair, PAIR)
             raise SampleError(
                 f"sample {index} of the dataset is not what it was when {self.path} was made: remove that file, or, if "
                 "samples are drawn anew each time they are read, set adaptive.precompute_reference: False"
             )
         return {**pair, KEPT: self.log_probs[index]}
+
+    def knows(self, index: int, pair: Sample) -> bool:
+        """Whether the pair is what it was when the reference was asked of it."""
+        try:
+            return mark_of(pair) == int(self.marks[index])
+        except (LookupError, TypeError, ValueError, OverflowError):  # no pair at all, for which nobody was asked
+            return False
 
 
 def is_known(settings: Settings, adaptive: AdaptiveConfig, dataset: NamedSamples) -> bool:
@@ -80,10 +91,13 @@ def precompute_reference(parts: Parts, progress: Progress, memory: MemorySource 
     """Collective: from now on each pair comes with what the reference says of it, and the reference is not needed."""
     dataset, path = parts.data.dataset, _path(parts.settings)
     open_record(parts, progress)
+    pairs, began_s = count_of(len(dataset), "pair"), time.monotonic()
+    say(f"{REFERENCE} · asked of {pairs}, once before training")
     table = _computed(parts, memory, path)
     if dist.get_rank() == 0:
-        made_of = _made_of(parts.settings.config, len(dataset))
-        keep_file(path, packed(table, made_of), "the next run will ask the reference again")
+        content = packed(table, _made_of(parts.settings.config, len(dataset)))
+        if keep_file(path, content, "the next run will ask the reference again"):
+            say(f"{REFERENCE} · of {pairs} in {time.monotonic() - began_s:.1f} s, kept in {path}")
     dataset.complete = table.complete
 
 
@@ -107,13 +121,15 @@ def _known(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> Table 
             content = path.read_bytes()
             table = unpacked(content, made_of, path)
             every = max(1, len(dataset) // LOOKED_AT)
-            changed = any(mark_of(dataset[at]) != int(table.marks[at]) for at in range(0, len(dataset), every))
+            changed = not all(table.knows(at, dataset[at]) for at in range(0, len(dataset), every))
             told = [None if changed else content]
             why = "the dataset has changed"
         except FileNotFoundError:
             why = None
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             why = str(error)
+        except OSError as error:
+            why = f"it cannot be read ({reason(error)})"
         if told[0] is None and why is not None:
             logger.info("%s · asked anew, and not taken from %s: %s", REFERENCE, path, why)
     dist.broadcast_object_list(told)
@@ -144,7 +160,7 @@ def _ask(runner: StepRunner[Sample], dataset: NamedSamples, indices: list[int], 
     """Collective: fills these places of the table. All ranks run `count` pairs, so the last one here may come twice."""
     samples = [dict(dataset[index]) for index in indices or [0]]
     pairs = [*samples, *(dict(samples[-1]) for _ in range(count - len(samples)))]
-    if runner.run(pairs, step=0).asked_to_stop:
+    if runner.run(pairs, step=BEFORE_THE_FIRST).asked_to_stop:
         raise RunStopped("stopped while the reference was asked, before the first step")
     if indices:
         table.log_probs[indices] = torch.stack([pair[KEPT] for pair in pairs[: len(indices)]]).float().cpu()
@@ -169,12 +185,17 @@ def packed(table: Table, made_of: dict[str, Any]) -> bytes:
 def unpacked(content: bytes, made_of: dict[str, Any], path: Path) -> Table:
     """The inverse of `packed`; raises ValueError for what is torn, or made of something else."""
     line, _, numbers = content.partition(b"\n")
-    head = json.loads(line.decode("utf-8"))
+    try:
+        head = json.loads(line)
+    except (ValueError, RecursionError):
+        head = None
+    if not isinstance(head, dict):
+        raise ValueError("it is damaged")
     pairs = made_of["pairs"]
-    if not isinstance(head, dict) or len(numbers) != pairs * BYTES_PER_PAIR or zlib.crc32(numbers) != head.get("crc32"):
-        raise ValueError("the file is torn, or of another dataset")
+    if len(numbers) != pairs * BYTES_PER_PAIR or zlib.crc32(numbers) != head.get("crc32"):
+        raise ValueError("it is torn, or of another dataset")
     if head.get("made_of") != made_of or None in made_of["weights"].values():
-        raise ValueError("model, weights, tokenizer or dataset are others")
+        raise ValueError("model, weights, tokenizer or dataset are others, or an earlier version has made it")
     log_probs = np.frombuffer(numbers, np.float32, 2 * pairs).reshape(pairs, 2)
     marks = np.frombuffer(numbers, np.int64, pairs, offset=8 * pairs)
     return Table(torch.tensor(log_probs), torch.tensor(marks), path)

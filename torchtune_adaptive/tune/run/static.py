@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -27,15 +28,18 @@ TIME_LIMIT_S = 300.0
 OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int, stage: str = "") -> int:
+def predicted_rows(
+    cfg: DictConfig, tokens: int, budget_bytes: int, stage: str = "", *, fallen_back: bool = False
+) -> int:
     """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
-    has several; 0 without a prediction."""
+    has several; `fallen_back`: as it runs where one row did not fit. 0 without a prediction."""
     tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
     answer = [0]
     if dist.get_rank() == 0:
         started = time.perf_counter()
         try:
-            answer = [_in_a_process(cfg, dist.get_world_size(), tokens, tightest_bytes, stage)]
+            question = {"tokens": tokens, "budget_bytes": tightest_bytes, "stage": stage, "fallen_back": fallen_back}
+            answer = [_in_a_process(cfg, dist.get_world_size(), question)]
             seconds = time.perf_counter() - started
             logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer[0], seconds)
         except (AdaptiveError, OSError, ValueError) as error:  # of which the other ranks would never learn
@@ -44,19 +48,13 @@ def predicted_rows(cfg: DictConfig, tokens: int, budget_bytes: int, stage: str =
     return answer[0]
 
 
-def _in_a_process(cfg: DictConfig, world_size: int, tokens: int, budget_bytes: int, stage: str) -> int:
-    question = {
-        "cfg": OmegaConf.to_container(cfg, resolve=True),
-        "world_size": world_size,
-        "tokens": tokens,
-        "budget_bytes": budget_bytes,
-        "stage": stage,
-    }
+def _in_a_process(cfg: DictConfig, world_size: int, question: dict[str, Any]) -> int:
+    asked = {"cfg": OmegaConf.to_container(cfg, resolve=True), "world_size": world_size, **question}
     kept = {key: value for key, value in os.environ.items() if key not in OF_THE_LAUNCHER}
     try:
         ended = subprocess.run(
             [sys.executable, "-m", PROGRAM],
-            input=json.dumps(question),
+            input=json.dumps(asked),
             env={**kept, "PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,

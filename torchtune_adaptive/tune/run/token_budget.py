@@ -12,7 +12,7 @@ from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.dealing import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
-from torchtune_adaptive.tune.run.oversize import REMEDY, Admission
+from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_long
 from torchtune_adaptive.tune.run.worst_case import longest_sample
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
@@ -100,16 +100,17 @@ def microbatches_of(
     return Microbatches(limit, admission_of(request, longest))
 
 
-def admission_of(request: FitRequest, longest: int, remedy: str = REMEDY) -> Admission:
+def admission_of(request: FitRequest, longest: int, remedy: str | None = None) -> Admission:
     """Collective: what sees to it that no sample is longer than a microbatch has room for. `remedy` ends the error."""
     data, kind, oversize = request.data, request.kind, request.adaptive.oversize
+    remedy = remedy or remedy_for(request.settings, request.adaptive, kind.longest_at(longest))
     admission = Admission(data.dataset, kind, longest, oversize, remedy)
     # The tokenizer says how long samples are to be; a dataset may know nothing of it, and each sample is looked at.
     if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
         if oversize == "error":
             _check_longest(request, longest, remedy)
         else:
-            tokens = count_of(longest, "token")
+            tokens = f"{count_of(longest, 'token')}{kind.together}"
             say(f"token budget · samples of more than {tokens} are {admission.done} (adaptive.oversize)")
     return admission
 
@@ -154,7 +155,4 @@ def _check_longest(request: FitRequest, fitting: int, remedy: str) -> None:
     """Collective: every rank sees the same error."""
     longest = longest_sample(request.settings.config, request.data.dataset, request.kind)
     if longest.length > fitting:
-        raise SampleTooLargeError(
-            f"sample {longest.at} of the dataset has {longest.length} tokens, but a microbatch has room for "
-            f"{fitting}{remedy}"
-        )
+        raise too_long(request.kind, longest.at, longest.length, fitting, remedy)

@@ -33,7 +33,7 @@ RECIPES: Mapping[str, str | None] = {
 takes the configs of all others."""
 CHANGED = (PPO,)
 """Those whose counterpart has configs that cannot work on several devices as they are; an error names the lines."""
-_STARTED_WITH = re.compile(r"^#.*\btune run\b.*?(\w+) --config", re.MULTILINE)
+_STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
 
 class _StockConfig(Protocol):
@@ -102,7 +102,13 @@ def recipe_of(config: Path) -> str | None:
     """The recipe that a file's own comments start it with, ours in place of torchtune's; None where they do not say."""
     found = _STARTED_WITH.search(config.read_text(encoding="utf-8"))
     ours = {stock: recipe for recipe, stock in RECIPES.items() if stock is not None}
-    return ours.get(found[1], found[1]) if found else None
+    return ours.get(found["recipe"], found["recipe"]) if found else None
+
+
+def flags_of(config: Path) -> str:
+    """What those comments give to the launcher: `--nproc_per_node 8`; nothing where they do not say."""
+    found = _STARTED_WITH.search(config.read_text(encoding="utf-8"))
+    return found["flags"].strip() if found else ""
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

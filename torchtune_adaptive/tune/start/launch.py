@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch.distributed as dist
@@ -19,9 +20,18 @@ from omegaconf import DictConfig
 from torchtune import config
 
 from torchtune_adaptive.comm.collectives import let_go
-from torchtune_adaptive.errors import AdaptiveError, RunFinished, RunStopped, UnrecoverableError
+from torchtune_adaptive.errors import (
+    AdaptiveError,
+    RecoveryUnsupportedError,
+    Remedy,
+    RunFinished,
+    RunStopped,
+    UnrecoverableError,
+)
+from torchtune_adaptive.memory.device import fatal_where_memory_runs_out
 from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_error
 from torchtune_adaptive.tune.start import run_file
+from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.tune.start.configs import read_command_line
 from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.endings import (
@@ -77,7 +87,11 @@ def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
     try:
         with refusing_early_exits():
             recipe = recipe_type(cfg)
-            with ending_when_a_rank_is_silent(read_adaptive(cfg.get("adaptive")).silent_rank_timeout):
+            adaptive = read_adaptive(cfg.get("adaptive"))
+            with (
+                ending_when_a_rank_is_silent(adaptive.silent_rank_timeout),
+                telling_where_memory_runs_out(adaptive.recover_from_oom),
+            ):
                 _live(recipe)
     except RunFinished as finished:
         let_go()
@@ -92,6 +106,26 @@ def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
     else:
         if _rank() == 0:
             THIS_RUN.note_end(run_file.FINISHED)
+
+
+def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractContextManager[None]:
+    """Around a run: where memory runs out and nothing is run again, one line says so."""
+
+    def told(error: Exception) -> RecoveryUnsupportedError:
+        off = recover_from_oom is False
+        why = "adaptive.recover_from_oom is False, so nothing is run again" if off else "nothing can be run again there"
+        where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside of training"
+        return RecoveryUnsupportedError(
+            f"out of memory on rank {_rank()} {where}, and {why} ({reason(error)})",
+            Remedy.SMALLER_LIMIT,
+            Remedy.SHORTER_SAMPLES,
+            Remedy.CHECKPOINT_ACTIVATIONS,
+            Remedy.MORE_RANKS,
+            Remedy.LARGER_BUDGET,
+            *([Remedy.RECOVERY] if off else []),
+        )
+
+    return fatal_where_memory_runs_out(told)
 
 
 def _live(recipe: Recipe) -> None:

@@ -14,6 +14,7 @@ KEYS: Mapping[Remedy, str] = {
     Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if that is the bound",
     Remedy.SMALLER_LIMIT: "lower batch_size",
     Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
+    Remedy.RECOVERY: "leave out adaptive.recover_from_oom: False",
     Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",
     Remedy.MEASURING_STRATEGY: "set adaptive.search to linear or static",
     Remedy.ROOM_FOR_NCCL: (

@@ -27,7 +27,7 @@ from torchtune_adaptive.tune.start.sections import (
 
 AUTO = "auto"
 NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
-NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim", "collate_fn")
+NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
@@ -156,13 +156,23 @@ def _check_lora(settings: Settings, key: str) -> None:
 
 
 def _check_preference(settings: Settings) -> None:
-    together(partial(_check_pairs, settings, key) for key in NOT_FOR_PAIRS)
+    checks = [partial(_check_pairs, settings, key) for key in NOT_FOR_PAIRS]
+    together([*checks, partial(_check_no_collate_fn, settings)])
 
 
 def _check_pairs(settings: Settings, key: str) -> None:
     value, allowed = getattr(settings, key), getattr(Settings, key)
     if value != allowed:
         raise ConfigError(f"{key} is {value}, which preference training does not support: allowed is {allowed}")
+
+
+def _check_no_collate_fn(settings: Settings) -> None:
+    """Whatever it names: the recipe pads pairs by itself, and torchtune's does not read the key either."""
+    if "collate_fn" in settings.config:
+        raise ConfigError(
+            f"collate_fn is {settings.config.collate_fn}, and preference training puts pairs together by itself: "
+            "leave it out"
+        )
 
 
 def read_common(cfg: DictConfig) -> Settings:

@@ -77,13 +77,18 @@ class ThisRun:
 THIS_RUN = ThisRun()
 
 
+LAUNCHER_READS = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+"""Variables that decide how torchrun treats a lost node and a run that is asked to end."""
+
+
 def command_to_go_on() -> str:
     """The command that was typed, for the run to go on where it has come to."""
     typed = _typed()
     if "resume_from_checkpoint=auto" not in typed:
         changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
         typed = [*(each for each in typed if not each.startswith(changed)), "resume_from_checkpoint=auto"]
-    return shlex.join(typed)
+    given = [f"{name}={os.environ[name]}" for name in LAUNCHER_READS if name in os.environ]
+    return shlex.join([*given, *typed])
 
 
 def launcher_waits_s() -> float | None:

@@ -161,6 +161,18 @@ def test_what_a_recipe_does_not_support_is_told_at_once(validate: Validate) -> N
     assert told_of(errors) == ["clip_grad_norm", "gradient_accumulation_steps"]
 
 
+def test_one_mistake_for_ppo_is_told_by_itself(validate: Validate) -> None:
+    status, _, errors = validate("adaptive/demo/ppo", "fsdp_cpu_offload=True")
+    (told,) = (line for line in errors.splitlines() if line.startswith("error: "))
+    assert status == 1
+    assert "fsdp_cpu_offload is True" in told
+
+
+def test_replicas_of_quantized_weights_are_refused_before_there_are_any(validate: Validate) -> None:
+    ended = validate("adaptive/llama3_3/70B_qlora", "data_parallel_replicate_dim=2", "--ranks", "4")
+    assert_refused(ended, ["data_parallel_replicate_dim is 2", "quantized"])
+
+
 def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
     assert (status, errors) == (0, "")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive.errors import ConfigError, SampleError, UnrecoverableError
+from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples, too_long
 
 
 class Decoder(nn.Module):
@@ -110,3 +110,16 @@ def test_no_sample_is_to_blame_for_memory_that_ran_out(told: Exception | None) -
 
     with MemoryMeter(cap_bytes=64) as meter, pytest.raises((torch.OutOfMemoryError, UnrecoverableError)):
         run_out(meter)
+
+
+def test_a_sample_that_is_longer_than_the_model_takes_is_named() -> None:
+    samples, model = NamedSamples([{"tokens": [1] * count, "labels": [1] * count} for count in (2, 5, 3)]), Decoder()
+    model.max_seq_len = 4
+    for index in range(3):
+        samples[index]
+    message = r"^sample 1 of the dataset \(on rank 0\) has 5 tokens, but the model takes at most 4 .* to 4 or less$"
+    with pytest.raises(SampleTooLongError, match=message), naming_bad_samples(model, samples, last=2):
+        raise too_long("a sample", 5, 4)
+    samples[2]
+    with pytest.raises(SampleTooLongError, match=r"^a sample has 5 tokens"), naming_bad_samples(model, samples, last=1):
+        raise too_long("a sample", 5, 4)

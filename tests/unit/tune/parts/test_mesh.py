@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.start.settings import Settings
-
-NEEDED = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "output_dir": "out",
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "epochs": 1,
-    "shuffle": False,
-}
 
 
 def shape_of(ranks: int, **dims: int | None) -> tuple[int, int, int]:
@@ -46,6 +37,8 @@ def test_shards_are_what_is_left() -> None:
     ],
 )
 def test_what_does_not_come_out_even_is_told_with_its_keys(ranks: int, dims: dict[str, int], told: str) -> None:
-    with pytest.raises(ConfigError, match="or a multiple where") as raised:
+    with pytest.raises(
+        ConfigError, match="must be as much, where -1 for data_parallel_shard_dim is what is left"
+    ) as raised:
         shape_of(ranks, **dims)
     assert told in str(raised.value)

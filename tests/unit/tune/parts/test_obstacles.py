@@ -5,27 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch import nn
 
+from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
-NEEDED = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "output_dir": "out",
-    "batch_size": 1,
-    "gradient_accumulation_steps": 1,
-    "epochs": 1,
-    "shuffle": False,
-    "tensor_parallel_dim": 2,
-}
+TENSOR = {**NEEDED, "tensor_parallel_dim": 2}
 
 
-def obstacle(recover: bool | None, untested: bool = False, **settings: Any) -> str | None:
+def obstacle(
+    recover: bool | None, untested: bool = False, model: nn.Module | None = None, **settings: Any
+) -> str | None:
     adaptive = AdaptiveConfig(recover_from_oom=recover, recover_untested=untested)
-    return obstacle_to_recovery(Settings(**{**NEEDED, **settings}), adaptive)
+    return obstacle_to_recovery(Settings(**{**TENSOR, **settings}), adaptive, model)
 
 
 def test_tensor_parallelism_has_it_off_unless_asked() -> None:
@@ -49,6 +44,13 @@ def test_tensor_parallelism_has_it_off_unless_asked() -> None:
 def test_what_cannot_be_asked_for_is_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=rf"adaptive\.recover_from_oom is True, but .*{named}.*set it to null"):
         obstacle(True, **settings)
+
+
+def test_a_model_that_draws_is_named_before_it_has_weights() -> None:
+    assert obstacle(True, model=nn.Dropout(0.0)) is None
+    assert obstacle(None, model=nn.Dropout(0.1)) is not None
+    with pytest.raises(ConfigError, match=r"the model has dropout, .*; set it to null"):
+        obstacle(True, model=nn.Dropout(0.1))
 
 
 def test_a_key_says_that_one_knows() -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.packing import Load
+from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import _check_are_pairs
-from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.parts.preference import _sums_of_rows, build_preference_loss
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.plan.recipes import keeps_reference, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.run import preferences
@@ -23,15 +24,7 @@ from torchtune_adaptive.tune.start.configs import locate
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings, read_full_dpo_settings
 
-KEYS: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "fp32",
-    "output_dir": "out",
-    "batch_size": 2,
-    "gradient_accumulation_steps": 3,
-    "epochs": 1,
-    "shuffle": True,
-}
+KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
 
 @pytest.mark.parametrize("loss", ["torchtune.rlhf.loss.DPOLoss", "torchtune.rlhf.loss.RSOLoss"])
@@ -55,12 +48,18 @@ def test_a_loss_that_cannot_be_computed_is_told_with_its_arguments() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2), ("collate_fn", "torchtune.data.padded_collate_dpo")],
+    [("optimizer_in_bwd", True), ("tensor_parallel_dim", 2)],
 )
 def test_what_is_not_supported_is_refused(key: str, value: object) -> None:
     read_full_dpo_settings(OmegaConf.create(KEYS))
     with pytest.raises(ConfigError, match=f"{key} is .*, which preference training does not support: allowed is"):
         read_full_dpo_settings(OmegaConf.create({**KEYS, key: value}))
+
+
+@pytest.mark.parametrize("function", ["padded_collate_dpo", "padded_collate_sft"])
+def test_a_collate_fn_is_refused_whichever_it_is(function: str) -> None:
+    with pytest.raises(ConfigError, match=f"collate_fn is torchtune.data.{function}, .*: leave it out"):
+        read_full_dpo_settings(OmegaConf.create({**KEYS, "collate_fn": f"torchtune.data.{function}"}))
 
 
 def test_a_dataset_for_finetuning_is_refused() -> None:
@@ -144,6 +143,12 @@ def test_pairs_of_which_little_is_learned_are_told_once_and_counted(monkeypatch:
     assert told(monkeypatch, [RESULT]) == []
 
 
+def test_one_pair_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> None:
+    flaws = {"pairs": torch.tensor(1.0), "pairs/identical": torch.tensor(1.0), "pairs/empty": torch.tensor(0.0)}
+    _, count = told(monkeypatch, [replace(RESULT, sums={**RESULT.sums, **flaws})])
+    assert count == "of 1 pair so far, 1 has two identical answers"
+
+
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
 def test_predictions_know_the_recipe_by_the_reference_or_the_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
@@ -158,3 +163,24 @@ def test_what_a_reference_says_of_a_whole_pair_does_not_hold_for_its_beginning()
     check_preferences(AdaptiveConfig(precompute_reference=True, oversize="skip"))
     with pytest.raises(ConfigError, match=r"precompute_reference is True and adaptive.oversize is truncate"):
         check_preferences(AdaptiveConfig(precompute_reference=True, oversize="truncate"))
+
+
+def test_sums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
+    lengths, weights = [3, 1, 4], torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64)
+    ours, theirs = (torch.linspace(0, 1, 8, dtype=torch.float64)[None].requires_grad_() for _ in range(2))
+    sums = _sums_of_rows(ours, lengths)
+    expected = torch.stack([row.sum() for row in theirs[0].split(lengths)])
+    assert torch.equal(sums, expected)
+    (sums * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+def test_sums_of_rows_one_after_another_take_as_many_blocks_for_few_as_for_many() -> None:
+    def events(rows: int) -> int:
+        values = torch.ones(1, 2 * rows, requires_grad=True)
+        with Recorder({}) as recorder:
+            _sums_of_rows(values, [2] * rows).sum().backward()
+        return recorder.events
+
+    assert events(2) == events(6)

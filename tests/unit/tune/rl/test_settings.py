@@ -63,6 +63,8 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("epochs=2", "leave it out"),
         ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
         ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
+        ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which PPO does not support: allowed is False"),
+        ("enable_activation_offloading=True", "enable_activation_offloading is True"),
         ("temperature=0", "temperature is 0"),
         ("gamma=2", "gamma is 2"),
         ("num_steps=0", "num_steps is 0"),

@@ -35,10 +35,30 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        journal.epoch(plans[1], RowLimit(2), progress(plans, max(4, steps_done)), ranks=2)
+        journal.epoch(plans[1], {"": RowLimit(2)}, progress(plans, max(4, steps_done)), ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)
     assert [event["step"] for event in timeline.events if event["kind"] == SCHEDULE] == [4]
     assert [event["step"] for event in timeline.events if event["kind"] == EPOCH] == [4, 5]
     assert [record["step"] for record in timeline.steps] == [1, 2, 3, 4, 5, 6]
+
+
+def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = simulate(double_every(1), epochs=2, batch_size=2, gradient_accumulation_steps=1, samples_per_rank=8)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    settings: Any = mock.Mock(output_dir=str(tmp_path))
+    journal = RunJournal(settings)
+    journal.epoch(plans[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(plans, 4), ranks=2)
+    journal.epoch(plans[1], {"": RowLimit(4)}, progress(plans, 5), ranks=2)
+    epochs = [event for event in read_timeline(tmp_path).events if event["kind"] == EPOCH]
+    assert [(event["step"], event.get("stage"), event["after"]) for event in epochs] == [
+        (4, "reference", 8),
+        (4, "policy", 2),
+        (5, None, 4),
+    ]
+    assert [event["reason"] for event in epochs] == [
+        "epoch 1, reference: microbatches of at most 8 rows",
+        "epoch 1, policy: microbatches of at most 2 rows",
+        "epoch 1: microbatches of at most 4 rows",
+    ]

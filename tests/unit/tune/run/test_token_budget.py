@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, SampleTooLargeError
+from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.run.oversize import Admission
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
+from torchtune_adaptive.tune.run import fitting
+from torchtune_adaptive.tune.run.oversize import Admission, remedy_for
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
@@ -18,6 +20,7 @@ from torchtune_adaptive.tune.start.settings import Settings
 SETTINGS = Settings(
     device="cpu", dtype="fp32", output_dir="out", batch_size=2, gradient_accumulation_steps=1, epochs=1, shuffle=True
 )
+JOINED = dataclasses.replace(PAIR, padded=False)
 SAMPLE: dict[str, Any] = {"tokens": list(range(9)), "labels": [-100, -100, *range(2, 9)]}
 
 
@@ -51,6 +54,31 @@ def test_a_bound_on_rows_is_refused_where_tokens_count(budget: int | str) -> Non
         check_token_budget(SETTINGS, adaptive(token_budget=budget, max_batch_size=4))
 
 
+def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure() -> Any:
+        raise OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
+
+    monkeypatch.setattr(fitting, "_fingerprint", lambda *_: {})
+    nothing: Any = None
+    request = fitting.FitRequest(
+        settings=SETTINGS,
+        adaptive=adaptive(reuse_search=False),
+        memory=None,
+        worst_step=nothing,
+        data=nothing,
+        kind=JOINED,
+        found=nothing,
+        stage="policy",
+    )
+    search: Any = fitting.Measuring(
+        kind=SearchResult, measure=measure, options={}, table=nothing, draw=nothing, event=nothing
+    )
+    told = r"one row of 256 tokens needs 2 \(policy; in both answers together\); train on more ranks"
+    with pytest.raises(OneRowDoesNotFitError, match=told) as error:
+        fitting._measured(request, nothing, 256, search)
+    assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
+
+
 def read(indices: Sequence[int]) -> NamedSamples:
     """A dataset of which these samples were read last."""
     dataset = NamedSamples([{}] * 100)
@@ -59,7 +87,8 @@ def read(indices: Sequence[int]) -> NamedSamples:
 
 
 def admitted(longest: int, oversize: str) -> dict[str, Any]:
-    [sample] = Admission(read([7]), TEXT, longest, oversize).admit([SAMPLE])
+    remedy = remedy_for(SETTINGS, adaptive(token_budget=64), longest)
+    [sample] = Admission(read([7]), TEXT, longest, oversize, remedy).admit([SAMPLE])
     return sample
 
 
@@ -71,9 +100,32 @@ def test_a_sample_that_fits_is_left_alone(oversize: str) -> None:
 def test_a_sample_that_is_too_long_is_an_error_by_default() -> None:
     with pytest.raises(
         SampleTooLargeError,
-        match=r"sample 7 of the dataset has 9 tokens, but .* room for 8; .* adaptive.oversize: truncate",
+        match=r"sample 7 of the dataset has 9 tokens, but .* room for 8; "
+        r"raise adaptive.token_budget, lower tokenizer.max_seq_len to 8, or .* truncate",
     ):
         admitted(8, "error")
+
+
+def test_a_pair_without_padding_is_told_in_the_tokens_of_both_answers() -> None:
+    pair = JOINED.uniform(1, 984)
+    remedy = remedy_for(SETTINGS, adaptive(token_budget=887), JOINED.longest_at(887))
+    with pytest.raises(
+        SampleTooLargeError,
+        match=r"sample 7 of the dataset has 984 tokens in both answers together, but .* room for 887; "
+        r"raise adaptive.token_budget, lower tokenizer.max_seq_len to 443, or",
+    ):
+        Admission(read([7]), JOINED, 887, "error", remedy).admit([pair])
+    assert JOINED.length_at(443) <= 887 < JOINED.length_at(444)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_where_memory_says_how_many_tokens_fit_it_is_memory_that_is_advised(checkpointed: bool) -> None:
+    settings = dataclasses.replace(SETTINGS, enable_activation_checkpointing=checkpointed)
+    remedy = remedy_for(settings, adaptive(token_budget="auto"), 443)
+    assert "adaptive.token_budget" not in remedy
+    assert "adaptive.memory_limit" in remedy
+    assert "more ranks" in remedy
+    assert ("set enable_activation_checkpointing: True" in remedy) is not checkpointed
 
 
 def test_truncate_keeps_the_beginning() -> None:
@@ -87,7 +139,7 @@ def test_skip_leaves_a_sample_that_counts_nothing_in_its_place() -> None:
 def test_a_sample_with_images_is_never_cut() -> None:
     image = {**SAMPLE, "encoder_input": {}}
     short = {"tokens": [0], "labels": [0]}
-    admission = Admission(read([1, 2, 3]), TEXT, 4, "truncate")
+    admission = Admission(read([1, 2, 3]), TEXT, 4, "truncate", "")
     with pytest.raises(SampleTooLargeError, match="sample 2 of the dataset has 9 tokens"):
         admission.admit([short, image, short])
 
@@ -104,10 +156,10 @@ def test_how_many_were_changed_is_told_when_the_epoch_is_over(
 ) -> None:
     said: list[str] = []
     monkeypatch.setattr("torchtune_adaptive.tune.run.oversize.say", said.append)
-    admission = Admission(read([1, 2, 3]), TEXT, 8, oversize)
+    admission = Admission(read([1, 2, 3]), TEXT, 8, oversize, "")
     for _ in range(2):
         assert samples_of_an_epoch(admission, [9, 8, 3]) == 2 * [length, 8, 3]
-    assert said == [f"token budget · epoch 1: 2 of 6 samples (33.3%) were {done}, of more than 8 tokens"] * 2
+    assert said == [f"token budget · epoch 1: 2 of 6 samples (33.3 %) were longer than 8 tokens and {done}"] * 2
     samples_of_an_epoch(admission, [8, 3])
     assert len(said) == 2, "nothing to tell"
 

@@ -7,10 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import DictConfig
 
+from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.endings import speaks_first
+from torchtune_adaptive.tune.start.remedies import in_keys
 
 
 def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +48,29 @@ def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch:
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
         assert speaks_first(0)
         assert speaks_first(0)
+
+
+@pytest.mark.parametrize(
+    ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "nothing can be run again there")]
+)
+def test_memory_that_runs_out_where_nothing_is_run_again_is_told_with_what_helps(
+    recover: bool | None, why: str
+) -> None:
+    with pytest.raises(RecoveryUnsupportedError) as caught, launch.telling_where_memory_runs_out(recover):
+        raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
+    text = in_keys(caught.value)
+    assert text.startswith("out of memory on rank 0 outside of training, and ")
+    assert why in text
+    assert "(OutOfMemoryError: aten.mm needs 9 bytes, but the limit is 8 bytes)" in text
+    assert "lower batch_size, " in text
+    assert ("leave out adaptive.recover_from_oom: False" in text) == (recover is False)
+
+
+@pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])
+def test_another_error_is_left_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, launch.telling_where_memory_runs_out(False):
+        raise error
+    assert caught.value is error
 
 
 def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None:

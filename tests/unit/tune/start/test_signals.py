@@ -268,3 +268,5 @@ def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: p
     monkeypatch.setattr(this_run.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_to_go_on() == goes_on
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert command_to_go_on() == f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {goes_on}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,7 +45,11 @@ TOLD_PPO_KEYS = (
     "penalise_no_eos",
     "reward_penalty",
 )
+WHOLE_BYTES = 2**26
+"""Up to here a file of weights is read from end to end, of a larger one its ends and strips between them."""
 ENDS_BYTES = 2**22
+STRIPS, STRIP_BYTES = 4096, 2**12
+EARLIER_FINGERPRINT = re.compile(r"\d+ bytes, CRC-32 [0-9a-f]{8}")
 LIMITS = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
 
@@ -79,15 +84,29 @@ def weights_in(what: str, section: Any) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """Size, beginning and end of a file: enough to tell two models apart, and done at once for one of any size."""
+    """Size and checksums of a file: of its ends, which is all that earlier versions read, and of what lies between."""
     if not path.is_file():
         return None
     size = path.stat().st_size
+    ends = _crc32(path, [(0, ENDS_BYTES), (max(0, size - ENDS_BYTES), ENDS_BYTES)])
+    return f"{size} bytes, CRC-32 {ends:08x}, {_crc32(path, _spans(size)):08x} between"
+
+
+def _spans(size: int) -> Iterator[tuple[int, int]]:
+    """Offsets and lengths of what is read: all of the file, or strips of it, a 4096th of its size apart. A matrix of a
+    large model does not fit between two of them, though a norm may."""
+    if size <= WHOLE_BYTES:
+        return ((start, ENDS_BYTES) for start in range(0, size, ENDS_BYTES))
+    return ((size * strip // STRIPS, STRIP_BYTES) for strip in range(STRIPS))
+
+
+def _crc32(path: Path, spans: Iterable[tuple[int, int]]) -> int:
+    crc32 = 0
     with path.open("rb") as file:
-        crc32 = zlib.crc32(file.read(ENDS_BYTES))
-        file.seek(max(0, size - ENDS_BYTES))
-        crc32 = zlib.crc32(file.read(ENDS_BYTES), crc32)
-    return f"{size} bytes, CRC-32 {crc32:08x}"
+        for offset, length in spans:
+            file.seek(offset)
+            crc32 = zlib.crc32(file.read(length), crc32)
+    return crc32
 
 
 def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
@@ -97,8 +116,18 @@ def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str |
 
 def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Every such key, with both values."""
-    pairs = ((key, _value(key, configured), _value(key, saved)) for key in sorted(configured.keys() | saved.keys()))
-    return [f"{key} is {ours}, and was {theirs}" for key, ours, theirs in pairs if ours.value != theirs.value]
+    keys = sorted(configured.keys() | saved.keys(), key=lambda key: (key != "recipe", key))
+    pairs = ((key, _value(key, configured), _value(key, saved)) for key in keys)
+    return [f"{key} is {ours}, and was {theirs}" for key, ours, theirs in pairs if not _alike(ours.value, theirs.value)]
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    """Whether two values are the same, as far as the older of them says: a fingerprint of earlier versions ends
+    before what lies between the ends of a file."""
+    if ours == theirs:
+        return True
+    ends_only = isinstance(theirs, str) and EARLIER_FINGERPRINT.fullmatch(theirs) is not None
+    return ends_only and isinstance(ours, str) and ours.startswith(f"{theirs}, ")
 
 
 class _Value(NamedTuple):

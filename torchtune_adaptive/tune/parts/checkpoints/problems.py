@@ -7,7 +7,7 @@ import importlib.metadata
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtune.utils import get_logger
 
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, UnrecoverableError
-from torchtune_adaptive.memory.device import forget_frames, is_oom, release
+from torchtune_adaptive.memory.device import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.start.components import reason
@@ -72,18 +72,14 @@ class Outcomes:
         self._passed_over = True
 
 
-@contextmanager
-def naming(name: str) -> Iterator[None]:
+def naming(name: str) -> AbstractContextManager[None]:
     """Names the checkpoint if gathering it runs out of memory, which no rank can repeat alone."""
-    try:
-        yield
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        raise UnrecoverableError(
+    return fatal_where_memory_runs_out(
+        lambda _: UnrecoverableError(
             f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}: go on "
             "from there with resume_from_checkpoint=auto and a smaller batch_size or adaptive.max_batch_size"
-        ) from error
+        )
+    )
 
 
 def _last_good() -> str:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.optimization.clipping import clip
 from torchtune_adaptive.tune.parts.optimization.state import load_state
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -133,10 +133,7 @@ def _update(
         training.scale_grads(model, ranks / summed_over.clamp(min=1))
     else:
         training.scale_grads(model, torch.tensor(ranks / max(1, summed_over)))
-    norm = None
-    if max_norm is not None:
-        clipped = nn.utils.clip_grad_norm_(model.parameters(), max_norm=max_norm)
-        norm = float(clipped.full_tensor() if isinstance(clipped, DTensor) else clipped)
+    norm = None if max_norm is None else clip(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm

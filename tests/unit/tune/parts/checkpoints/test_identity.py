@@ -33,3 +33,9 @@ def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], sav
 )
 def test_to_write_a_default_out_changes_nothing(section: dict[str, Any], key: str, value: Any) -> None:
     assert differences(section | {key: value}, section) == differences(section, section | {key: value}) == []
+
+
+def test_another_recipe_is_what_is_told_first() -> None:
+    ours = {"batch_size": 4, "recipe": "full"}
+    saved = {"batch_size": 2, "frozen weights in demo.pt": "9 bytes", "recipe": "lora"}
+    assert differences(ours, saved)[0] == "recipe is 'full', and was 'lora'"
