@@ -40,7 +40,7 @@ NEW_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 address of the first round, and writes it into no later one."""
 TIMEOUT_S = 8
 SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
-HUNG = ["the machine of rank 0", "ranks 2, 3 (pid "]
+HUNG = ["the store where all ranks meet", "ranks 2, 3 (pid "]
 RESTARTS_S = 200.0
 """The rendezvous believes for up to 15 s that a node is there, then the ranks start anew."""
 
