@@ -245,8 +245,8 @@ def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
 def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> None:
     [told] = run_on_ranks(1, run_too_long, tmp_path, free_ports(len(LONG)), timeout_s=60, in_group=False)
     assert "of the dataset has" in told["named"]
-    assert f"room for {18 - NEW} beside an answer; raise adaptive.token_budget, or lower" in told["named"]
-    assert f"room for {NEW} tokens under adaptive.token_budget, but an answer may have {NEW}" in told["no room"]
+    assert f"room for {18 - NEW} beside an answer; raise adaptive.token_budget, lower max_gen" in told["named"]
+    assert f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but a prompt and an answer may" in told["no room"]
     assert "cut" not in told
     for line in read_log(tmp_path / "cut" / "log.jsonl"):
         assert {line[f"{stage.replace(' ', '_')}/microbatch_tokens"] for stage in STAGES} <= {*range(19)}

@@ -30,7 +30,7 @@ from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
-from torchtune_adaptive.tune.run.oversize import Admission
+from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
 
@@ -40,10 +40,7 @@ Answer = TypeVar("Answer")
 Measure = Callable[[FitRequest, MemorySource, int], Answer]
 """Collective: finds, for no more than so many rows, what fits."""
 
-REMEDY = (
-    " beside an answer; raise adaptive.token_budget, or lower max_generated_tokens or tokenizer.max_seq_len, or set "
-    "adaptive.oversize: truncate (cuts such prompts)"
-)
+SHORTER = "lower max_generated_tokens or tokenizer.max_seq_len"
 
 
 @dataclass(frozen=True)
@@ -80,16 +77,16 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
 def _admitting(parts: RolloutParts, limits: Mapping[str, Limit]) -> StageLimits:
     """Collective: beside each prompt that is let in there is room for an answer, in every stage."""
     longest, new = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()), parts.ppo.max_generated_tokens
+    ways = ways_to_make_room(parts.settings, parts.adaptive, SHORTER)
     if longest <= new:
         raise ConfigError(
-            f"a microbatch has room for {longest} tokens under adaptive.token_budget, but an answer may have {new}, "
-            f"and a prompt has at least 1: raise adaptive.token_budget to {new + 1} or more, or lower "
-            "max_generated_tokens"
+            f"a microbatch has room for {longest} tokens (adaptive.token_budget: {parts.adaptive.token_budget}), but a "
+            f"prompt and an answer may have {new + 1} even where the prompt has only one: {', or '.join(ways)}"
         )
     if parts.adaptive.oversize != "error":
         longest = min(longest, *(getattr(model, "max_seq_len", longest) for model in parts.models.everything))
-    request = _request(parts, None, GENERATE)
-    return StageLimits(limits, admission_of(request, longest - new, REMEDY))
+    remedy = f" beside an answer; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
+    return StageLimits(limits, admission_of(_request(parts, None, GENERATE), longest - new, remedy))
 
 
 @contextmanager

@@ -23,11 +23,17 @@ Item = TypeVar("Item")
 def remedy_for(settings: Settings, adaptive: AdaptiveConfig, shortest: int) -> str:
     """The end of the error; `shortest`: the tokenizer's limit under which all samples fit."""
     shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
-    ways = ["raise adaptive.token_budget", shorter]
-    if adaptive.token_budget == "auto":  # then it is memory that says how many tokens fit
-        checkpointing = [] if settings.enable_activation_checkpointing else [Remedy.CHECKPOINT_ACTIVATIONS]
-        ways = [shorter, *(KEYS[each] for each in (*checkpointing, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET))]
-    return f"; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such samples) or skip (leaves them out)"
+    oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (leaves them out)"
+    return f"; {', '.join(ways_to_make_room(settings, adaptive, shorter))}, or {oversize}"
+
+
+def ways_to_make_room(settings: Settings, adaptive: AdaptiveConfig, shorter: str) -> list[str]:
+    """For longer samples, or with shorter ones."""
+    if adaptive.token_budget != "auto":
+        return ["raise adaptive.token_budget", shorter]
+    # then it is memory that says how many tokens fit
+    checkpointing = [] if settings.enable_activation_checkpointing else [Remedy.CHECKPOINT_ACTIVATIONS]
+    return [shorter, *(KEYS[each] for each in (*checkpointing, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET))]
 
 
 def too_long(kind: Kind, index: int | None, length: int, longest: int, remedy: str) -> SampleTooLargeError:
