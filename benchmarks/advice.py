@@ -70,7 +70,7 @@ def config_of(name: str, folder: str) -> DictConfig:
 
 
 def measured_s(name: str, steps: int = 3) -> float:
-    """Of this process, the shortest of a few steps."""
+    """The shortest of a few steps in this process."""
     kind, rows, _ = SETTINGS[name]
     try:
         with tempfile.TemporaryDirectory() as folder, recipe_step(kind, config_of(name, folder)) as (_, step):

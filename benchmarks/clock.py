@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 class Moment(NamedTuple):
     wall_s: float
     cpu_s: float
-    """Of all threads of this process: other work on the machine takes from the wall's time, and hardly from this."""
+    """CPU time of all threads of this process, which other work on the machine hardly changes."""
 
 
 class Clock:

@@ -31,7 +31,7 @@ BUDGET = TokenLimit(8 * LONGEST)
 EXCHANGING = 2
 """Ranks that really exchange what they have."""
 STEPS = 24
-"""Of an exchange. To the first and the last belong fewer than three turns: one weighs, one sends, one receives."""
+"""Steps of an exchange. Each has three turns (weigh, send, receive); the first and the last have fewer."""
 FIGURES = ("exchange ms", "host ms", "sent kB")
 
 
@@ -70,7 +70,7 @@ def simulate(lengths: Lengths, ranks: int, steps: int) -> dict[str, Any]:
 
 
 def step_over_work(shares: Sequence[Sequence[int]]) -> float:
-    """As StepRunner plans: as few microbatches as the fullest rank needs, on all ranks."""
+    """Step time over work, planned as StepRunner plans: as few microbatches as the fullest rank needs, on all ranks."""
     plans = [join_step(own, BUDGET) for own in shares]
     most = max(map(len, plans))
     sizes = [

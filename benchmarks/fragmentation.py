@@ -60,7 +60,7 @@ def lengths_of_steps(longest: int, rows: int, steps: int) -> list[int]:
 
 
 def retries(law: MemoryLaw, rows: int, lengths: Sequence[int], capacity_bytes: int) -> list[int] | None:
-    """Of each step; None where memory runs out."""
+    """Retries of each step; None where memory runs out."""
     run = Run(law.program, capacity_bytes)
     counts = []
     for tokens in lengths:

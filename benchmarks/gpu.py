@@ -32,7 +32,7 @@ MARGINS = (0.0, 0.05, 0.1, 0.15)
 ROOM_GIB = 10
 """Above what is resident: what a search fills, and what the limit leaves."""
 TOKENS = 1024
-"""Of the longest sample; short enough for a margin to be worth some rows."""
+"""Tokens of the longest sample; few enough for a margin to be worth some rows."""
 
 
 def plan_rows(device: str) -> list[Row]:

@@ -22,7 +22,7 @@ from tests.recipes.rollouts import ppo_config, run_ppo
 SEEDS = (0, 1, 2, 3, 4)
 ITERATIONS = 30
 ANSWERS = 64
-"""Of an iteration, as the demo has on two ranks."""
+"""Answers of an iteration, as the demo has on two ranks."""
 AS_THE_DEMO = (
     f"dataset.samples={ANSWERS * ITERATIONS}",
     "shuffle=True",

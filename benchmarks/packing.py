@@ -54,7 +54,7 @@ class Lengths:
     median: int
     spread: float
     samples_per_step: int
-    """Of a rank; fewer where they are longer."""
+    """Samples of one rank; fewer where they are longer."""
 
     def draw_length(self, draw: random.Random) -> int:
         return max(SHORTEST, min(LONGEST, math.ceil(draw.lognormvariate(math.log(self.median), self.spread))))
@@ -184,7 +184,7 @@ class Epoch(NamedTuple):
     cpu_seconds: float
     """CPU time of all ranks."""
     target_tokens: int
-    """Of all ranks."""
+    """Target tokens of all ranks."""
     steps: list[Mapping[str, Any]]
     """What rank 0 logged; empty on the others."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.searching import Trained
 
 STEPS = 3
-"""For which a batch size is tried: Lightning's default."""
+"""Steps for which a batch size is tried: Lightning's default."""
 
 
 class Found(NamedTuple):

@@ -24,7 +24,7 @@ class Result:
     """What a benchmark has measured."""
 
     rows: Sequence[Row]
-    """For the JSON."""
+    """Rows of the JSON."""
     note: str
     """What the figures are, and what they are not."""
     shown: Sequence[Row] | None = None

@@ -35,9 +35,9 @@ from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_P
 
 RANKS = 2
 ANSWERS = 32
-"""Of a rank, in an iteration."""
+"""Answers of one rank in an iteration."""
 TRAINED = 16
-"""In an update."""
+"""Answers of one rank in an update."""
 HALVES = {"generating": (GENERATE,), "forward": FORWARD, "training": (TRAIN_VALUE, TRAIN_POLICY)}
 
 
@@ -118,7 +118,7 @@ def measure(shape: Shape, pairs: int) -> dict[str, Any]:
 
 
 class RandomPrompts(Dataset[dict[str, list[int]]]):
-    """Of one length."""
+    """Random prompts, all of one length."""
 
     def __init__(self, samples: int, tokens: int) -> None:
         self._samples = samples
@@ -142,7 +142,7 @@ class Cost(NamedTuple):
 
     wall_s: float
     cpu_s: float
-    """Of all ranks."""
+    """CPU time of all ranks."""
     halves: Mapping[str, float]
     """Seconds of each."""
 

@@ -59,7 +59,7 @@ class Pause(NamedTuple):
 
 
 class Pauses(NamedTuple):
-    """Of one round."""
+    """Pauses of one round."""
 
     stock: Pause
     ours: Pause
@@ -190,7 +190,7 @@ def _copied(ours: Any) -> object:
 
 
 def _remove_older(folder: Path) -> None:
-    """Of either, all but the newest: a disk is no larger than it is."""
+    """Removes all checkpoints but the newest of either side, since disks are finite."""
     dist.barrier()
     if dist.get_rank() == 0:
         for out in (folder / "ours" / "out", folder / "stock" / "out"):

@@ -66,7 +66,7 @@ class Curve:
 
     @property
     def exponent(self) -> float:
-        """Of the size, in the law that fits the upper half best."""
+        """Exponent of the size in the power law that fits the upper half best."""
         upper = list(self.ms.items())[len(self.ms) // 2 :]
         sizes, times = zip(*upper, strict=True)
         return float(np.polyfit(np.log(sizes), np.log(times), 1)[0])

@@ -46,7 +46,7 @@ CASES = [
     Case("layers are largest", Shape(vocabulary=256, dim=96, hidden=384, layers=6, length=24), 36 * MiB),
     Case("head is largest", HEAD_DOMINATED, 24 * MiB),
 ]
-"""In the second, what needs the most with one or two rows is not what needs the most with many."""
+"""Two models: in the second, what needs the most at one or two rows is not what needs the most at many."""
 
 
 class Device(MemoryMeter):

@@ -46,10 +46,10 @@ class Shape:
     """As in running.OURS."""
     width: int
     tokens: int
-    """Of each answer, prompt included."""
+    """Tokens of each answer, prompt included."""
     memory_mib: int
     pairs_per_step: int
-    """Of a rank."""
+    """Pairs of one rank."""
 
     @property
     def config(self) -> tuple[str, ...]:
@@ -156,7 +156,7 @@ class Cost(NamedTuple):
 
     wall_s: float
     cpu_s: float
-    """Of all ranks."""
+    """CPU time of all ranks."""
 
 
 def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:

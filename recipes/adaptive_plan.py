@@ -117,7 +117,7 @@ def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Adv
 
 
 def rows_of(found: Answers) -> list[dict[str, Any]]:
-    """For programs: of every length and stage."""
+    """Figures for programs, a row for each length and stage."""
     stages = [stage for at in range(len(found.answers)) for stage in found.stages(at).items()]
     return [{**({"stage": name} if name else {}), **row} for name, each in stages for row in report.figures(each)]
 

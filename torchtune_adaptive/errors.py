@@ -136,7 +136,7 @@ class OneRowDoesNotFitError(AdaptiveError):
         self.budget_bytes = budget_bytes
 
     def told_of(self, *remarks: str) -> OneRowDoesNotFitError:
-        """The same, with what else there is to say of the row."""
+        """This shortage, with what else there is to say of the row."""
         said = "; ".join(filter(None, remarks))
         fact = f"{self.fact} ({said})" if said else self.fact
         return OneRowDoesNotFitError(fact, *self.remedies, need_bytes=self.need_bytes, budget_bytes=self.budget_bytes)

@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 
 
 class Counter(Protocol):
-    """Who is told."""
+    """Whoever counts: it is told of a collective and issues it."""
 
     def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
         """Collective: counts, and calls."""

@@ -89,7 +89,7 @@ def _caller() -> str:
 
 
 def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
-    """By name where they were heard; where they were not, another thread of this rank, or another rank, may know."""
+    """Messages by name where they were heard, else by number: another thread or another rank may know them."""
     if not names:
         return f"in {count_of(messages, 'message')} each"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

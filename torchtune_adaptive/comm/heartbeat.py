@@ -24,10 +24,10 @@ SILENT = "silent"
 
 
 class Silent(NamedTuple):
-    """Who was not heard of for too long."""
+    """Ranks that were not heard of for too long."""
 
     ranks: tuple[int, ...]
-    """None where it is the store that does not answer, which is rank 0's or its launcher's."""
+    """Silent ranks; empty where it is the store that does not answer, which is rank 0's or its launcher's."""
     where: str
     seconds: float
 
@@ -148,7 +148,7 @@ def _where(rank: int) -> str:
 
 
 def _own_connection(timeout_s: float) -> Any:
-    """To the store of the process group: on the group's own one, a wait of the main thread would hold up the beats."""
+    """A connection of its own to the group's store: on the group's, the main thread's waits would hold up the beats."""
     store = dist.distributed_c10d._get_default_store()
     while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
         store = store.underlying_store

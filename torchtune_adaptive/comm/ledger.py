@@ -41,8 +41,8 @@ class _Record:
     """What the microbatches of a stage communicate."""
 
     schedules: dict[bool, _Schedule] = field(default_factory=dict)
-    """Of the last microbatch of a step, and of all others. Only where gradients are summed over replicas, which has
-    time until the last, do they differ: else all of them count as last."""
+    """One schedule for the last microbatch of a step, one for all others. They differ only where gradients are summed
+    over replicas, which can wait for the last; elsewhere every microbatch counts as last."""
     varies: bool = False
     foreign: int = 0
     """Messages of one microbatch that are not FSDP's."""

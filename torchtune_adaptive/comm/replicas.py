@@ -49,7 +49,7 @@ def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
 
 
 def _replica_groups(parameter: Tensor) -> Iterator[dist.ProcessGroup]:
-    """Those whose ranks hold the same shard of it."""
+    """The groups whose ranks hold the same shard of a parameter."""
     if isinstance(parameter, DTensor):
         mesh = parameter.device_mesh
         for dim, placement in enumerate(parameter.placements):
@@ -58,7 +58,7 @@ def _replica_groups(parameter: Tensor) -> Iterator[dist.ProcessGroup]:
 
 
 def _checksum(parameters: Iterable[Tensor]) -> int:
-    """Of this rank's shards, bit by bit: NaN is what it is, and -0.0 is not 0.0."""
+    """A checksum of this rank's shards, bit by bit: NaN equals itself, and -0.0 is not 0.0."""
     total = 0
     for parameter in parameters:
         local = _local(parameter).contiguous()

@@ -34,7 +34,7 @@ class Left:
     directory: Path
     run: RunFile | None
     found: Sequence[Found]
-    """Its checkpoints, newest first; last those that are not complete."""
+    """Checkpoints, newest first; incomplete ones come last."""
     held_by: str | None
 
     @property
@@ -100,7 +100,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
 
 
 def _started_after(run: RunFile | None, serial: int) -> bool:
-    """With more epochs, say, after that checkpoint was there."""
+    """Whether a run began after that checkpoint was there, with more epochs say."""
     return run is not None and run.serial > serial
 
 

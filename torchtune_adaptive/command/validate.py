@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def chosen_recipe(name: str, config: Path) -> str:
-    """By the list of configs, by what the file says of itself, or by its model."""
+    """The recipe that a config belongs to: by our list, by what its file says, or by its model."""
     named = recipe_for(name) or recipe_of(config)
     if named is not None and named in RECIPES:
         return named

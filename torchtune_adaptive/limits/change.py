@@ -11,7 +11,7 @@ GROWTH = "growth"
 """Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back."""
 
 BEFORE_THE_FIRST = -1
-"""In place of the number of a step, of what runs before training."""
+"""The step number of whatever runs before training."""
 
 
 def in_step(step: int, stage: str = "") -> str:

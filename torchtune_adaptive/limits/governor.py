@@ -80,7 +80,7 @@ class Governor:
         return limit if isinstance(limit, Governor) else cls(limit, regrow_after=regrow_after, stage=stage)
 
     def allow(self, limit: Limit) -> None:
-        """From now on: no more than this, and less where the run has come down to less."""
+        """Allows no more than this limit from now on, and less where the run has come down to less."""
         self._allowed = limit
         self._use(self._size)
 
@@ -157,7 +157,7 @@ class Governor:
         self._thrashed_before = False
 
     def _step_down(self, after: Limit) -> str:
-        """To this limit or, on probation, to the one before if that is smaller; what to add to the log line."""
+        """Takes this limit or, on probation, the one before if that is smaller; returns what to add to the log line."""
         if self._before_growth is None:
             self._change(after.size)
             return ""

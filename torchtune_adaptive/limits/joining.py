@@ -31,7 +31,7 @@ def join_step(lengths: Sequence[int], limit: FitsJoined) -> Plan:
 
 
 def spread_joined(plan: Plan, lengths: Sequence[int], limit: FitsJoined, microbatches: int) -> Plan:
-    """The same samples in so many microbatches, the last of which may be empty. `plan`, of `join_step`, has no more."""
+    """Deals the samples of `plan`, made by `join_step`, to so many microbatches, no fewer; the last may be empty."""
     if len(plan) == microbatches:
         return plan
     dealt = _dealt(longest_first(lengths), lengths, microbatches)

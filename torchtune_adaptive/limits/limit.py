@@ -202,7 +202,7 @@ class SurfaceLimit:
         return all(surface.holds(self.budget_bytes, rows, length, tokens) for surface in self.surfaces.values())
 
     def after_oom(self, rows: int, length: int, tokens: int | None = None) -> SurfaceLimit:
-        """With a budget below what was predicted for the microbatch that failed; what does not grow with it stays."""
+        """A limit with a smaller budget than was predicted for what failed; what does not grow with it stays."""
         size = Microbatch(rows, length, tokens)
         if not self.fits(*size):
             raise exhausted(length)

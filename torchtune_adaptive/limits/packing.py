@@ -40,7 +40,7 @@ class Load(NamedTuple):
 
 
 def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
-    """As few microbatches as the limit allows; a sample that does not fit even alone is alone.
+    """The fewest microbatches that the limit allows; a sample that does not fit even alone is alone.
 
     Under a limit by rows, consecutive samples fill a microbatch, so that with `batch_size` rows these are exactly the
     batches of stock torchtune. Otherwise samples of like length share one, since each is padded to the longest. The
@@ -52,7 +52,7 @@ def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
 
 
 def longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
-    """In linear time: what is sorted are lengths, of which there are few, and not samples."""
+    """Indices of the samples, the longest first. Linear time: buckets by length, since few lengths are distinct."""
     of_length: defaultdict[int, list[int]] = defaultdict(list)
     for index, length in enumerate(lengths):
         of_length[length].append(index)
@@ -76,7 +76,7 @@ def _starts(order: Sequence[int], lengths: Sequence[int], limit: Fits) -> list[i
 
 
 def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -> Plan:
-    """The same samples in so many microbatches, of which `plan` has no more, as equal in padded tokens as can be.
+    """Deals the samples of `plan` to so many microbatches, no fewer than it has, as equal in padded tokens as can be.
 
     `plan` is that of `plan_step` under a limit by length, which puts the longest first.
 

@@ -30,7 +30,7 @@ class Gauge:
         self._since: float | None = None
 
     def of(self, memory: MemorySource | None) -> Gauge:
-        """The same for another memory."""
+        """A gauge like this one for another memory."""
         return Gauge(memory, shared=self._shared)
 
     def begin_step(self) -> None:

@@ -26,7 +26,7 @@ LARGE_SEGMENT = 20 * MIB
 OWN_SEGMENT_FROM = 10 * MIB
 OWN_SEGMENT_MULTIPLE = 2 * MIB
 ADDRESSES = LARGE_SEGMENT << 36
-"""Of an expandable segment: whole pages, and more than it can ever map."""
+"""Size of an expandable segment in addresses: whole pages, and more than can ever be mapped."""
 
 
 class Pool(NamedTuple):
@@ -187,7 +187,7 @@ class CachingAllocator:
         self._insert(_cut(block, size))
 
     def _joined_with_free(self, block: Block) -> Block:
-        """With its neighbours, as far as they are free."""
+        """A block, joined with whichever of its neighbours are free."""
         if block.before is not None and block.before.free and block.before.mapped:
             self._remove(block.before)
             block = _joined(block.before, block)

@@ -21,7 +21,7 @@ class Budget:
 
     limit_bytes: int
     overhead_bytes: int
-    """Of it, what no tensor can have: the context of the device, communication, workspaces of libraries."""
+    """The part of the limit that no tensor can have: the device's context, communication, workspaces of libraries."""
     expandable_segments: bool = False
     """How the caching allocator is set, where there is one."""
 
@@ -71,7 +71,7 @@ class Answer:
 
     @cached_property
     def chosen_rows(self) -> int:
-        """Of the rows that may be chosen, the most without flushing; 0 if there are none."""
+        """The most rows without flushing, among those that may be chosen; 0 if there are none."""
         index = bisect_right(self._rungs, self.most_rows)
         return self._rungs[index - 1] if index else 0
 
@@ -84,7 +84,7 @@ class Answer:
         return Answer(self._law, self.tokens, budget, self._rungs)
 
     def predictions(self) -> list[Prediction]:
-        """For powers of two up to what fits, and for what bounds the answer."""
+        """Predictions for powers of two up to what fits, and for whatever bounds the answer."""
         bounds = {1, self.chosen_rows, self.most_rows, self.most_rows_with_retries} - {0}
         powers = {1 << exponent for exponent in range(max(bounds).bit_length())}
         return [self.predict(rows) for rows in sorted(bounds | powers)]

@@ -18,13 +18,13 @@ class Card:
     gib: float
     half_flops: float
     flops: float
-    """In 32 bits, without TF32, which torch does not use unless told to."""
+    """Operations per second in 32 bits, without TF32, which torch does not use unless told to."""
     bytes_per_s: float
-    """Of its memory."""
+    """Bandwidth of the card's own memory."""
     link_bytes_per_s: float
-    """To the other cards of a machine, in one direction."""
+    """Bandwidth to the other cards of a machine, in one direction."""
     host_bytes_per_s: float
-    """To the host, in one direction."""
+    """Bandwidth to the host, in one direction."""
     launch_s: float = 8e-6
     """What Python and torch take for one kernel."""
     queues: bool = True
@@ -35,7 +35,7 @@ PCIE_3, PCIE_4, PCIE_5 = 16.0, 32.0, 64.0
 
 
 def _card(gib: float, half: float, full: float, memory: float, link: float, host: float = PCIE_4) -> Card:
-    """From TFLOP/s and GB/s."""
+    """A card from TFLOP/s and GB/s."""
     return Card(gib, half * 1e12, full * 1e12, memory * 1e9, link * 1e9, host * 1e9)
 
 
@@ -60,14 +60,14 @@ CARDS = {
 }
 
 ONE_CORE = Card(0, 5e10, 5e10, 1e10, 5e9, 1e10, launch_s=8e-6, queues=False)
-"""Of a CPU, more or less."""
+"""One core of a CPU, more or less."""
 
 WITHOUT_FLASH_ATTENTION = ("t4", "v100", "v100-32")
 """Older than the kernels that a prediction assumes, and than bf16."""
 
 
 def card_named(value: Any) -> Card | None:
-    """None for an amount, or anything else that is no card's name."""
+    """The card of that name; None for an amount, or anything else that names no card."""
     return CARDS.get(str(value).strip().lower())
 
 

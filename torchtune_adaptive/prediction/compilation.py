@@ -27,7 +27,7 @@ from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.replacing import replaced
 
 KNOWN_VERSIONS = ((2, 11), (2, 12), (2, 13))
-"""Of torch, in whose sources the names below were looked up."""
+"""Versions of torch in whose sources the names below were looked up."""
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from torchtune_adaptive.prediction.roofline import Seconds, StepTime
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one setting, at the most rows that may be chosen; at one row, where none fit."""
+    """What one setting comes to, at the most rows that may be chosen; at one row, where none fit."""
 
     name: str
     """The changes as one writes them; nothing for none."""
     ranks: int
     tokens: int
-    """Of a row."""
+    """Tokens of one row."""
     rows: int
     """0 where not even one fits."""
     one_row_bytes: int
@@ -25,9 +25,9 @@ class Outcome:
     peak_bytes: int
     """What the allocator takes for those rows."""
     seconds: Seconds | None = None
-    """Of a step of one microbatch, where it can be told."""
+    """Duration of a step of one microbatch; None where it cannot be told."""
     slowdown: float | None = None
-    """Of it over a step of as many rows without the changes."""
+    """Time of a step with the changes, over that of as many rows without them."""
 
     @property
     def fits(self) -> bool:
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all ranks."""
+        """Tokens per second of all ranks together."""
         return 0.0 if self.seconds is None else self._tokens / self.seconds.likely
 
     @property
@@ -67,18 +67,18 @@ def outcome_of(name: str, ranks: int, answer: Answer, time: StepTime | None, as_
 
 
 def cheapest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fit: on fewer ranks first, then by what a step takes; of two that take as long, with more rows."""
+    """Outcomes that fit: on fewer ranks first, then by the time of a step; of two equally fast, more rows first."""
     fitting = [each for each in outcomes if each.fits]
     return sorted(fitting, key=lambda each: (each.ranks, round(each.slowdown or 1.0, 2), -each.rows))
 
 
 def fastest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fit by tokens per second, then the others."""
+    """Outcomes by tokens per second; those that do not fit come last."""
     return sorted(outcomes, key=lambda each: (not each.fits, -each.tokens_per_s))
 
 
 def frontier_of(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fit of which no other is at least as fast with less memory, from the least memory on."""
+    """Outcomes that fit, each faster than all that need less memory, from the least memory on."""
     chosen: list[Outcome] = []
     for each in sorted(outcomes, key=lambda each: (each.peak_bytes, -each.tokens_per_s)):
         if each.fits and (not chosen or each.tokens_per_s > chosen[-1].tokens_per_s):

@@ -35,11 +35,11 @@ class Recording:
     blocks: tuple[Allocation, ...]
     of_block: array[int]
     bytes_change: array[int]
-    """Of each event: what it allocates, or minus what it frees."""
+    """Bytes that each event allocates, or minus what it frees."""
     phases: Mapping[str, int]
     """Phase -> number of events before its end, in the order in which phases end."""
     work: Work | None = None
-    """Of its kernels, where that was counted."""
+    """Work of its kernels, where that was counted."""
 
     @property
     def update_start(self) -> int:

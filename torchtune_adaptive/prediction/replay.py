@@ -9,7 +9,8 @@ from torchtune_adaptive.prediction.allocator import Block, CachingAllocator
 from torchtune_adaptive.prediction.recorder import Recording
 
 STEPS = 3
-"""In the first the optimizer gets its state; in the second that is in the way; the third is like all that follow."""
+"""Steps until nothing new happens: the first makes the optimizer's state, which is in the way of the second; the third
+is like all that follow."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Run:
         return self._allocator.retries
 
     def step(self, sizes: Sequence[int]) -> bool:
-        """Its events with these sizes; False where they run out of memory."""
+        """Plays one step with these sizes; False where memory runs out."""
         phases, update, end = self._program.phases, self._program.update_start, len(sizes)
         weights, state = phases["weights"], phases["optimizer state"]
         if self._started:

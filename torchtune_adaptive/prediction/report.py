@@ -50,7 +50,7 @@ def choice(answer: Answer, key: str = "batch_size") -> str:
 
 
 def shortfall(answer: Answer) -> str:
-    """By how much not even one row fits."""
+    """How much memory is missing for even one row."""
     need, have = format_bytes(answer.reserved_bytes(1)), format_bytes(answer.budget.usable_bytes)
     return f"does not fit in {have}: one row of {answer.tokens} tokens needs {need}"
 
@@ -88,7 +88,7 @@ def by_ranks(outcomes: Sequence[Outcome]) -> str:
 
 
 def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    """The same for programs."""
+    """Alternatives for programs."""
     return [
         {
             "overrides": each.name,
@@ -117,7 +117,7 @@ def _costs(outcome: Outcome) -> str:
 
 
 def figures(answer: Answer) -> list[dict[str, Any]]:
-    """The same for programs, in bytes."""
+    """Figures for programs, in bytes."""
     return [
         {
             "tokens": answer.tokens,

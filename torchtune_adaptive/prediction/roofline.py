@@ -19,7 +19,7 @@ from torchtune_adaptive.prediction.work import Work
 
 @dataclass(frozen=True)
 class Share:
-    """Of its peaks, what a card reaches in training."""
+    """Shares of its peaks that a card reaches in training."""
 
     flops: float
     attention: float
@@ -47,11 +47,11 @@ class WorkLaw:
     """The work of every kernel as a function of rows and tokens, as MemoryLaw is for bytes."""
 
     coefficients: Tensor
-    """By field of `Work`, unit and kernel."""
+    """Coefficients by field of `Work`, unit and kernel."""
     tokens_multiple: int
 
     def at(self, rows: int, tokens: int) -> Tensor:
-        """By field of `Work` and kernel; attention's flops in full."""
+        """The work by field and kernel; attention's flops in full."""
         rounded = -(-tokens // self.tokens_multiple) * self.tokens_multiple
         degree = self.coefficients.shape[1] // 2 - 1
         work = units_of(rows, rounded, degree) @ self.coefficients
@@ -70,7 +70,7 @@ def fit_work(works: Mapping[tuple[int, int], Work], *, tokens_multiple: int) -> 
 
 
 def as_tensor(work: Work) -> Tensor:
-    """By field and kernel."""
+    """A table of the work, by field and kernel."""
     fields = (work.flops, work.attention_flops, work.moved_bytes, work.linked_bytes, work.copied_bytes)
     return torch.stack([torch.tensor(field, dtype=torch.float64) for field in fields])
 
@@ -78,7 +78,7 @@ def as_tensor(work: Work) -> Tensor:
 HOST_PASSES = 2
 """Weights, gradients and optimizer state are read, and most of it is written."""
 HOST_BYTES_PER_S = 25e9
-"""Of the host's memory, for each rank."""
+"""Bandwidth of the host's memory, for each rank."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Timing:
     link_bytes_per_s: float
     ranks: int
     host_bytes: int = 0
-    """That the optimizer keeps on the host and goes through there."""
+    """Bytes that the optimizer keeps on the host and updates there."""
 
     def seconds(self, work: Tensor) -> Seconds:
         return Seconds(*(self._seconds(work, share) for share in (LIKELY, FAST, SLOW)))

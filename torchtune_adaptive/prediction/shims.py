@@ -114,7 +114,7 @@ class DeviceStandIn(TorchDispatchMode):
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Of an operation, whose arguments are never nested deeper; searching all of them takes a tenth of the time."""
+    """Tensor arguments of an operation, which are never nested deeper: a general search took a tenth of the time."""
     tensors = []
     for argument in (*args, *kwargs.values()):
         if isinstance(argument, Tensor):
@@ -186,7 +186,7 @@ def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: Any, **__: Any) ->
 
 
 def joined_flash_backward_bytes(gradient: Tensor, *sides_and_more: Any) -> int:
-    """The same for samples one after another: room for 128 tokens more of each, since they share no tile."""
+    """Bytes for samples one after another: room for 128 tokens more of each, since they share no tile."""
     ends: Tensor = sides_and_more[5]
     tokens, heads, width = gradient.shape
     tile = 32 if width <= 128 else 64

@@ -35,7 +35,7 @@ WITHOUT_KERNEL = {
 
 @dataclass(frozen=True)
 class Work:
-    """Of each kernel, in the order of the program."""
+    """The work of each kernel, in the order of the program."""
 
     flops: array[float]
     attention_flops: array[float]

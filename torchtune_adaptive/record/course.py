@@ -42,7 +42,7 @@ class LimitCourse:
 
     @property
     def highest(self) -> list[float]:
-        """At each change, the most that it had been until then."""
+        """The most up to each change."""
         return list(accumulate(self.sizes, max))
 
 
@@ -90,7 +90,7 @@ def recoveries(timeline: Timeline) -> int:
 
 
 def lost_seconds(timeline: Timeline) -> dict[int, float]:
-    """By step, what its attempts took that did not count."""
+    """Seconds of attempts that did not count, by step."""
     lost: dict[int, float] = {}
     for event in timeline.events:
         seconds = event.get("lost_seconds")
@@ -100,7 +100,7 @@ def lost_seconds(timeline: Timeline) -> dict[int, float]:
 
 
 def lost_share(timeline: Timeline) -> float | None:
-    """Of the seconds that training took; None where the record does not have every step with its seconds."""
+    """Share of the training time that was lost; None where the record lacks a step or its seconds."""
     seconds = dict(zip(*_step_seconds(timeline)[:2], strict=True))
     lost = lost_seconds(timeline)
     if not seconds or (recoveries(timeline) and not lost) or not lost.keys() <= seconds.keys():
@@ -112,7 +112,7 @@ class Speed(NamedTuple):
     steps: Sequence[int]
     tokens_per_second: Sequence[float]
     without_losses: Sequence[float]
-    """The same if no attempt had been lost."""
+    """Tokens per second, had no attempt been lost."""
     window: int
     """The steps over which each is the mean."""
 

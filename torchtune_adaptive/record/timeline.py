@@ -16,7 +16,7 @@ from torchtune_adaptive.record.files import reason
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-"""With a `step` and a `time`; events have a `kind` as well. Nothing is promised of the other values."""
+"""A line of a record: it has a `step` and a `time`, and an event a `kind` too. Other values may be anything."""
 
 
 @dataclass(frozen=True)

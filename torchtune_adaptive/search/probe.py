@@ -121,7 +121,7 @@ def _free_bytes(room: Room) -> int:
 
 
 def _scaled(peak_bytes: int, room: Room, tightest: Room) -> int:
-    """In whole bytes, rounded up: a byte too many stays a byte too many."""
+    """The peak in proportion to the tightest rank's room, rounded up: a byte too many stays a byte too many."""
     above_resident = max(0, peak_bytes - room.resident_bytes)
     return tightest.resident_bytes - (-above_resident * tightest.free_bytes // room.free_bytes)
 

@@ -48,15 +48,15 @@ class Planner:
         return Ahead(limit, lengths, self._fewest(lengths, limit))
 
     def keep(self, ahead: Ahead | None, microbatches: int) -> None:
-        """For the next step: in as many microbatches as all ranks have agreed on."""
+        """Keeps the plan of the next step, in as many microbatches as all ranks have agreed on."""
         if ahead is not None:
             ahead = ahead._replace(plan=self._spread(ahead.plan, ahead.lengths, ahead.limit, microbatches))
         self._ahead = ahead
 
     def _fewest(self, lengths: list[int], limit: Limit) -> Plan:
-        """As few microbatches as this rank needs, under a limit by length."""
+        """A plan in as few microbatches as this rank needs, under a limit by length."""
         return plan_step(lengths, limit) if self._padded else join_step(lengths, limit)
 
     def _spread(self, plan: Plan, lengths: list[int], limit: Limit, microbatches: int) -> Plan:
-        """The same in as many as all ranks have agreed on."""
+        """A plan in as many microbatches as all ranks have agreed on."""
         return (spread if self._padded else spread_joined)(plan, lengths, limit, microbatches)

@@ -30,7 +30,7 @@ class Totals(NamedTuple):
     """Further sums over the samples, by name: tensors like `loss_sum`. Every microbatch has the same names."""
 
     def widened(self) -> Totals:
-        """In single precision at least: ranks add their sums up, and one that learns nothing may have them as bf16."""
+        """Totals in single precision at least: ranks add them up, and one that learns nothing may have them as bf16."""
         sums = {name: _wide(value) for name, value in self.sums.items()}
         return Totals(_wide(self.loss_sum), self.target_tokens, sums)
 
@@ -133,7 +133,7 @@ class Reports(tuple[Report, ...]):
 
     @property
     def failed(self) -> dict[int, Microbatch]:
-        """By rank, the microbatches that ran out of memory."""
+        """Microbatches that ran out of memory, by rank."""
         return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
 
     @property
@@ -254,6 +254,6 @@ def troubling(
 
 
 def _size_of(rows: Sequence[int], lengths: Sequence[int], padded: bool) -> Microbatch:
-    """Of the samples with these indices; what stands in for none counts as one row."""
+    """The size of a microbatch of these samples; an empty one counts as one row, for its stand-in."""
     own = [lengths[index] for index in rows] or [1]
     return Microbatch(len(own), max(own), None if padded else sum(own))

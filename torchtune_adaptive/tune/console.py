@@ -24,7 +24,7 @@ SHOW_CONFIG = "TORCHTUNE_ADAPTIVE_SHOW_CONFIG"
 """Environment variable: set, the whole config is printed at the start, as torchtune's recipes do."""
 OURS, TORCHTUNES = "torchtune_adaptive", "torchtune.utils._logging"
 BETWEEN_LINES_S = 30.0
-"""Of progress, where there is no terminal that could show a bar."""
+"""Seconds between lines of progress, where there is no terminal that could show a bar."""
 
 
 def in_json() -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchtune_adaptive.replacing import replaced
 
 LISTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
-"""Those that a drain can take part in. Whatever else a microbatch communicates is counted as foreign."""
+"""Collectives that a drain can take part in. Whatever else a microbatch communicates is counted as foreign."""
 
 
 class FunctionalCollective(NamedTuple):
@@ -22,7 +22,7 @@ class FunctionalCollective(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    """Of what this rank puts in."""
+    """Shape of what this rank puts in."""
     dtype: torch.dtype
     device: torch.device
     rest: tuple[Any, ...]
@@ -30,7 +30,7 @@ class FunctionalCollective(NamedTuple):
 
 
 class FunctionalCounter(Protocol):
-    """Who is told."""
+    """Whoever counts: it is told of a functional collective and issues it."""
 
     def issue_functional(self, collective: FunctionalCollective, call: Callable[[], Tensor]) -> Tensor:
         """Collective: counts, and calls."""

@@ -47,7 +47,8 @@ Entry: TypeAlias = Collective | FunctionalCollective
 Script: TypeAlias = tuple[Entry, ...]
 
 MOST_SCRIPTS = 128
-"""That are kept, of the microbatches that ran last. Each is a few hundred entries, and a shadow can write it again."""
+"""Scripts that are kept: those of the microbatches that ran last. Each is a few hundred entries, and a shadow can write
+it again."""
 
 
 class TensorLedger(Generic[Sample]):
@@ -257,7 +258,8 @@ class TensorLedger(Generic[Sample]):
         return self._scripts[key]
 
     def _rehearse(self, microbatch: Sequence[Sample]) -> Script:
-        """From a pass of the shadow, which is compared once with one that had data, where this step has such a one."""
+        """The script of a pass of the shadow. One such pass is compared with a microbatch of this step that had data,
+        if there is one."""
         known = None if self._compared else self._known_microbatch()
         if known is not None:
             if self._rehearsed_pass(known) != self._scripts[self._rehearsal.key_of(known)]:

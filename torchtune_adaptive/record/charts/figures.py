@@ -29,7 +29,7 @@ INK = "#333333"
 NAME = "name"
 """The gid of a text that names a line."""
 NAME_HEIGHT = 0.075
-"""Of that of the axes."""
+"""Height of a name, as a share of the axes'."""
 
 
 class LineName(NamedTuple):

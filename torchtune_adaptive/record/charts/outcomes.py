@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WIDEST_NAME = 44
 LINE_HEIGHT = 0.047
-"""Of the height of the picture."""
+"""Height of a line, as a share of the picture's."""
 
 
 def draw_speeds(

@@ -37,9 +37,10 @@ _MARKS = {
     TRIAL: ("trial decided", SKY, "D"),
 }
 _TICKS_APART = {True: 0.07, False: 0.2}
-"""Of a panel's height, so that numbers beside it do not lie over each other: where there is room for words, or not."""
+"""Least distance of ticks, as a share of a panel's height, so that their numbers do not overlap: where there is room
+for words, or not."""
 _ROOM_ABOVE = 0.30
-"""Of a panel's height, for what its marks say."""
+"""Room for what marks say, as a share of the panel's height."""
 
 
 def draw_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:

@@ -53,7 +53,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
 
 
 def panels_of(timeline: Timeline) -> list[Panel]:
-    """From top to bottom, those for which the record has the figures."""
+    """The panels for which the record has figures, from top to bottom."""
     end = _last_step(timeline) + course.AFTER
     limits, shown = course.courses(timeline), list[Panel]()
     if len(limits) < SMALL_FROM:

@@ -35,7 +35,7 @@ from torchtune_adaptive.wording import shown
 T = TypeVar("T")
 
 SOME_STEPS = 100
-"""Of a run whose dataset is not read here."""
+"""Steps of an imaginary run, since the dataset is not read here."""
 
 
 def check_components(
@@ -89,7 +89,7 @@ def check_dataset(cfg: DictConfig) -> None:
 
 
 def check_loss(cfg: DictConfig, settings: Settings | None) -> None:
-    """With the collate function, which is given the label that the loss ignores."""
+    """Checks the loss and the collate function, which is given the label that the loss ignores."""
     loss = checked_loss(cfg)
     if settings is not None and not _is_packed(cfg):
         build_collate(settings, SimpleNamespace(pad_id=0), cast(int, loss.ignore_index), packed=False)

@@ -49,7 +49,7 @@ class Prepared(NamedTuple):
 
     batch: Batch
     labels: Tensor
-    """Of each position, the token that follows."""
+    """The token that follows each position."""
     target_tokens: int
     learns: bool
     """Whether any label counts."""
@@ -69,7 +69,7 @@ class ForwardBackward:
     """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
     torchtune counts them before: the same, but for samples whose first token is a label."""
     loss_scale: Callable[[int], float] | None = None
-    """For an optimizer that steps inside the backward: target tokens of this rank -> factor of the loss."""
+    """Factor of the loss by this rank's target tokens, for an optimizer that steps inside the backward."""
 
     def __call__(self, samples: Sequence[Sample]) -> Totals:
         return self.run(self.prepare(samples))

@@ -69,7 +69,7 @@ def build_shadow_model(settings: Settings, device: torch.device, mesh: Meshes) -
 
 
 def same_frequencies(_: Any, frequencies: torch.Tensor, *__: Any) -> torch.Tensor:
-    """In place of scaled ones, where they have no value."""
+    """Frequencies as they are, in place of scaled ones: scaling branches on values, and there are none."""
     return frequencies.clone()
 
 

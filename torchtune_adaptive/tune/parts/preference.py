@@ -189,7 +189,7 @@ def _flaws(kind: Kind, pairs: Sequence[Sample]) -> dict[str, int]:
 
 
 def _logits_of_rows(scores: Scores) -> list[tuple[Tensor, Tensor]]:
-    """Of the chosen and the rejected answers: the sum over the tokens of each of their mean logit, and the tokens."""
+    """Sums of mean logits over each row's tokens, and how many those are: of chosen answers, then of rejected ones."""
     means, lengths = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
     if means.size(0) == len(lengths):
         means = means * (torch.arange(means.size(1), device=means.device) < lengths[:, None])

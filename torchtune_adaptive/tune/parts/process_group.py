@@ -59,7 +59,7 @@ class MeshShape(NamedTuple):
 
 
 def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
-    """That of so many ranks; refuses what does not come out even."""
+    """The mesh for so many ranks; refuses what does not come out even."""
     replicas, given, tensor_parallel = (
         settings.data_parallel_replicate_dim,
         settings.data_parallel_shard_dim,

@@ -93,7 +93,7 @@ class Alternatives:
     outcomes: dict[tuple[Overrides, int], Outcome | None] = field(default_factory=dict)
 
     def outcome(self, overrides: Overrides, ranks: int | None = None) -> Outcome | None:
-        """None where the recipe does not take this, or it cannot be predicted."""
+        """Outcome of these overrides; None where the recipe does not take them, or they cannot be predicted."""
         key = overrides, ranks or self.plan.ranks
         if key == ((), self.plan.ranks):
             return self._named(outcome_of("", self.plan.ranks, self.found.answers[0], self.found.time, self.found.time))
@@ -114,7 +114,7 @@ class Alternatives:
         return self._named(outcome_of(" ".join(overrides), ranks, other.answers[0], other.time, self.found.time))
 
     def _named(self, outcome: Outcome) -> Outcome:
-        """With a batch size, where that of the config is more than fits."""
+        """The outcome, with a batch size in its name where the config's is more than fits."""
         if not 0 < outcome.rows < self.cfg.batch_size:
             return outcome
         return replace(outcome, name=f"{outcome.name} batch_size={outcome.rows}".strip())

@@ -59,7 +59,7 @@ class Answers:
     longest: int
     """What the model takes."""
     largest_error: float
-    """Of the law against a step that was traced directly, as a share."""
+    """Largest error of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
     """What the answer assumes, and what is not modelled."""
     time: StepTime | None
@@ -67,7 +67,7 @@ class Answers:
 
     @property
     def answers(self) -> Sequence[Answer]:
-        """Of the stage that updates the model."""
+        """Answers for the stage that updates the model."""
         return self.by_stage[self.trains]
 
     def stages(self, at: int) -> dict[str, Answer]:
@@ -125,7 +125,7 @@ class _Answered(NamedTuple):
 
     answers: list[Answer]
     error: float
-    """Of the law against a step that was traced directly, as a share."""
+    """Error of the law against a step that was traced directly, as a share."""
     work: WorkLaw | None
 
 
@@ -204,7 +204,7 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int, gi
 
 
 def _for_a_run(cfg: DictConfig, plan: PlanSettings, given: Sequence[str]) -> Overrides:
-    """Of what the question was given with, what a run takes too; a GPU has its limit without being told."""
+    """The given overrides that a run takes too; a GPU has its limit without being told."""
     asked = {each.name for each in fields(plan)}
     kept = tuple(word for word in given if word.partition("=")[0] not in asked)
     limit, on_cpu = plan.memory_limit, str(cfg.get("device")).startswith("cpu")
@@ -222,7 +222,7 @@ def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROW
 def laws_of(
     step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS, *, counting: bool = True
 ) -> tuple[MemoryLaw, WorkLaw | None]:
-    """The same, and what the kernels of the step do."""
+    """Laws of a step's memory, and what its kernels do."""
     if step.settings.compile:
         step.compile_for(rows, tokens)
     multiple = step.tokens_multiple

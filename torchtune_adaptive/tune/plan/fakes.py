@@ -40,7 +40,7 @@ class FakeStep:
     update: Callable[[Totals], object]
     """What follows the last one."""
     optimizers: Sequence[torch.optim.Optimizer]
-    """Those whose state is in memory."""
+    """Optimizers whose state is in memory."""
     boundaries: Mapping[str, nn.Module]
     """What cuts the step into phases."""
     tokens_multiple: int = 1
@@ -52,11 +52,11 @@ class FakeStep:
     padded: bool = True
     """Whether rows of a microbatch are padded to the longest, or stand one after another."""
     answer_tokens: int = 0
-    """Of a row, those that are not among the tokens that are asked about."""
+    """Tokens of a row besides those that are asked about."""
     accumulates: bool = False
     """Whether a step has several microbatches."""
     most_rows: int | None = None
-    """Of a microbatch: a rank has no more of them in this stage. None: as many as fit."""
+    """Most rows of a microbatch, where a rank has no more in this stage; None: as many as fit."""
     otherwise: Callable[[], str] | None = None
     """What a run does where not even one row fits; says what that is."""
     gradients_of: Sequence[nn.Module] = ()
@@ -101,11 +101,11 @@ class FakeStep:
         return [*beside, *resident_tensors(self.model, optimizers)]
 
     def most_tokens(self, unbounded: int) -> int:
-        """That the model takes, of those that are asked about."""
+        """The longest row that the model takes, counted in the tokens that are asked about."""
         return int(getattr(self.model, "max_seq_len", unbounded + self.answer_tokens)) - self.answer_tokens
 
     def _gradients_left(self) -> list[Tensor]:
-        """Of another stage; the update takes them along."""
+        """Gradients of another stage; the update takes them along."""
         for model in self.gradients_of:
             give_gradients(model)
         return [
@@ -133,7 +133,7 @@ class FakeStep:
             self._step(rows=1, tokens=16)
 
     def compile_update(self) -> None:
-        """For an optimizer that compiles what it does to each parameter."""
+        """Prepares an optimizer that compiles what it does to each parameter."""
         with self.fakes, self.device_stand_in:
             states = [each.state.values() for each in self.optimizers]
             fake_tables((value for state in states for values in state for value in values.values()), self.fakes)
@@ -159,10 +159,10 @@ class Built:
 
     settings: Settings
     model: nn.Module
-    """That is trained."""
+    """The model that is trained."""
     optimization: Optimization
     common: dict[str, Any]
-    """Of a FakeStep."""
+    """Arguments that every FakeStep gets."""
 
     @property
     def batches_go_to(self) -> torch.device:

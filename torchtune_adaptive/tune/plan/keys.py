@@ -83,7 +83,7 @@ class PlanSettings:
 
     @property
     def ranks(self) -> int:
-        """Of an answer, which is for one number of them."""
+        """The ranks of an answer, which is for one number of them."""
         return self.several_ranks[0]
 
     @property

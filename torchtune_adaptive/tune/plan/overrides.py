@@ -82,7 +82,7 @@ def starts(cfg: DictConfig) -> bool:
 
 
 def compiled(settings: Settings) -> Overrides:
-    """On a CPU it takes a compiler, and Dynamo compiles nothing beneath a meter of memory."""
+    """Compilation, on a GPU. A CPU needs a compiler for it, and Dynamo compiles nothing beneath a meter of memory."""
     return ("compile=True",) if on_gpu(settings) and not settings.compile else ()
 
 
@@ -111,7 +111,7 @@ def _only_new(cfg: DictConfig, overrides: Overrides) -> Overrides:
 
 
 def _chunked_loss(cfg: DictConfig) -> Overrides:
-    """In place of a cross-entropy loss that has no arguments."""
+    """A chunked loss in place of a cross-entropy loss without arguments."""
     plain = cfg.loss.get("_component_") == "torch.nn.CrossEntropyLoss" and set(cfg.loss) <= {
         "_component_",
         "ignore_index",
@@ -125,7 +125,7 @@ def _without_reference(cfg: DictConfig) -> Overrides:
 
 
 def _smaller_rank(cfg: DictConfig) -> Overrides:
-    """With adapters that weigh as much in the sum."""
+    """A smaller LoRA rank, with adapters that weigh as much in the sum."""
     if not is_lora(cfg) or cfg.model.lora_rank <= SMALL_LORA_RANK:
         return ()
     alpha = cfg.model.lora_alpha * SMALL_LORA_RANK / cfg.model.lora_rank
@@ -147,7 +147,7 @@ def _on_host(settings: Settings) -> Overrides:
 
 
 def combinations(single: Sequence[Overrides]) -> list[Overrides]:
-    """Of changes none of which is enough, more and more at once; every second layer is in none: all layers are."""
+    """Combinations of changes of which none is enough, more and more. Every second layer is in none: all layers are."""
     several = [each for each in single if "ac_mode=selective" not in each]
     resident = [each for each in several if save_resident(each)]
     slow = [each for each in several if "enable_activation_offloading=True" in each]

@@ -122,7 +122,7 @@ def _device_of(settings: Settings) -> torch.device:
 
 
 def _build(settings: Settings, lora: LoraSettings | None, mesh: Meshes) -> dict[str, FakeStep]:
-    """In the recipes' order."""
+    """The steps of a recipe, built in its order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
     device, pairs = _device_of(settings), trains_on_pairs(settings.config)

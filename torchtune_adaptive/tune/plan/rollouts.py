@@ -47,7 +47,7 @@ TRACED_ANSWER = 3
 
 
 def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[str, FakeStep]:
-    """By name, in the order of an iteration."""
+    """The steps of PPO by name, in the order of an iteration."""
     ppo = read_ppo_settings(settings.config)[1]
     with common["fakes"], common["device_stand_in"]:
         checkpoint = {training.MODEL_KEY: _weights(settings, POLICY), VALUE_MODEL: _weights(settings, VALUE)}
@@ -96,7 +96,7 @@ def _frozen(settings: Settings, files: str) -> dict[str, Any]:
 
 
 def _rollout_of(ppo: PPOSettings, tokens: int) -> Rollout:
-    """With a prompt of so many tokens."""
+    """A rollout with a prompt of so many tokens."""
     with no_dispatch():
         return worst_rollout(torch.zeros(tokens, dtype=torch.long), ppo.max_generated_tokens)
 
@@ -111,7 +111,7 @@ def _drop_gradients(models: Models, optimization: Optimization, totals: Totals) 
 
 
 def _nothing_to_update(models: Models, optimization: Optimization, totals: Totals) -> None:
-    """Of a stage without a backward."""
+    """The update of a stage without a backward."""
 
 
 UPDATES = {TRAIN_VALUE: _drop_gradients, TRAIN_POLICY: _update_both}

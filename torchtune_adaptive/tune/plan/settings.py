@@ -21,7 +21,7 @@ from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 ASSUMED_TOKENS = 4096
-"""Of a row, where nothing says how long rows are."""
+"""Length of a row where nothing says how long rows are."""
 RANKS_OF_A_MACHINE = 8
 NETWORK = 50e9
 """Bytes a second between machines, for each rank: 400 Gbit."""
@@ -49,13 +49,13 @@ def check_advice(cfg: DictConfig, settings: PlanSettings) -> None:
 @dataclass(frozen=True)
 class Lengths:
     tokens: tuple[int, ...]
-    """Of a row, one length or several."""
+    """Tokens of a row: one length or several."""
     key: str
     """What says so."""
 
 
 def lengths(cfg: DictConfig, adaptive: AdaptiveConfig, plan: PlanSettings) -> Lengths | None:
-    """None where nothing says how long rows are."""
+    """Lengths that are asked about; None where nothing says how long rows are."""
     tokenizer = cfg.get("tokenizer")
     for key, given in (
         ("sequence_length", plan.sequence_length),
@@ -91,7 +91,7 @@ def budget(plan: PlanSettings, adaptive: AdaptiveConfig, *, on_gpu: bool) -> Bud
 
 
 def card_of(plan: PlanSettings, *, on_gpu: bool) -> Card:
-    """Whose speed counts: that of an A100 where only an amount of memory is given."""
+    """The card whose speed counts: an A100 where only an amount of memory is given."""
     if not on_gpu:
         return ONE_CORE
     return card_named(plan.memory_limit) or CARDS["a100"]

@@ -56,7 +56,7 @@ class Rewards(NamedTuple):
 
 
 def rewards_of(scores: Tensor, log_probs: Tensor, reference: Tensor, ends: Answered, kl_coeff: float) -> Rewards:
-    """By token: what moving away from the reference costs and, where the answer is complete, its score."""
+    """Rewards by token: minus the cost of leaving the reference and, where a complete answer ends, its score."""
     kl = (log_probs - reference) * ends.counts
     of_kl = -kl_coeff * kl
     at = ends.valued.sum(-1, keepdim=True) - 1
@@ -96,7 +96,7 @@ class PolicySums(NamedTuple):
     clipped: Tensor
     ratios: Tensor
     squares: Tensor
-    """Of the change of log-probabilities: half their mean is about the divergence from the policy that answered."""
+    """Squared changes of log-probabilities: half their mean is about the divergence from the policy that answered."""
 
 
 def policy_sums(log_probs: Tensor, before: Tensor, advantages: Tensor, mask: Tensor, epsilon: float) -> PolicySums:

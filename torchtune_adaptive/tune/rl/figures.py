@@ -76,5 +76,5 @@ def _rate(ran: Mapping[str, Sequence[Ran]], stages: Sequence[str], *, of: str) -
 
 
 def _tokens(ran: Sequence[Ran]) -> int:
-    """Of answers, of all ranks."""
+    """Answer tokens of all ranks."""
     return sum(each.result.target_tokens for each in ran)

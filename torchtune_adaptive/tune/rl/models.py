@@ -44,7 +44,7 @@ class Models:
 
     @property
     def trained(self) -> nn.ModuleDict:
-        """Those that are updated and saved, as one module."""
+        """The models that are updated and saved, as one module."""
         return nn.ModuleDict({"policy": self.policy, "value": self.value})
 
     @property

@@ -67,11 +67,11 @@ class Rollout:
         return replace(self.stand_in(), found={**self.found, COUNTS: nothing, VALUED: nothing}, fills=True)
 
     def prompting(self, most_length: int) -> Rollout:
-        """With the beginning of its prompt, so that this and all new tokens are so many."""
+        """This rollout with its prompt cut, so that prompt and all new tokens have that length."""
         return replace(self, prompt=self.prompt[: max(1, most_length - len(self.answer))])
 
     def answered(self, whole_length: int) -> Rollout:
-        """Of so many tokens, as many of them as possible its answer's: no other of that length needs more."""
+        """This rollout at that length, as much of it answer as possible: no other of that length needs more."""
         length = max(1, min(len(self.answer), whole_length - 1))
         counts = torch.arange(len(self.answer)) < length
         found = {**self.found, COUNTS: counts, VALUED: counts}
@@ -84,7 +84,7 @@ class Sequences:
 
     tokens: Tensor
     before: Tensor
-    """Of each token of an answer, where the model has just read the one before it."""
+    """Position of the token before each token of an answer."""
     answers: Tensor
     last: Tensor
     """Where a row's last token is."""
@@ -98,7 +98,7 @@ class Sequences:
 
 
 def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
-    """With every new token, all of which count, and whatever stages find."""
+    """A rollout that needs the most: all new tokens, all of them counting, with whatever stages find."""
     answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
     found = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
     found |= {COUNTS: everywhere, VALUED: everywhere}
@@ -130,7 +130,7 @@ def keep(rollouts: Sequence[Rollout], name: str, found: Tensor) -> None:
 
 
 def rollouts_of(prompts: Sequence[Any], iteration: int, new_tokens: int) -> list[Rollout]:
-    """Those of this rank, without their answers."""
+    """Rollouts of this rank, still without their answers."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     answer = torch.zeros(new_tokens, dtype=torch.long)
     return [

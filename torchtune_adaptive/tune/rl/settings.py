@@ -65,7 +65,7 @@ class PPOSettings:
         return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
 
     def iterations(self, ranks: int) -> int:
-        """Of the whole run: `num_steps` counts samples over all ranks."""
+        """Iterations of the whole run: `num_steps` counts samples over all ranks."""
         return self.num_steps // (self.batch_size * ranks)
 
 

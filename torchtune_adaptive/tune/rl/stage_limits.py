@@ -49,7 +49,7 @@ class StageLimits:
 
     limits: Mapping[str, Limit]
     admission: Admission | None = None
-    """For prompts that may be too long for any microbatch."""
+    """Admission of prompts, where some may be too long for any microbatch."""
 
 
 def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits:
@@ -202,7 +202,7 @@ def _table_of_rows(found: Mapping[str, Event]) -> str:
 
 
 def _table_of_lengths(profiles: Mapping[str, Profile], new_tokens: int) -> str:
-    """The same by length: rows of the longest rollout there may be, and of shorter ones."""
+    """Limits by length: rows of the longest rollout there may be, and of shorter ones."""
     longest = max(point.length for profile in profiles.values() for point in profile.points)
     lengths = [longest, longest // 2, longest // 4]
     columns = [*(f"of {length}" for length in lengths), "any, in tokens"]

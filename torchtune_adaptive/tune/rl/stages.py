@@ -37,7 +37,7 @@ GENERATE = "generate"
 FORWARD = ("policy log-probabilities", "reference log-probabilities", "values", "rewards")
 TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
 STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
-"""Their names, in their order."""
+"""All stages of an iteration, in order."""
 NO_ROOM = "gathered parameters leave no room for one row: layer by layer from here on, which is slower"
 
 
@@ -89,7 +89,7 @@ class RolloutStages:
     ledger: CollectiveLedger
     gathering: Gathering
     ran: dict[str, list[Ran]] = field(default_factory=dict)
-    """Of the iteration that runs, by stage."""
+    """Runs of this iteration so far, by stage."""
 
     def roll_out(self, rollouts: Sequence[Rollout], iteration: int) -> None:
         """Collective: answers to the prompts, and what the models say of them."""
@@ -121,7 +121,7 @@ class RolloutStages:
         self._stop_gathering()
 
     def give_up_gathering(self) -> str | None:
-        """The same in training, where one row did not fit: what has changed; None where nothing can."""
+        """Ends gathering where one row did not fit in training: says what has changed; None where nothing can."""
         if not self.gathering.can_end:
             return None
         self.gathering.gave_up = True
@@ -149,7 +149,7 @@ class RolloutStages:
             self.runners[name].use_limit(limit)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint; the same on all ranks."""
+        """The state for a checkpoint, the same on all ranks."""
         limits = {name: runner.state_dict() for name, runner in self.runners.items()}
         return limits | {"stays": not self.gathering.gave_up}
 

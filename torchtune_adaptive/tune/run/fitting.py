@@ -79,7 +79,7 @@ SEARCHED_WHERE_GIVEN = (
     "temperature",
     "top_k",
 )
-"""The same, where a config has them: without them it is as it was before they were known."""
+"""Further such keys, which count where a config has them, so that records from before they were known stay valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class FitRequest:
     settings: Settings
     adaptive: AdaptiveConfig
     memory: MemorySource | None
-    """None: a CPU without a limit, which has room for everything."""
+    """Memory that has to suffice; None on a CPU without a limit, which has room for everything."""
     worst_step: Callable[[], TrainingStep[Any]]
     """Collective: makes the step to measure."""
     data: Data
@@ -284,7 +284,7 @@ def _progress_bar() -> Iterator[OnProbe]:
 
 
 def restore_limit(runner: StepRunner[Any], saved: Mapping[str, Any], stage: str = "") -> None:
-    """Of a checkpoint; said where it is another than the one that was just found or configured."""
+    """Restores a checkpoint's limit; says so where it differs from the one just found or configured."""
     found = runner.limit
     runner.load_state_dict(saved)
     if runner.limit != found:

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 CONFIG = "torchtune_config.yaml"
-"""As torchtune names it."""
+"""Name that torchtune gives to the config it logs."""
 
 
 class Metrics:
@@ -40,7 +40,7 @@ class Metrics:
         self._shown = dist.get_rank() == 0
         self._every = settings.log_every_n_steps
         self._sharing_ranks = settings.tensor_parallel_dim
-        """That run the same samples together, so that their counts have each of these so many times."""
+        """Ranks that run the same samples together, so that sums over ranks count each sample this often."""
         self._journal = journal
         self._memory: MemorySource | None = None
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None

@@ -103,7 +103,7 @@ class Parts:
         )
 
     def fit_reference(self, memory: MemorySource | None) -> FitRequest:
-        """The same for the stage before training."""
+        """What has to fit in the stage before training."""
         training = self.fit_request(memory)
         return replace(training, worst_step=self.worst_reference_step, stage=REFERENCE, folder="reference")
 
@@ -119,7 +119,7 @@ class Parts:
             restore_limit(self.reference, saved[REFERENCE], REFERENCE)
 
     def use_limits(self, course: Course, sizes: EpochSizes) -> None:
-        """From the next step on, in every stage."""
+        """Uses the epoch's limits from the next step on, in every stage."""
         self.runner.use_limit(course.microbatches.limit_of(sizes))
         if self.reference is not None:
             self.reference.use_limit(course.reference_limit or course.microbatches.limit_of(sizes))
@@ -132,7 +132,7 @@ class Course:
     epochs: tuple[EpochSizes, ...]
     microbatches: Microbatches
     reference_limit: Limit | None = None
-    """That of the stage before training, where one was measured; None: as for training."""
+    """Limit of the stage before training, where one was measured; None: as for training."""
 
     @property
     def most_samples_per_step(self) -> int:

@@ -28,7 +28,7 @@ def remedy_for(settings: Settings, adaptive: AdaptiveConfig, shortest: int) -> s
 
 
 def ways_to_make_room(settings: Settings, adaptive: AdaptiveConfig, shorter: str) -> list[str]:
-    """For longer samples, or with shorter ones."""
+    """Ways to make room for longer samples, or to have shorter ones."""
     if adaptive.token_budget != "auto":
         return ["raise adaptive.token_budget", shorter]
     # then it is memory that says how many tokens fit
@@ -37,7 +37,7 @@ def ways_to_make_room(settings: Settings, adaptive: AdaptiveConfig, shorter: str
 
 
 def too_long(kind: Kind, index: int | None, length: int, longest: int, remedy: str) -> SampleTooLargeError:
-    """For a sample of which no microbatch has room for more than the `longest`."""
+    """An error for a sample that is longer than any microbatch has room for."""
     return SampleTooLargeError(
         f"sample {index} of the dataset has {length} tokens{kind.together}, but a microbatch has room for "
         f"{longest}{remedy}"

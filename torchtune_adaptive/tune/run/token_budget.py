@@ -57,9 +57,9 @@ class Microbatches:
     """How the samples of a run's steps share microbatches."""
 
     limit: Limit | None = None
-    """None: by rows, as many as the sizes of the epoch say."""
+    """Limit of a microbatch; None: by rows, as many as the sizes of the epoch say."""
     admission: Admission | None = None
-    """For samples that may be too long for any microbatch."""
+    """Admission of samples, where some may be too long for any microbatch."""
     dealer: Dealer | None = None
     """Deals the samples of each step to the ranks; None: they stay where they were read."""
 

@@ -32,7 +32,7 @@ RECIPES: Mapping[str, str | None] = {
 """Our recipes, each with the one of torchtune's whose configs it takes unchanged. None: it trains nothing itself, and
 takes the configs of all others."""
 CHANGED = (PPO,)
-"""Those whose counterpart has configs that cannot work on several devices as they are; an error names the lines."""
+"""Recipes whose counterpart has configs that cannot work on several devices as they are; an error names the lines."""
 _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
 

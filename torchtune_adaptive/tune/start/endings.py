@@ -78,7 +78,7 @@ def _print_nowhere() -> None:
 
 
 def end_with_the_launcher() -> None:
-    """From here on the kernel ends this rank as soon as torchrun is gone, even by SIGKILL."""
+    """Makes the kernel end this rank as soon as torchrun is gone, even by SIGKILL."""
     if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     launcher = os.getppid()
@@ -89,7 +89,7 @@ def end_with_the_launcher() -> None:
 
 
 def attempt_folder(environment: Mapping[str, str]) -> Path | None:
-    """That of torchrun with the folders of this machine's ranks; there is another for each restart."""
+    """Torchrun's folder for this machine's ranks; every restart has a new one."""
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     return Path(error_file).parents[1] if error_file else None
 

@@ -18,13 +18,13 @@ ASKED, STOPPED, FINISHED, ERROR = "asked", "stopped", "finished", "error"
 @dataclass(frozen=True, kw_only=True)
 class RunFile:
     command: str
-    """That goes on with it."""
+    """The command that goes on with this run."""
     folder: str
-    """In which that is to be typed."""
+    """The folder in which to type it."""
     checkpoints: str
     """The folder that they are in; from that of the run, where it is inside of it."""
     serial: int
-    """Of the next checkpoint, when it was started: a finished one before that is not the end of this run."""
+    """Serial of the next checkpoint when the run was started: a finished one before that is not the end of this run."""
     started_at: str
     ended: str | None = None
     """One of the above; None: it runs, or something has ended it that left it no time to say so."""

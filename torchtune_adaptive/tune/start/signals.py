@@ -34,7 +34,7 @@ PID_FILE, ASKED_FILE = "pid", "asked"
 class Meaning(Enum):
     FIRST = auto()
     COPY = auto()
-    """Of the first, by another way."""
+    """The first signal, heard a second time by another way."""
     AGAIN = auto()
 
 
@@ -45,7 +45,7 @@ def meaning_of(first_at_s: float | None, now_s: float) -> Meaning:
 
 
 def listen() -> None:
-    """From here on signals are heard. What the caller has set to be ignored, as nohup does, stays ignored."""
+    """Starts to listen to signals. What the caller has set to be ignored, as nohup does, stays ignored."""
     if threading.current_thread() is not threading.main_thread():
         return
     reader, writer = os.pipe()

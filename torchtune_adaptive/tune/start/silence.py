@@ -29,7 +29,7 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
 
 
 def _end(silent: Silent) -> None:
-    """In a thread of its own: the main thread is in a collective that will never end."""
+    """Ends the run from a thread: the main thread is in a collective that will never end."""
     if speaks_first(wait_s=0):
         without = "them" if len(silent.ranks) > 1 else "it"
         with suppress(OSError):

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".adaptive_lock"
 WAIT_S = 5.0
-"""For a process that was just ended: it takes a moment to give back what it has."""
+"""Seconds to wait for a process that was just ended: it takes a moment to give back what it has."""
 WAIT_AFTER_RESTART_S = 40.0
 """A launcher gives the ranks of the attempt before 30 s, which may be on another node."""
 _POLL_S = 0.1
@@ -60,7 +60,7 @@ def take(directory: Path) -> Lock:
 
 
 def holder(directory: Path) -> str | None:
-    """Who holds it, if somebody does; nothing is changed."""
+    """The run that holds a directory, if any; nothing is changed."""
     path = directory / LOCK_FILE
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -74,7 +74,7 @@ def holder(directory: Path) -> str | None:
 
 
 def _tried(path: Path) -> Lock | None:
-    """None: somebody else holds it."""
+    """The lock, taken; None if somebody else holds it."""
     descriptor = _opened(path)
     if descriptor is None:
         return Lock(path, None)
@@ -95,7 +95,7 @@ def _tried(path: Path) -> Lock | None:
 
 
 def _opened(path: Path) -> int | None:
-    """None on a file system that nobody can write to: what is wrong with that, if anything, turns out later."""
+    """The lock file, open; None on a read-only file system: whatever is wrong with that turns out later."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -114,7 +114,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 
 def _sign(descriptor: int) -> None:
-    """For people: that the lock is held does not depend on it."""
+    """Writes into the lock, for people, who holds it; that it is held does not depend on that."""
     since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
     with suppress(OSError):

@@ -15,7 +15,7 @@ from torchtune_adaptive.wording import count_of
 MANIFEST_FILE = "adaptive_checkpoint.json"
 VERSION = 1
 OWN_CHECKSUM = "crc32"
-"""Of the manifest itself; it is not in checkpoints from before."""
+"""Key of the manifest's own checksum; older checkpoints lack it."""
 CHUNK_BYTES = 2**22
 
 Fault = str
@@ -139,7 +139,7 @@ def _parsed(values: Any) -> Manifest:
 
 
 def _checksum(values: Mapping[str, Any]) -> int:
-    """Of a manifest, however it is written down."""
+    """A checksum of a manifest's values, however they are laid out in the file."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 

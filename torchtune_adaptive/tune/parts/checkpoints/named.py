@@ -114,7 +114,7 @@ def _newest_distributed(directory: Path, found: Sequence[Found]) -> Files:
 
 
 def _check_same_folder(files: Files, known: dict[Path, Found]) -> None:
-    """Of our own checkpoints, a state goes with the weights beside it and with no others."""
+    """Refuses a state that lies beside other weights, where either is of our own checkpoints."""
     if files.recipe_state is None:
         return
     home = Path(files.recipe_state).resolve().parent

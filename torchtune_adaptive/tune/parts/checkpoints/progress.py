@@ -113,7 +113,7 @@ class Progress:
         return going_on
 
     def recipe_state(self) -> dict[str, Any]:
-        """In torchtune's keys, and one of ours that its recipes ignore."""
+        """The progress in torchtune's keys, and one of ours that its recipes ignore."""
         values = asdict(self)
         ours = {name: values[name] for name in OURS}
         return {**{key: values[field] for field, key in KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}

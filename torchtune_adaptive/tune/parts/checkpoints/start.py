@@ -49,7 +49,7 @@ class Start:
     step: int = 0
     """The last one that is in it, where it says so."""
     locks: tuple[Lock, ...] = ()
-    """On rank 0: what keeps other runs out until this one is over."""
+    """Locks that keep other runs out until this one is over; held by rank 0."""
 
     overwrites: int = 0
     """Checkpoints of another run in the output directory, to be removed once training can begin."""
@@ -95,7 +95,7 @@ def _places(settings: Settings) -> list[Path]:
 
 
 def _note(start: Start, settings: Settings) -> None:
-    """For whoever will start it again; every rank may be the one that tells of its end."""
+    """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
     THIS_RUN.places = tuple(_places(settings))
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
@@ -139,8 +139,8 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
 
 
 def _saved_before_the_restart(found: Sequence[Found], settings: Settings, directory: Path) -> list[Found]:
-    """By this run since it was told where to start from: a launcher that restarts it repeats the command, and a run
-    that went back to the same place each time might never come past it."""
+    """Checkpoints of this run since it was told where to start: a launcher that restarts it repeats the command, and a
+    run that always went back to the same place might never get past it."""
     begun = run_file.read(directory)
     if settings.resume_from_checkpoint is not True or begun is None or not was_restarted():
         return []

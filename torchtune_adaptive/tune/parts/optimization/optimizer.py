@@ -57,7 +57,7 @@ class Optimization:
             self.checkpointed.set_lr_scheduler(self._scheduler)
 
     def use_lr_factor(self, factor: float) -> None:
-        """From the next step on, the schedule's learning rate times this."""
+        """Multiplies the schedule's learning rate by this from the next step on."""
         ratio, self._factor = factor / self._factor, factor
         if ratio == 1:
             return

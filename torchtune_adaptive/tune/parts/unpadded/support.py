@@ -67,7 +67,7 @@ def _obstacles_in_attention(attention: Any, settings: Settings, device: torch.de
 
 
 def _obstacles_on(device: torch.device, settings: Settings, head_width: int) -> Iterator[str]:
-    """On a CPU there are none. On a GPU, torch's kernel for samples of various lengths is flash attention only."""
+    """Why there is no attention without padding here: a CPU has it; on a GPU torch's kernel is flash attention only."""
     if device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip is not None:
