@@ -48,7 +48,7 @@ _JOINED = (
     (2, 0.5, True),
     (8, 0.8, True),
 )
-"""The same where nothing is padded."""
+"""Measurements after the first where nothing is padded."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Profile:
         return SurfaceLimit(self.surfaces, self.limit_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """As it was before surfaces had knees, where they have none."""
+        """The profile as JSON; without a knee, as it was written before there were any."""
         bent = any(surface.knee for surface in self.surfaces.values())
         return records.to_json(self, () if bent else records.OF_A_KNEE)
 
@@ -145,9 +145,9 @@ def profile(
     """Measures microbatches of up to `longest` tokens a row, and fits surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
-    `shorten`, a longest sample that does not fit alone is halved until it does. Where one
-    row does not fit, raises what `refuse` makes of it. `padded` says whether rows are padded to the longest, `shortest`
-    how short samples get, and `knee` up to which length they grow in another way than from there on; 0: in one.
+    `shorten`, a longest sample that does not fit alone is halved until it does. Where one row does not fit, raises
+    what `refuse` makes of it. `padded` says whether rows are padded to the longest, and `shortest` how short samples
+    get. Up to the length `knee` they need memory in another way than beyond it; 0: in one way throughout.
     """
     known = _Known(budget_bytes, resident_bytes, longest, most_rows, padded, shortest, knee)
     refused: list[Probe] = []

@@ -137,11 +137,11 @@ class StepRunner(Generic[Sample]):
         self._plans.around_pass = around
 
     def use_limit(self, limit: Limit) -> None:
-        """From the next step on; where recovery has come down to less, that stays."""
+        """Sets the limit from the next step on; where recovery has come down to less, that stays."""
         self._governor.allow(limit)
 
     def watch(self, memory: MemorySource | None) -> None:
-        """From the next step on: results tell the peak, and steps in which the allocator thrashes change the limit."""
+        """Watches memory from the next step on: results tell the peak, and a thrashing allocator changes the limit."""
         self._gauge = self._gauge.of(memory)
 
     def state_dict(self) -> dict[str, Any]:
@@ -159,10 +159,10 @@ class StepRunner(Generic[Sample]):
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
         """Collective: forward and backward over all samples, under smaller limits while some rank fails.
 
-        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log, and may be
-        BEFORE_THE_FIRST. `upcoming`
-        are the samples of the next call, where every rank knows its own: under a limit by length, the number of their
-        microbatches is then agreed on beside the rest, and costs a reduction of its own only where they are not known.
+        Gradients must be None before, and are complete and unscaled afterwards. `step` is for the log, and may
+        be BEFORE_THE_FIRST. `upcoming` are the samples of the next call, where every rank knows its own: under a limit
+        by length, the number of their microbatches is then agreed on beside the rest. Without them, that costs a
+        reduction of its own.
         """
         self._check(samples)
         self.current_step = step

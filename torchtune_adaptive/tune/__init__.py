@@ -1,4 +1,4 @@
-"""The side that knows torchtune: what both recipes share, on top of the library below.
+"""The side that knows torchtune: what the recipes share, on top of the library below.
 
 Imported first of all, this quiets what dependencies print at import, once on every rank.
 """
