@@ -27,6 +27,7 @@ class Collective:
     group: dist.ProcessGroup
     # Some reductions compare by identity; which one it is follows from the dtype and the group.
     op: Any = field(compare=False)
+    # How it is issued is nothing that peers could tell: a shadow's modules have communicators of their own.
     comm: Any = field(compare=False)
 
     @property

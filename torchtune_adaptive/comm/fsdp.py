@@ -161,6 +161,7 @@ def reset(root: Any) -> None:
         root.reset_iter_state()
     else:
         _reset_iter_state(root)
+    # Off, if the step has ended before its last microbatch; a backward outside of steps counts on it.
     reduce_over_replicas(root, True)
     for module in _modules(root):
         for group in _groups(module):
@@ -213,11 +214,14 @@ def _reset_parameters(group: Any) -> None:
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
         parameter.unsharded_accumulated_grad = None
+        # A gradient may still be on its way to the host.
         if parameter.grad_offload_event is not None:
             parameter.grad_offload_event.synchronize()
             parameter.grad_offload_event = None
+        # What a weight with an all-gather of its own (NF4, say) has kept from before it for after it.
         if hasattr(parameter, "_extensions_data"):
             parameter._extensions_data.clear()
+    # Not by the group's own method, which skips all of this where it believes to be sharded.
     group._sharded_state = ShardedState.SHARDED
 
 

@@ -85,6 +85,7 @@ def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -
     """
     order = tuple(chain.from_iterable(plan))
     cap = max((_tokens_of_sorted(rows, lengths) for rows in plan), default=0)
+    # The smallest cap on padded tokens under which there are still few enough microbatches, by bisection.
     too_low, lowest = 0, None
     for _ in range(_HALVINGS):
         smaller = _Capped(limit, (too_low + cap) // 2)
@@ -94,6 +95,7 @@ def spread(plan: Plan, lengths: Sequence[int], limit: Fits, microbatches: int) -
             lowest, cap = smaller, smaller.tokens
     if lowest is not None:
         plan = _filled(order, lengths, lowest)
+    # There may be fewer now than the ranks have agreed on, and every rank must run as many.
     return split_largest(plan, microbatches, lambda rows: _tokens_of_sorted(rows, lengths))
 
 
@@ -122,6 +124,7 @@ def split_largest(plan: Plan, microbatches: int, tokens_of: Callable[[tuple[int,
             continue
         for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
             heapq.heappush(heap, (-tokens_of(half), half))
+    # Sizes are negative: the largest come first, beside the largest of the other ranks.
     parts = sorted(single + heap)
     empty = [()] * (microbatches - len(parts))
     return (*(rows for _, rows in parts), *empty)

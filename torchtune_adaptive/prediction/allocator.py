@@ -86,6 +86,8 @@ class CachingAllocator:
 
     def _take(self, pool: Pool, size: int) -> Block | None:
         """The smallest free block that is large enough, of those the lowest; one that could grow counts as large."""
+        # torch's get_free_block: best fit, where a block at the growing end counts with all that it could grow to. So a
+        # request goes into a larger hole first, and the end stays whole for what fits nowhere else.
         free = self._free.setdefault(pool, [])
         at = bisect_left(free, (size,))
         while self._expandable and at + 1 < len(free) and _room(free[at + 1][2]) < _room(free[at][2]):
@@ -111,6 +113,8 @@ class CachingAllocator:
 
     def _expand(self, pool: Pool, size: int) -> Block | None:
         """A free block with what is mapped behind it; None, with what could be mapped free, where memory ends."""
+        # torch's try_allocate_expandable_block: flushing leaves holes, so what is free may alternate with what is
+        # unmapped, and each round maps one hole. What was mapped before memory ended stays so, and the flush finds it.
         block = self._end_of_mapped(pool, size)
         while not block.mapped or block.size < size:
             unmapped = block.after if block.mapped else block
@@ -124,6 +128,7 @@ class CachingAllocator:
 
     def _end_of_mapped(self, pool: Pool, size: int) -> Block:
         """The lowest free addresses that suffice, of which some are not mapped yet."""
+        # torch's find_expandable_block, which also takes what is free right before an unmapped part.
         if pool not in self._unmapped:
             self._unmapped[pool] = [Block(self._next_address, ADDRESSES, pool, mapped=False)]
             self._next_address += ADDRESSES
@@ -162,6 +167,8 @@ class CachingAllocator:
             self._free[pool] = [entry for entry in free if entry[2].before or entry[2].after]
 
     def _unmap(self, block: Block) -> None:
+        # torch's unmap_block: only whole pages can be returned, so the ends of a block that share a page with something
+        # in use stay mapped and free. Segments begin on pages, since ADDRESSES is a multiple of both sizes.
         page = block.pool.page
         start, end = _rounded_up(block.address, page), (block.address + block.size) // page * page
         if start >= end:
@@ -239,6 +246,8 @@ def _room(block: Block) -> int:
 
 
 def _segment_bytes(size: int) -> int:
+    # torch's get_allocation_size: small requests share 2 MiB, those below 10 MiB share 20 MiB, and a larger one gets a
+    # segment of its own, in steps that let another of nearly its size use it again.
     if size <= SMALL:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < OWN_SEGMENT_FROM else _rounded_up(size, OWN_SEGMENT_MULTIPLE)

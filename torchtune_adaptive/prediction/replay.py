@@ -45,7 +45,9 @@ class Run:
         weights, state = phases["weights"], phases["optimizer state"]
         if self._started:
             spans = [(state, end)]
-        else:  # the optimizer gets its state in the first update
+        else:
+            # The recording makes the optimizer's state right after the weights. A run makes it in its first update,
+            # when gradients lie in between and activations have left segments to fill.
             spans = [(0, weights), (state, update), (weights, state), (update, end)]
             self._started = True
         return all(self._play(sizes, start, stop, resident=state) for start, stop in spans)

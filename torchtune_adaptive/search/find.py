@@ -67,6 +67,7 @@ def profile_memory(
     """
     named = steps if isinstance(steps, Mapping) else {"": steps}
     longest = max(step.length for step in named.values())
+    # "linear", since a profile never runs out of memory on purpose either, and so asks for no recovery.
     with _probing(named, memory, "linear") as prober:
         budget_bytes, resident_bytes = prober.warm_up()
         return profile(
@@ -92,10 +93,12 @@ def _probing(
     _check(named, strategy)
     memory = CudaMemory() if memory is None else memory
     run = [*named.values(), *(beside for step in named.values() for beside in step.beside)]
+    # Once each: stages may share a model.
     models = list({id(step.runner.model): step.runner.model for step in run}.values())
     optimizers = [optimizer for step in run for optimizer in step.optimizers]
     with leaving_no_trace(models, optimizers):
         yield Prober(named, memory)
+    # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.
     memory.reset_peak()
 
 

@@ -148,6 +148,7 @@ class PlanRunner(Generic[Sample]):
             if not (self._recover and is_oom(error)):
                 raise
             forget_frames(error)
+        # Before the drain, which has to know whether what was issued is how the record begins.
         self.ledger.break_off_microbatch()
         return None
 
@@ -171,6 +172,8 @@ class PlanRunner(Generic[Sample]):
             # Gradients first: what they hold may be what the drain needs.
             self.discard()
             release()
+            # Any sample will do, since FSDP communicates parameters only; and it is run only where no record says what
+            # comes next. Under tensor parallelism, where the batch matters, the ledger rehearses the real microbatch.
             with self.around_pass("drain"):
                 self.ledger.drain(lambda: self._forward_backward([self._stand_in(sample)]))
             return True
