@@ -3,6 +3,8 @@
 1. The longest sample first, alone; if it fits, nothing shorter is in danger.
 2. As many rows as what was measured proves to fit, at ever shorter lengths; few rows of a short length.
 3. Two more that the surfaces have not seen: they say how far off these are, and that much of the budget stays free.
+4. Where all of this stayed far below what the surfaces now allow, that is measured, too. What was fixed so far, a
+   gathered layer say, may have hidden how rows grow; what runs out of memory here does not do so in training.
 
 Samples may grow in one way up to some length and in another from there on, as rollouts do from the longest answer on:
 then the surfaces have a knee there.
@@ -13,6 +15,7 @@ many very short ones are measured too, a quarter of them first: that they fit is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +28,16 @@ from torchtune_adaptive.search.peaks import Probe, phase_points
 from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Refuse
 
 MOST_POINTS = 8
+MOST_CHECKS = 6
+"""Probes of what the surfaces allow, besides, and one of short rows."""
+BEYOND = "beyond what was measured"
+"""The surface that keeps to what was measured, where the others were refuted."""
+_FAR, _NEAR = 1.3, 1.1
+"""Surfaces are trusted with so many times the rows that were measured, once they have missed a check with fewer."""
+_SURPRISE = 0.02
+"""A check is missed if surfaces are off by more, in proportion to it: then other lengths are not trusted either."""
+_LEAP = 8
+"""A check has no more than so many times the rows that were measured."""
 
 _FILL = 0.95
 """The share of what is known to fit that a probe asks for: it measures, it does not bet."""
@@ -94,6 +107,8 @@ class _Known:
     shortest: int = _LEAST_LENGTH
     knee: int = 0
     points: tuple[Probe, ...] = ()
+    checks: tuple[Probe, ...] = ()
+    """Probes of what the surfaces allow, after all others."""
 
     def full_rows(self, length: int) -> int:
         """The most rows of this length that a measurement proves to fit.
@@ -127,6 +142,37 @@ class _Known:
             if (rows, length) not in measured:
                 return rows, length, held_out
         return None
+
+    def next_check(self, limit: SurfaceLimit, trusted: float) -> int | None:
+        """The rows of the longest samples to measure next, where more than `trusted` times what was measured may be."""
+        proven, allowed = self.proven_rows(), min(self.most_rows, limit.rows_at(self.longest))
+        if allowed <= trusted * proven:
+            return None
+        rows = min(allowed if allowed == self.most_rows else _FILL * allowed, _LEAP * proven)
+        if rows >= self.refused_rows():
+            rows = math.sqrt(proven * self.refused_rows())
+        return int(rows) if int(rows) > proven else None
+
+    def refused_rows(self) -> float:
+        """The fewest rows of the longest samples that a check was refused with."""
+        return min((check.rows for check in self.checks if not check.accepted(self.budget_bytes)), default=math.inf)
+
+    def proven_rows(self) -> int:
+        """The most rows of the longest samples that were measured to fit; their first alone did."""
+        probes = [*self.points, *self.checks]
+        fit = [probe.rows for probe in probes if probe.length == self.longest and probe.accepted(self.budget_bytes)]
+        return max(fit, default=1)
+
+    def short_check(self) -> tuple[int, int]:
+        """Rows and length of a microbatch of short rows, with the tokens that fit in the longest."""
+        length = max(self.shortest, self.longest // 4)
+        return min(self.most_rows, self.proven_rows() * self.longest // length), length
+
+    def bound(self, knee: int) -> Surface:
+        """Reaches the budget where what was measured ends, in tokens: none needs more in a shorter row, save that
+        tokens up to a knee may need more than late ones."""
+        tokens = self.proven_rows() * (min(self.longest, knee) if knee else self.longest)
+        return Surface(0.0, bytes_per_token=self.budget_bytes / tokens, knee=knee)
 
 
 def profile(
@@ -164,17 +210,43 @@ def profile(
         rows, length, held_out = at
         point = Probe(rows=rows, length=length, peak=measure(rows, length), held_out=held_out)
         known = replace(known, points=(*known.points, point))
-    return _result(known, tuple(refused))
+    return _checked(known, tuple(refused), measure)
 
 
-def _result(known: _Known, refused: tuple[Probe, ...]) -> Profile:
-    points = (*refused, *known.points)
+def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
+    """The answer, after probes of what it allows where that is far from what was measured."""
+    found, trusted = _fitted(known, refused), _FAR
+    while (rows := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
+        check = Probe(rows=rows, length=known.longest, peak=measure(rows, known.longest))
+        if not check.accepted(known.budget_bytes) or _miss(found.surfaces, check) > _SURPRISE:
+            trusted = _NEAR
+        known = replace(known, checks=(*known.checks, check))
+        found = _fitted(known, refused)
+    return found if rows is None and trusted == _FAR else _bounded(known, refused, measure)
+
+
+def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
+    """The answer, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
+    bound = known.bound(known.knee)
+    if known.knee:
+        rows, length = known.short_check()
+        check = Probe(rows=rows, length=length, peak=measure(rows, length))
+        bound = known.bound(0) if check.accepted(known.budget_bytes) else bound
+        known = replace(known, checks=(*known.checks, check))
+    found = _fitted(known, refused)
+    bounded = replace(found, surfaces={**found.surfaces, BEYOND: bound})
+    return replace(bounded, constant_tokens=_constant_tokens(bounded.limit, [point.length for point in known.points]))
+
+
+def _fitted(known: _Known, refused: tuple[Probe, ...]) -> Profile:
+    unchecked = (*refused, *known.points)
+    points = (*unchecked, *known.checks)
     knee, not_held_out = known.knee, [point for point in points if not point.held_out]
     seen = {name: fit_surface(at, knee) for name, at in phase_points(not_held_out).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
     surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(points).items()}
-    limit = SurfaceLimit(surfaces, int(known.budget_bytes * max(0.0, 1 - error)))
-    for point in points:
+    limit = SurfaceLimit(surfaces, round(known.budget_bytes * max(0.0, 1 - error)))
+    for point in unchecked:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
         if point.rows > 1 and not point.accepted(known.budget_bytes) and limit.fits(point.rows, point.length):
             limit = limit.after_oom(point.rows, point.length)

@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.limit import MOST_ROWS
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.lengths import MOST_POINTS, Profile, profile
+from torchtune_adaptive.search.lengths import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, profile
 from torchtune_adaptive.search.refusal import one_row_error
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
@@ -43,20 +43,25 @@ def test_rows_within_a_budget_are_those_that_need_no_more() -> None:
 
 
 class Device:
-    """A training step of several phases on a device of so much memory, all ranks alike."""
+    """A training step of several phases on a device of so much memory, all ranks alike.
 
-    def __init__(self, budget_bytes: int, *phases: Surface, resident_bytes: int = 0) -> None:
+    `hidden_bytes` is what every phase needs at least, however little it runs: as a gathered layer.
+    """
+
+    def __init__(self, budget_bytes: int, *phases: Surface, resident_bytes: int = 0, hidden_bytes: int = 0) -> None:
         self.budget_bytes, self.phases, self.resident_bytes = budget_bytes, phases, resident_bytes
+        self.hidden_bytes = hidden_bytes
         self.out_of_memory = 0
 
     def need(self, rows: int, length: int) -> int:
-        return max(int(phase.bytes_at(rows, length)) for phase in self.phases)
+        return max(self.hidden_bytes, *(int(phase.bytes_at(rows, length)) for phase in self.phases))
 
     def measure(self, rows: int, length: int) -> Peak:
         if self.need(rows, length) > self.budget_bytes and rows > 2:
             self.out_of_memory += 1
             return Peak({}, fits=False)
-        return Peak({str(i): int(p.bytes_at(rows, length)) for i, p in enumerate(self.phases)}, fits=True)
+        need = {str(i): max(self.hidden_bytes, int(p.bytes_at(rows, length))) for i, p in enumerate(self.phases)}
+        return Peak(need, fits=True)
 
     def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
         need_bytes = self.need(1, 3000)
@@ -106,6 +111,40 @@ def test_what_a_profile_allows_fits_and_little_more_would(device: Device, length
     assert rows >= 1 or length > 4000
     assert device.need(rows, length) <= device.budget_bytes * 1.01
     assert rows == MOST_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
+
+
+hiding_devices = st.builds(
+    lambda room, hidden, most_rows: (
+        Device(
+            int(room * 1e6),
+            *(Surface(0.4e6, 0, 250), Surface(0.5e6)),
+            resident_bytes=500_000,
+            hidden_bytes=int(hidden * room * 1e6),
+        ),
+        most_rows,
+    ),
+    *(st.floats(1.5, 50), st.floats(0.5, 0.95), st.sampled_from([8, 64, 512])),
+)
+"""What a gathered layer needs hides for long how rows grow."""
+
+
+@given(hiding_devices, st.integers(4, 28))
+@settings(max_examples=100)
+def test_what_was_hidden_while_little_was_run_does_not_run_out_of_memory_in_training(
+    found: tuple[Device, int], length: int
+) -> None:
+    device, most_rows = found
+    profile = device.profile(28, most_rows)
+    rows = min(most_rows, profile.limit.rows_at(length))
+    assert device.need(rows, length) <= device.budget_bytes
+    assert len(profile.points) <= MOST_POINTS + MOST_CHECKS + 1
+    assert rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
+
+
+def test_a_bound_by_what_was_measured_survives_json() -> None:
+    found = Device(5_000_000, Surface(0.4e6, 0, 250), resident_bytes=500_000, hidden_bytes=4_500_000).profile(28)
+    assert BEYOND in found.surfaces
+    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 KNEE = 700
