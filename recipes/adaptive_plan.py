@@ -15,11 +15,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.prediction import report
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.record.files import reason
 from torchtune_adaptive.tune.console import progress
+from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
 from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
 from torchtune_adaptive.tune.plan.keys import PlanSettings
@@ -54,11 +54,11 @@ def compare(cfg: DictConfig, settings: PlanSettings) -> None:
     """The same question for several numbers of ranks, in one table."""
     with progress("tracing", traces(cfg) * len(settings.several_ranks), "steps") as bar:
         outcomes, notes = on_ranks(cfg, settings, traced=bar.update)
-    rows = report.alternatives(outcomes)
+    rows = printed.alternatives(outcomes)
     if settings.format == "json":
-        print(report.as_json(rows, notes))
+        print(printed.as_json(rows, notes))
         return
-    print(report.by_ranks(outcomes) if settings.format == "table" else report.as_csv(rows))
+    print(printed.by_ranks(outcomes) if settings.format == "table" else printed.as_csv(rows))
     for note in notes:
         print(f"note: {note}", file=sys.stdout if settings.format == "table" else sys.stderr)
 
@@ -71,7 +71,7 @@ def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers,
         if advice is None or not advice.by_speed:
             draw(path, first, frontier(found), title)
             return
-        names = [report.name_of(each, settings.ranks) for each in advice.outcomes]
+        names = [printed.name_of(each, settings.ranks) for each in advice.outcomes]
         draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
     except OSError as error:
         raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; give another place") from error
@@ -93,9 +93,9 @@ def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: A
     """A table for each stage, of which there are one or two."""
     parts = []
     for stage, each in found.stages(at).items():
-        parts += [heading(cfg, settings, each, stage), report.table(each)]
+        parts += [heading(cfg, settings, each, stage), printed.table(each)]
         key = f"rows of {stage}" if stage else "batch_size"
-        parts += [report.choice(each, key) if each.chosen_rows or advice is None else report.shortfall(each)]
+        parts += [printed.choice(each, key) if each.chosen_rows or advice is None else printed.shortfall(each)]
         if stage and stage == found.trains and advice is not None and at == 0:  # it is about this one
             parts += advice.lines(settings.ranks)
     return parts
@@ -103,23 +103,23 @@ def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: A
 
 def of_rollouts(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None, at: int) -> list[str]:
     """A line for each stage."""
-    return [heading(cfg, settings, found.answers[at]), report.stages(found.stages(at))]
+    return [heading(cfg, settings, found.answers[at]), printed.stages(found.stages(at))]
 
 
 def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    return report.as_csv(rows_of(found))
+    return printed.as_csv(rows_of(found))
 
 
 def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
     rows = rows_of(found)
-    outcomes = report.alternatives(advice.outcomes) if advice else []
-    return report.as_json(rows, [*found.notes, *(advice.notes if advice else ())], outcomes)
+    outcomes = printed.alternatives(advice.outcomes) if advice else []
+    return printed.as_json(rows, [*found.notes, *(advice.notes if advice else ())], outcomes)
 
 
 def rows_of(found: Answers) -> list[dict[str, Any]]:
     """Figures for programs, a row for each length and stage."""
     stages = [stage for at in range(len(found.answers)) for stage in found.stages(at).items()]
-    return [{**({"stage": name} if name else {}), **row} for name, each in stages for row in report.figures(each)]
+    return [{**({"stage": name} if name else {}), **row} for name, each in stages for row in printed.figures(each)]
 
 
 FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}

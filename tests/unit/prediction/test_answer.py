@@ -10,11 +10,11 @@ from array import array
 import pytest
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.cards import CARDS, limit_bytes
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law
 from torchtune_adaptive.prediction.recorder import Allocation, Recording
+from torchtune_adaptive.tune.plan import printed
 
 MIB = 2**20
 PHASES = {"weights": 1, "optimizer state": 2, "forward": 4, "update": 6}
@@ -64,7 +64,7 @@ def test_an_allocator_reserves_more_than_tensors_need() -> None:
 
 def test_the_table_marks_the_answer_and_what_is_slow() -> None:
     cached = answer(340, caches=True)
-    lines = report.table(cached).splitlines()
+    lines = printed.table(cached).splitlines()
     marked = [line for line in lines if "<- most without allocator retries" in line]
     assert [int(line.split()[0]) for line in marked] == [cached.most_rows]
     assert "flushing the cache (slow)" in lines[-1]
@@ -72,14 +72,14 @@ def test_the_table_marks_the_answer_and_what_is_slow() -> None:
 
 
 def test_a_table_says_that_one_row_does_not_fit() -> None:
-    _, line = report.table(answer(42)).splitlines()
+    _, line = printed.table(answer(42)).splitlines()
     assert line.split() == ["1", "43.0", "MiB", "43.0", "MiB", "update", "does", "not", "fit"]
 
 
 def test_figures_are_the_same_in_csv_and_json() -> None:
-    figures = report.figures(answer(340))
-    from_csv = list(csv.DictReader(io.StringIO(report.as_csv(figures))))
-    from_json = json.loads(report.as_json(figures, ["a note"]))
+    figures = printed.figures(answer(340))
+    from_csv = list(csv.DictReader(io.StringIO(printed.as_csv(figures))))
+    from_json = json.loads(printed.as_json(figures, ["a note"]))
     assert from_json == {"predictions": figures, "notes": ["a note"]}
     assert from_csv == [{key: str(value) for key, value in row.items()} for row in figures]
     assert [row["rows"] for row in figures if row["chosen"]] == [64]
@@ -112,7 +112,7 @@ def test_cards_have_the_memory_that_their_names_say_or_less() -> None:
 def test_the_table_goes_on_until_memory_is_full_or_says_where_it_stops() -> None:
     full = answer(40 + 3 * 9000)
     assert full.most_rows == 9000
-    assert "<- most without allocator retries" in report.table(full).splitlines()[-1]
-    endless = report.table(answer(2**30)).splitlines()[-1]
+    assert "<- most without allocator retries" in printed.table(full).splitlines()[-1]
+    endless = printed.table(answer(2**30)).splitlines()[-1]
     assert endless.split()[0] == str(MOST_ROWS)
     assert endless.endswith(f"<- at least {MOST_ROWS} rows fit, the search stops here")

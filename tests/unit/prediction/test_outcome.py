@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, frontier_of
 from torchtune_adaptive.prediction.roofline import Seconds
+from torchtune_adaptive.tune.plan import printed
 
 
 def outcome(name: str, *, rows: int = 4, seconds: float = 1.0, peak: int = 10, ranks: int = 1) -> Outcome:
@@ -47,23 +47,23 @@ def test_the_frontier_gets_faster_with_more_memory() -> None:
 
 
 def test_a_line_says_what_to_append_what_fits_and_what_it_costs() -> None:
-    lines = report.what_fits([outcome("compile=True", seconds=0.84), outcome("", rows=1, ranks=2)], ranks=1)
+    lines = printed.what_fits([outcome("compile=True", seconds=0.84), outcome("", rows=1, ranks=2)], ranks=1)
     first, second = lines.splitlines()
     assert first == "  compile=True           fits 4 rows   about 0.84 × the time of a step"
     assert second.startswith("  as it is, on 2 ranks   fits 1 row ")
 
 
 def test_where_nothing_fits_the_remedies_left_are_named() -> None:
-    assert "lower sequence_length" in report.what_fits([], ranks=1)
+    assert "lower sequence_length" in printed.what_fits([], ranks=1)
 
 
 def test_speeds_are_told_with_their_range() -> None:
-    told = report.speeds([outcome("", rows=2), outcome("ac_mode=selective", rows=0)], ranks=1)
+    told = printed.speeds([outcome("", rows=2), outcome("ac_mode=selective", rows=0)], ranks=1)
     _, first, second = told.splitlines()
     assert first.split() == ["2048", "1024", "and", "2560", "2", "10", "B", "as", "it", "is"]
     assert second.split()[:3] == ["does", "not", "fit"]
 
 
 def test_figures_of_alternatives_are_for_programs() -> None:
-    (row,) = report.alternatives([outcome("compile=True", ranks=2)])
+    (row,) = printed.alternatives([outcome("compile=True", ranks=2)])
     assert (row["overrides"], row["ranks"], row["fits"], row["tokens_per_s"]) == ("compile=True", 2, True, 8192)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.prediction import report
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, outcome_of
+from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.answers import Answers, Traced, predict
 from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.plan.overrides import (
@@ -43,7 +43,7 @@ class Advice:
     notes: Sequence[str]
 
     def lines(self, ranks: int) -> list[str]:
-        return [(report.speeds if self.by_speed else report.what_fits)(self.outcomes, ranks)]
+        return [(printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
 
 
 def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) -> Advice | None:
