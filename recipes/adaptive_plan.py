@@ -18,7 +18,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.record.files import reason
-from torchtune_adaptive.tune.console import progress
+from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
 from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
@@ -38,9 +38,9 @@ def answer(cfg: DictConfig) -> None:
 
 def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
     """What fits, and advice."""
-    with progress("tracing", traces(cfg), "steps") as bar:
+    with progress_bar("tracing", traces(cfg), "steps") as bar:
         found = predict(cfg, settings, traced=bar.update)
-    with progress("tracing for advice", None, "steps") as bar:  # how many, only they can tell
+    with progress_bar("tracing for advice", None, "steps") as bar:  # how many, only they can tell
         advice = advise(cfg, settings, found, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, found, advice))
     if settings.format == "csv":  # of which a note can be no row
@@ -52,7 +52,7 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
 
 def compare(cfg: DictConfig, settings: PlanSettings) -> None:
     """The same question for several numbers of ranks, in one table."""
-    with progress("tracing", traces(cfg) * len(settings.several_ranks), "steps") as bar:
+    with progress_bar("tracing", traces(cfg) * len(settings.several_ranks), "steps") as bar:
         outcomes, notes = on_ranks(cfg, settings, traced=bar.update)
     rows = printed.alternatives(outcomes)
     if settings.format == "json":

@@ -103,7 +103,7 @@ class ProgressShown:
 
 
 @contextmanager
-def progress(
+def progress_bar(
     what: str, total: int | None, unit: str, *, done: int = 0, shown: bool = True, at_once: bool = False
 ) -> Iterator[ProgressShown]:
     """`at_once`: also the first and the last are told where there is no bar, and a bar stays when it is full."""

@@ -11,7 +11,7 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import console
-from torchtune_adaptive.tune.console import FORMAT, JsonLines, in_json, progress, show_decisions, tell_error
+from torchtune_adaptive.tune.console import FORMAT, JsonLines, in_json, progress_bar, show_decisions, tell_error
 
 
 class Terminal(io.StringIO):
@@ -41,7 +41,7 @@ def test_without_a_terminal_progress_is_a_line_at_first_at_last_and_now_and_then
 ) -> None:
     written = piped(monkeypatch)
     show_decisions()
-    with progress("epoch 1", 5, "steps", done=1, at_once=True) as shows:
+    with progress_bar("epoch 1", 5, "steps", done=1, at_once=True) as shows:
         for loss in (4.0, 3.0, 2.0, 1.0):
             if loss == 2.0:
                 monkeypatch.setattr(console, "BETWEEN_LINES_S", 0)
@@ -60,7 +60,7 @@ def test_what_is_short_says_nothing_and_what_is_not_shown_never_does(
     written = piped(monkeypatch)
     show_decisions()
     for shown, at_once in ((True, False), (False, True)):
-        with progress("batch search", None, "probes", shown=shown, at_once=at_once) as shows:
+        with progress_bar("batch search", None, "probes", shown=shown, at_once=at_once) as shows:
             shows.note("2 rows")
             shows.update()
     assert written.getvalue() == ""
@@ -70,7 +70,7 @@ def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monke
     written = piped(monkeypatch)
     show_decisions()
     monkeypatch.setattr(console, "BETWEEN_LINES_S", 0)
-    with progress("batch search", None, "probes") as shows:
+    with progress_bar("batch search", None, "probes") as shows:
         shows.update()
     assert written.getvalue() == "batch search · 1 probes\n"
 
@@ -79,7 +79,7 @@ def test_more_than_was_expected_is_no_more_than_there_is(ours: logging.Logger, m
     written = piped(monkeypatch)
     show_decisions()
     monkeypatch.setattr(console, "BETWEEN_LINES_S", 0)
-    with progress("tracing", 2, "steps") as shows:
+    with progress_bar("tracing", 2, "steps") as shows:
         shows.update(2)
         shows.update()
     assert written.getvalue().splitlines() == ["tracing · 2 of 2 steps", "tracing · 3 of 3 steps"]
@@ -90,7 +90,7 @@ def test_in_a_terminal_it_is_a_bar_and_lines_stand_by_themselves(
 ) -> None:
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     show_decisions()
-    with progress("epoch 1", 3, "steps", at_once=True) as shows:
+    with progress_bar("epoch 1", 3, "steps", at_once=True) as shows:
         shows.update(note="loss 1.0000")
         ours.info("out of memory")
         shows.update(2)
@@ -109,7 +109,7 @@ def test_in_json_every_line_is_an_object_progress_and_errors_too(
     monkeypatch.setenv("RANK", "3")
     show_decisions()
     ours.getChild("step").warning("a table\nof %d lines", 2)
-    with progress("epoch 1", 2, "steps", at_once=True) as shows:
+    with progress_bar("epoch 1", 2, "steps", at_once=True) as shows:
         shows.update(note="loss 1.0000")
     tell_error("batch_size is 0")
     lines = [json.loads(line) for line in terminal.getvalue().splitlines()]

@@ -36,7 +36,7 @@ from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.console import progress
+from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
@@ -145,7 +145,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         budget_bytes, stage = memory.budget_bytes, request.stage
         asked = request.settings.config, step.length, budget_bytes, stage
         expected_rows = predicted_rows(*asked, fallen_back=request.fallen_back) if static else 0
-        with _progress_bar() as progress:
+        with _probe_bar() as progress:
             return find_max_batch_size(
                 step,
                 memory=memory,
@@ -175,7 +175,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     def measure() -> Profile:
         if request.adaptive.search == "static":
             say("token budget · adaptive.search: static predicts rows of one length: over lengths, it is measured")
-        with _progress_bar() as progress:
+        with _probe_bar() as progress:
             return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
 
     search = Measuring(
@@ -271,8 +271,8 @@ def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Ma
 
 
 @contextmanager
-def _progress_bar() -> Iterator[OnProbe]:
-    with progress("batch search", None, "probes", shown=dist.get_rank() == 0) as shows:
+def _probe_bar() -> Iterator[OnProbe]:
+    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as shows:
 
         def on_probe(rows: int, measured: Peak | None) -> None:
             if measured is None:

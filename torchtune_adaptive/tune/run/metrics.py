@@ -18,7 +18,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.reports import StepResult
-from torchtune_adaptive.tune.console import progress
+from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.start import components
@@ -62,7 +62,7 @@ class Metrics:
         """The steps left of an epoch, with a progress bar around them."""
         self._sizes = sizes
         what = f"epoch {sizes.epoch + 1}"
-        with progress(what, sizes.steps, "steps", done=steps_done, shown=self._shown, at_once=True) as self._progress:
+        with progress_bar(what, sizes.steps, "steps", done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
             yield from steps
 
@@ -84,7 +84,7 @@ class Metrics:
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
         if self._shown:
             self._came_to("loss", loss)
-            self._progress.update(note=f"loss {loss:.4f}")
+            self._bar.update(note=f"loss {loss:.4f}")
         if step % self._every != 0:
             return loss
         if self._shown:
@@ -100,7 +100,7 @@ class Metrics:
         """Logs an iteration of several steps: `run` are figures that only the record has."""
         if self._shown:
             self._came_to("reward", figures["scores"])
-            self._progress.update(note=f"reward {figures['scores']:.3f}")
+            self._bar.update(note=f"reward {figures['scores']:.3f}")
         if step % self._every != 0:
             return
         if self._shown:

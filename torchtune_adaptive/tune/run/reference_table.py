@@ -31,7 +31,7 @@ from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.console import progress
+from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, check_sample
@@ -148,7 +148,7 @@ def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> Table:
     parts.reference.watch(memory)
     pairs, share = len(dataset), -(-len(dataset) // ranks)
     table = Table(torch.zeros(pairs, 2), torch.zeros(pairs, dtype=torch.int64), path)
-    with progress(REFERENCE, pairs, "pairs", shown=rank == 0) as shows:
+    with progress_bar(REFERENCE, pairs, "pairs", shown=rank == 0) as shows:
         for start in range(0, share, CHUNK):
             indices = [rank + ranks * at for at in range(start, min(share, start + CHUNK))]
             _ask(parts.reference, dataset, [index for index in indices if index < pairs], len(indices), table)

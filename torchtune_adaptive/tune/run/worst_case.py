@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.files import keep_file, read_json
-from torchtune_adaptive.tune.console import progress
+from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.start.sections import MOST_TOKENS
@@ -71,7 +71,7 @@ def _scan(dataset: Any, kind: Kind) -> Longest:
     """Collective: the longest of all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = Longest(0, 0)
-    with progress("longest sample", len(dataset), "samples", shown=rank == 0) as shows:
+    with progress_bar("longest sample", len(dataset), "samples", shown=rank == 0) as shows:
         for index in range(rank, len(dataset), ranks):
             mine = max(mine, Longest(kind.length_of(dataset[index]), index), key=_by_length)
             shows.update(min(ranks, len(dataset) - shows.done))
