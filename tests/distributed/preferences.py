@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.parts.preference import (
     KEPT,
     POLICY,
     REFERENCE,
-    Pass,
+    PairPass,
     Scorer,
     Stages,
     build_stages,
@@ -156,13 +156,13 @@ class PreferenceBench:
             figures |= figures_of(name, over_ranks(reduce(Totals.plus, parts)))
         return self._outcome(pairs, figures)
 
-    def _passes(self) -> tuple[Pass, Pass]:
+    def _passes(self) -> tuple[PairPass, PairPass]:
         """Collective."""
         data, adaptive = ways_of(self.case.model)
         kind, collate = planned(data, self.models.policy, self._settings, adaptive, HOST)
         return passes_of(*self.models, LOSS, Scorer(kind=kind, collate=collate, device=HOST), self._settings)
 
-    def _microbatch(self, run: Pass, pairs: Sequence[Sample]) -> Totals:
+    def _microbatch(self, run: PairPass, pairs: Sequence[Sample]) -> Totals:
         """Collective: what a pass without a backward leaves gathered is sharded again after it."""
         totals = run(pairs)
         for module in (each for model in self.models.everything for each in model.modules()):

@@ -37,7 +37,7 @@ class _Schedule(NamedTuple):
 
 
 @dataclass
-class _Record:
+class _CollectiveRecord:
     """What the microbatches of a stage communicate."""
 
     schedules: dict[bool, _Schedule] = field(default_factory=dict)
@@ -77,8 +77,8 @@ class CollectiveLedger:
         """Seconds in which this rank has waited for collectives, all in all. NCCL lets the GPU wait, which counts
         nothing here."""
         self._microbatches = 0
-        self._records: dict[str, _Record] = {}  # by stage
-        self._record = _Record()  # of the stage that runs
+        self._records: dict[str, _CollectiveRecord] = {}  # by stage
+        self._record = _CollectiveRecord()  # of the stage that runs
         self._number = -1  # of the running microbatch
         self._current: list[Collective] = []  # what it has communicated
         self._already_issued = 0  # collectives that a replay leaves out
@@ -116,7 +116,7 @@ class CollectiveLedger:
         """Starts counting, from a state in which every microbatch communicates the same."""
         self.position, self.sent = 0, Sent()
         self._microbatches, self._number = len(microbatches), -1
-        self._record = self._records.setdefault(stage, _Record())
+        self._record = self._records.setdefault(stage, _CollectiveRecord())
         if self._watches:
             self._messages.look_for_groups()
         for root in self._roots:

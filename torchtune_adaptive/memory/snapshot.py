@@ -33,7 +33,7 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
         for name, buffer in module.named_buffers(recurse=False)
     ]
     states = [_OptimizerState(optimizer) for optimizer in optimizers]
-    contents = _Contents(
+    contents = _Copies(
         [
             *(parameter for model in models for parameter in model.parameters() if parameter.requires_grad),
             *(buffer for _, _, buffer in buffers),
@@ -53,7 +53,7 @@ def leaving_no_trace(models: Sequence[nn.Module], optimizers: Sequence[Optimizer
         rng.restore()
 
 
-class _Contents:
+class _Copies:
     """The contents of tensors, DTensors and quantized tensors included."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:

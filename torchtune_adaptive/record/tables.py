@@ -19,7 +19,7 @@ from torchtune_adaptive.wording import count_of
 
 SEARCH_FILE = "batch_search.json"
 
-Answer = TypeVar("Answer", SearchResult, Profile)
+Result = TypeVar("Result", SearchResult, Profile)
 
 _TIMES = "\u00d7"
 
@@ -135,7 +135,7 @@ def write_search(
     keep_file(directory / SEARCH_FILE, content, "the next run will search again")
 
 
-def read_search(directory: Path, fingerprint: Mapping[str, Any], kind: type[Answer]) -> Answer | None:
+def read_search(directory: Path, fingerprint: Mapping[str, Any], kind: type[Result]) -> Result | None:
     """The answer of an earlier search under the same fingerprint.
 
     None if there is none, or one of another fingerprint. Raises ValueError for a file that cannot be read, or that

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-Record = TypeVar("Record")
+Result = TypeVar("Result")
 
 OF_A_KNEE = ("knee", "bytes_per_late_token")
 """Fields of a surface that are left out where it has no knee."""
@@ -17,9 +17,9 @@ def to_json(result: Any, without: Collection[str] = ()) -> dict[str, Any]:
     return asdict(result, dict_factory=lambda pairs: {name: value for name, value in pairs if name not in without})
 
 
-def from_json(kind: type[Record], data: Any, without: Collection[str] = ()) -> Record:
+def from_json(kind: type[Result], data: Any, without: Collection[str] = ()) -> Result:
     """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-    value: Record = _read(kind, data, kind.__name__, without)
+    value: Result = _read(kind, data, kind.__name__, without)
     return value
 
 

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 Sample = TypeVar("Sample")
 
-Pass: TypeAlias = Literal["microbatch", "drain"]
-AroundPass: TypeAlias = Callable[[Pass], AbstractContextManager[object]]
+KindOfPass: TypeAlias = Literal["microbatch", "drain"]
+AroundPass: TypeAlias = Callable[[KindOfPass], AbstractContextManager[object]]
 
 
 class Ledger(Protocol):

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.comm.collectives import rank as this_rank
 from torchtune_adaptive.memory.device import wraps_tensors
-from torchtune_adaptive.step.attempt import AroundPass, Pass
+from torchtune_adaptive.step.attempt import AroundPass, KindOfPass
 from torchtune_adaptive.step.runner import StepRunner
 
 
@@ -21,7 +21,7 @@ class _At(NamedTuple):
     """Where faults are due: in the microbatches or in the drains of one step."""
 
     step: int
-    inside: Pass
+    inside: KindOfPass
 
 
 class FaultInjector:
@@ -80,7 +80,7 @@ class FaultInjector:
         self._runner.around_pass = self._around_before
 
     @contextmanager
-    def _around(self, inside: Pass) -> Iterator[None]:
+    def _around(self, inside: KindOfPass) -> Iterator[None]:
         assert self._around_before is not None
         step = self._runner.current_step  # None in a probe, which belongs to no step
         at = None if step is None else _At(step, inside)

@@ -50,7 +50,7 @@ ANSWERS = ("chosen", "rejected")
 EMPTY, IDENTICAL = "pairs/empty", "pairs/identical"
 """Sums: pairs with an answer that has no label, and pairs whose answers are the same."""
 
-Pass = Callable[[Sequence[Sample]], Totals]
+PairPass = Callable[[Sequence[Sample]], Totals]
 """One microbatch of a stage."""
 
 
@@ -219,13 +219,13 @@ class Stages(NamedTuple):
 
 def passes_of(
     policy: nn.Module, reference: nn.Module, loss_fn: nn.Module, score: Scorer, settings: Settings
-) -> tuple[Pass, Pass]:
+) -> tuple[PairPass, PairPass]:
     """What runs a microbatch of each stage, in their order.
 
     Where the reference is the policy itself, its adapters are off while it is one.
     """
     activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
-    train: Pass = PolicyPass(model=policy, loss_fn=loss_fn, score=score, activations=activations)
+    train: PairPass = PolicyPass(model=policy, loss_fn=loss_fn, score=score, activations=activations)
     if isinstance(activations, OffloadActivations):
         train = leaving_nothing_offloaded(train, activations)
     as_reference = partial(without_adapters, policy) if reference is policy else nullcontext

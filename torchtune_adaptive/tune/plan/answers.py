@@ -94,7 +94,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
         changed: list[str] = []
 
-        def answered(step: FakeStep) -> _Answered:
+        def answered(step: FakeStep) -> _StageAnswers:
             most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
             rungs = rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
 
@@ -107,7 +107,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
                 changed.append(step.otherwise())
                 step.run_first()
                 return answered(replace(step, otherwise=None))
-            return _Answered([first, *map(first.at, wanted[1:])], error, work)
+            return _StageAnswers([first, *map(first.at, wanted[1:])], error, work)
 
         found = {stage: answered(step) for stage, step in steps.items() if check or stage == trains}
         return Answers(
@@ -120,7 +120,7 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
         )
 
 
-class _Answered(NamedTuple):
+class _StageAnswers(NamedTuple):
     """One stage of a step."""
 
     answers: list[Answer]

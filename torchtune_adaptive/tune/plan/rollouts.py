@@ -63,7 +63,7 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
         gathering.stays = False
         return f"{GENERATE}: {NO_ROOM}"
 
-    def step_of(stage: str, model: nn.Module, run: passes.Pass) -> FakeStep:
+    def step_of(stage: str, model: nn.Module, run: passes.RolloutPass) -> FakeStep:
         trains, gathers = stage in UPDATES, stage == GENERATE and mesh[SHARDING].size() > 1 and gathering.reshards
         return FakeStep(
             model=model,
@@ -117,7 +117,7 @@ def _nothing_to_update(models: Models, optimization: Optimization, totals: Total
 UPDATES = {TRAIN_VALUE: _drop_gradients, TRAIN_POLICY: _update_both}
 
 
-def _keeping_nothing(run: passes.Pass, device: torch.device) -> passes.Pass:
+def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.RolloutPass:
     """A pass of whose work on the host nothing is counted but the batches that it makes; these go to the device."""
 
     def sequences(*args: Any) -> Sequences:

@@ -40,7 +40,7 @@ from torchtune_adaptive.tune.rl.rollouts import (
     sequences_of,
 )
 
-Pass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
+RolloutPass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ from torchtune_adaptive.tune.run.worst_case import worst_sample
 
 logger = logging.getLogger(__name__)
 
-Answer = TypeVar("Answer")
-Measure = Callable[[FitRequest, MemorySource, int], Answer]
+Result = TypeVar("Result")
+Measure = Callable[[FitRequest, MemorySource, int], Result]
 """Collective: finds, for no more than so many rows, what fits."""
 
 SHORTER = "lower max_generated_tokens or tokenizer.max_seq_len"
@@ -113,20 +113,20 @@ def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
     )
 
 
-def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Measure[Answer]) -> tuple[Answer, Event]:
+def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Measure[Result]) -> tuple[Result, Event]:
     """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
     found: list[Event] = []
     try:
-        answer = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
+        result = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
     except OneRowDoesNotFitError:
         if stage != GENERATE or not parts.stages.gathering.can_end:
             raise
         parts.stages.go_layer_by_layer()
-        answer = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
+        result = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
     finally:
         parts.optimization.optimizers[0].zero_grad(set_to_none=True)
     parts.journal.found(found[-1])
-    return answer, found[-1]
+    return result, found[-1]
 
 
 def _request(

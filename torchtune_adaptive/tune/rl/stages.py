@@ -25,7 +25,7 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.microbatch import recovers
 from torchtune_adaptive.tune.rl.models import Models
-from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, Pass, TrainPolicy, TrainValue
+from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.run.fitting import restore_limit, say
@@ -214,7 +214,7 @@ def passes_of(
     device: torch.device,
     seed: int,
     gathering: Gathering,
-) -> dict[str, tuple[nn.Module, Pass]]:
+) -> dict[str, tuple[nn.Module, RolloutPass]]:
     """The model of each stage, and what it does with a microbatch."""
     score = AnswerScorer(device=device, temperature=ppo.temperature)
     generate = Generate(
@@ -242,7 +242,7 @@ def passes_of(
 def _runner(
     name: str,
     model: nn.Module,
-    run: Pass,
+    run: RolloutPass,
     limit: Limit,
     stand_in: Callable[[Rollout], Rollout],
     *,

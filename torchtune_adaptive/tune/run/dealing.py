@@ -84,7 +84,7 @@ class _Weighed:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Travelling:
     """A step whose samples travel."""
 
     received: Tensor
@@ -111,7 +111,7 @@ class Dealer:
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
         """Collective: the steps of all ranks, each with as many samples on every one, dealt anew."""
         weighed: _Weighed | None = None
-        sent: _Sent | None = None
+        sent: _Travelling | None = None
         # and so many times nothing that the last of them arrives
         for samples in chain(self._until_asked(steps), [None] * READ_AHEAD):
             ready, sent = sent, None if weighed is None else self._send(weighed)
@@ -139,7 +139,7 @@ class Dealer:
         with explaining_failures("the exchange of sample lengths"):
             return _Weighed(packets, sizes, dist.all_reduce(sizes, group=self._group, async_op=True))
 
-    def _send(self, step: _Weighed) -> _Sent:
+    def _send(self, step: _Weighed) -> _Travelling:
         """Collective: deals, and begins to exchange the samples."""
         with explaining_failures("the exchange of sample lengths"):
             step.arrival.wait()
@@ -156,9 +156,9 @@ class Dealer:
             arrival = dist.all_to_all_single(
                 received, sent, incoming, [*map(len, outgoing)], group=self._group, async_op=True
             )
-        return _Sent(received, [sizes[at] for at in mine], [indices[at] for at in mine], arrival, sent)
+        return _Travelling(received, [sizes[at] for at in mine], [indices[at] for at in mine], arrival, sent)
 
-    def _receive(self, step: _Sent) -> list[Sample]:
+    def _receive(self, step: _Travelling) -> list[Sample]:
         """Collective: the samples that this rank runs, in the order in which the epoch has them."""
         with explaining_failures("the exchange of samples"):
             step.arrival.wait()

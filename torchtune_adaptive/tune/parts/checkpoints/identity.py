@@ -130,7 +130,7 @@ def _alike(ours: Any, theirs: Any) -> bool:
     return ends_only and isinstance(ours, str) and ours.startswith(f"{theirs}, ")
 
 
-class _Value(NamedTuple):
+class _Configured(NamedTuple):
     value: Any
     """As YAML would have it: a sequence is a list."""
     given: bool
@@ -141,13 +141,13 @@ class _Value(NamedTuple):
         return "not given" if self.value is None else f"not given ({self.value!r} then)"
 
 
-def _value(key: str, values: Mapping[str, Any]) -> _Value:
+def _value(key: str, values: Mapping[str, Any]) -> _Configured:
     """What a run has for a dotted key: where it was not given, what its component takes then."""
     if key in values:
-        return _Value(values[key], given=True)
+        return _Configured(values[key], given=True)
     section, _, name = key.rpartition(".")
     default = default_of(values.get(f"{section}.{COMPONENT}"), name)
-    return _Value(list(default) if isinstance(default, tuple) else default, given=False)
+    return _Configured(list(default) if isinstance(default, tuple) else default, given=False)
 
 
 def _plain(cfg: DictConfig, key: str) -> Any:

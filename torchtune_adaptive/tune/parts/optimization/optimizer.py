@@ -19,8 +19,6 @@ from torchtune_adaptive.tune.parts.optimization.state import load_state
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
-State = Mapping[str, Any]
-
 
 class Optimization:
     """One optimizer, or one for each parameter, with the config's schedule times a factor as learning rate."""
@@ -84,7 +82,9 @@ class Optimization:
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
 
-def build_optimization(settings: Settings, model: nn.Module, checkpoint: State, device: torch.device) -> Optimization:
+def build_optimization(
+    settings: Settings, model: nn.Module, checkpoint: Mapping[str, Any], device: torch.device
+) -> Optimization:
     """The optimizer of the config, with its state where the checkpoint has one."""
     state = checkpoint.get(training.OPT_KEY)
     if state:
@@ -99,7 +99,7 @@ def build_optimization(settings: Settings, model: nn.Module, checkpoint: State, 
     return optimization
 
 
-def _check_state(settings: Settings, state: State, device: torch.device) -> None:
+def _check_state(settings: Settings, state: Mapping[str, Any], device: torch.device) -> None:
     """Refuses another optimizer's state, which torch would load without a word and never use."""
     one_state = next(iter(state.values())) if settings.optimizer_in_bwd else state
     if not isinstance(one_state, Mapping) or "state" not in one_state:
@@ -140,7 +140,7 @@ def _update(
 
 
 def _in_backward(
-    cfg: DictConfig, model: nn.Module, states: Mapping[str, State] | None, device: torch.device
+    cfg: DictConfig, model: nn.Module, states: Mapping[str, Mapping[str, Any]] | None, device: torch.device
 ) -> Optimization:
     """One optimizer for each parameter, which steps as soon as the gradient is there (`optimizer_in_bwd`)."""
     optimizers = {p: components.build("optimizer", cfg, [p]) for p in model.parameters()}

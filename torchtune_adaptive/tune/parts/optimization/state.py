@@ -25,8 +25,8 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.memory.snapshot import copied_to_host
 
-State: TypeAlias = dict[str, Any]
-Entry: TypeAlias = tuple[str, str]
+StateDict: TypeAlias = dict[str, Any]
+StateKey: TypeAlias = tuple[str, str]
 """The name of a parameter, and what of it is kept."""
 
 Shard: TypeAlias = tuple[tuple[int, ...], Tensor]
@@ -36,7 +36,7 @@ SHARDS = "adaptive_shards"
 """Key of a list of shards, in the place of a tensor."""
 
 
-def gather_state(model: nn.Module, optimizer: Any, device: torch.device) -> State:
+def gather_state(model: nn.Module, optimizer: Any, device: torch.device) -> StateDict:
     """Collective: the whole state, on rank 0; of an optimizer for each parameter, by its name."""
     if isinstance(optimizer, OptimizerInBackwardWrapper):
         return {name: _gathered(model, one_of_many, device) for name, one_of_many in optimizer.optim_map.items()}
@@ -54,11 +54,11 @@ def load_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any],
         _fill(loaded[entry], shards)
 
 
-def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> State:
+def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> StateDict:
     first = dist.get_rank() == 0
     quantized = _quantized(model, optimizer)
     with _set_aside(optimizer, quantized.values()):
-        whole: State = training.get_full_optimizer_state_dict(model, optimizer, first, device=device)
+        whole: StateDict = training.get_full_optimizer_state_dict(model, optimizer, first, device=device)
     for (name, key), tensor in quantized.items():
         shards = _shards_on_rank_0(tensor)
         if first:
@@ -66,7 +66,7 @@ def _gathered(model: nn.Module, optimizer: Optimizer, device: torch.device) -> S
     return whole
 
 
-def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[Entry, DTensor]:
+def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, DTensor]:
     """Collective: what any rank keeps in few bits, in the same order on all."""
     if dist.get_world_size() == 1:
         return {}
@@ -77,7 +77,7 @@ def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[Entry, DTensor]:
     return {entry: sharded[entry] for entry in sorted({entry for entries in told for entry in entries})}
 
 
-def _entries(model: nn.Module, optimizer: Optimizer) -> dict[Entry, Tensor]:
+def _entries(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, Tensor]:
     """The optimizer's own tensors, by names that do not depend on how the model is wrapped."""
     states: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return {
@@ -126,10 +126,10 @@ def _in_bytes(tensor: Tensor) -> bytes:
     return file.getvalue()
 
 
-def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[Entry, list[Shard]]]:
+def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[StateKey, list[Shard]]]:
     """A state without what is in shards, or would have to be cut into some; and that."""
-    in_shards: dict[Entry, list[Shard]] = {}
-    plain: dict[str, State] = {}
+    in_shards: dict[StateKey, list[Shard]] = {}
+    plain: dict[str, StateDict] = {}
     if not isinstance(state.get("state"), Mapping):
         return state, in_shards  # told by its name where it is loaded
     for name, kept in state["state"].items():
