@@ -1,0 +1,37 @@
+"""Recipes that train the same way say so in the same words."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests.unit.source import ROOT, tree_of
+
+OWN_OF_FINETUNING = {"__init__", "setup"}
+OWN_OF_PREFERENCES = OWN_OF_FINETUNING | {"build_reference", "precompute_reference", "limited_memory"}
+"""The reference is a model beside a full one, and the model without its adapters beside LoRA's."""
+
+
+def methods_of(recipe: str) -> dict[str, str]:
+    """What each method does, however it is laid out."""
+    (kind,) = (
+        node
+        for node in tree_of(ROOT / "recipes" / f"adaptive_{recipe}_distributed.py").body
+        if isinstance(node, ast.ClassDef)
+    )
+    return {method.name: ast.dump(method) for method in kind.body if isinstance(method, ast.FunctionDef)}
+
+
+@pytest.mark.parametrize(
+    ("full", "lora", "own"),
+    [
+        ("full_finetune", "lora_finetune", OWN_OF_FINETUNING),
+        ("full_dpo", "lora_dpo", OWN_OF_PREFERENCES),
+    ],
+)
+def test_full_and_lora_train_in_the_same_words(full: str, lora: str, own: set[str]) -> None:
+    """Each recipe is read from top to bottom, so what a pair shares is written twice: mend one, and mend the other."""
+    ours, theirs = methods_of(full), methods_of(lora)
+    assert {"train", "save_checkpoint", "cleanup"} <= set(ours) - own
+    assert {name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)} == own
