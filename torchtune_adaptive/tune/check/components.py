@@ -20,7 +20,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.parts import profiling
 from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST
-from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate
+from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
 from torchtune_adaptive.tune.parts.loss import checked_loss
 from torchtune_adaptive.tune.parts.model import META, built_on
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
@@ -91,13 +91,13 @@ def check_dataset(cfg: DictConfig) -> None:
 def check_loss(cfg: DictConfig, settings: Settings | None) -> None:
     """Checks the loss and the collate function, which is given the label that the loss ignores."""
     loss = checked_loss(cfg)
-    if settings is not None and not _is_packed(cfg):
+    if settings is not None and not is_packed(cfg):
         build_collate(settings, SimpleNamespace(pad_id=0), cast(int, loss.ignore_index), packed=False)
 
 
 def check_pairs(cfg: DictConfig) -> None:
     """What preference training has of its own."""
-    if _is_packed(cfg):
+    if is_packed(cfg):
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
     build_preference_loss(cfg)
     if cfg.get("ref_checkpointer") is not None:
@@ -154,11 +154,6 @@ def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
         )
     if wrong := components.misfit_in_words(key, section, args, kwargs):
         raise ConfigError(wrong)
-
-
-def _is_packed(cfg: DictConfig) -> bool:
-    section = cfg.get("dataset")
-    return isinstance(section, DictConfig) and bool(section.get("packed"))
 
 
 def _with_what_is_installed(work: Callable[[], T], key: str, cfg: DictConfig, findings: Findings) -> T | None:

@@ -16,11 +16,11 @@ from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.check.places import check_output, check_weights
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
 from torchtune_adaptive.tune.parts.model import check_replicas
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.recipes import read_settings, trains_on_pairs
 from torchtune_adaptive.tune.plan.settings import budget, lengths, read_plan_settings

@@ -98,13 +98,19 @@ def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:
     """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
     section = components.require(cfg, "dataset")
     if not isinstance(section, ListConfig):
-        return components.build("dataset", cfg, tokenizer), bool(section.get("packed", False))
+        return components.build("dataset", cfg, tokenizer), is_packed(cfg)
     parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
     try:
         joined = ConcatDataset(datasets=parts)
     except Exception as error:
         raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.reason(error)}") from error
     return joined, bool(getattr(joined, "packed", False))
+
+
+def is_packed(cfg: DictConfig) -> bool:
+    """Whether the config asks for packed rows; a list of datasets is asked once they are built."""
+    section = cfg.get("dataset")
+    return isinstance(section, DictConfig) and bool(section.get("packed"))
 
 
 def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, packed: bool) -> Collate:

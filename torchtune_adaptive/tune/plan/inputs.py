@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
@@ -17,7 +16,7 @@ from torchtune import training
 from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.prediction.shims import HOST, META
-from torchtune_adaptive.tune.parts.data import Collate, build_collate
+from torchtune_adaptive.tune.parts.data import Collate, build_collate, is_packed
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
@@ -25,11 +24,6 @@ from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
-
-
-def is_packed(cfg: DictConfig) -> bool:
-    dataset = cfg.get("dataset")
-    return isinstance(dataset, DictConfig) and bool(dataset.get("packed"))
 
 
 def planned(settings: Settings, model: nn.Module, kind: Kind) -> tuple[Kind, Collate]:

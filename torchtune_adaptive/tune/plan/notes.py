@@ -10,8 +10,8 @@ from omegaconf import DictConfig
 from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.fakes import FakeStep
-from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings

@@ -5,8 +5,8 @@ from __future__ import annotations
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
-from torchtune_adaptive.tune.plan.inputs import is_packed
 from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.sections import read_adaptive
