@@ -288,8 +288,8 @@ def test_a_sample_longer_than_the_model_takes_is_refused(message: Start) -> None
     ("override", "parts"),
     [
         ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "LoRA"]),
-        ("enable_async_checkpointing=True", ["enable_async_checkpointing is True", "LoRA", "set it to False"]),
-        ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "LoRA", "set it to 1"]),
+        ("enable_async_checkpointing=True", ["enable_async_checkpointing is True", "LoRA", "allowed is False"]),
+        ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "LoRA", "allowed is 1"]),
         ("~model.lora_rank", ["model.lora_rank is missing", COUNT]),
         ("model.lora_rank=0", ["model.lora_rank is 0", COUNT]),
         ("model.lora_alpha=high", ["model.lora_alpha is 'high'", "a number above 0"]),

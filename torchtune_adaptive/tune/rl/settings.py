@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.start.sections import (
     Rule,
     option,
 )
-from torchtune_adaptive.tune.start.settings import Settings, read_common
+from torchtune_adaptive.tune.start.settings import Settings, check_defaults, read_common
 
 POLICY, VALUE = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
@@ -31,6 +31,14 @@ TOKENS = Rule(lambda v: isinstance(v, list) and all(isinstance(n, int) for n in 
 MOST_EPOCHS = 100_000
 """What is read where PPO has `num_steps`."""
 
+NOT_FOR_PPO = (
+    "tensor_parallel_dim",
+    "collate_fn",
+    "fsdp_cpu_offload",
+    "enable_activation_offloading",
+    "enable_async_checkpointing",
+    "save_adapter_weights_only",
+)
 WITHOUT_EFFECT = ("epochs", "max_steps_per_epoch", "batch_increase_function")
 """Keys of finetuning that PPO has no use for: `num_steps` says how long it trains."""
 
@@ -127,17 +135,7 @@ def _check_sizes(ppo: PPOSettings) -> None:
 
 
 def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
-    for key in (
-        "tensor_parallel_dim",
-        "collate_fn",
-        "fsdp_cpu_offload",
-        "enable_activation_offloading",
-        "enable_async_checkpointing",
-        "save_adapter_weights_only",
-    ):
-        value, allowed = getattr(settings, key), getattr(Settings, key)
-        if value != allowed:
-            raise ConfigError(f"{key} is {value}, which PPO does not support: allowed is {allowed}")
+    check_defaults(settings, NOT_FOR_PPO, "PPO")
     if settings.resume_from_checkpoint is True:
         raise ConfigError(
             "resume_from_checkpoint is True, but a checkpoint of PPO holds two models, an optimizer and more, which "

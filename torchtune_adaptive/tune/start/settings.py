@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -129,8 +129,8 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     def read_adapters() -> None:
         adapters.append(sections.read(LoraSettings, cfg.get("model"), prefix="model."))
 
-    checks: list[Callable[[], None]] = [partial(_check_lora, settings, key) for key in NOT_FOR_LORA]
-    checks += [partial(_check_offloading, settings), read_adapters]
+    unsupported = partial(check_defaults, settings, NOT_FOR_LORA, "LoRA finetuning")
+    checks: list[Callable[[], None]] = [unsupported, partial(_check_offloading, settings), read_adapters]
     together(checks)
     return settings, adapters[0]
 
@@ -149,21 +149,20 @@ def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
     return settings, lora
 
 
-def _check_lora(settings: Settings, key: str) -> None:
-    value, allowed = getattr(settings, key), getattr(Settings, key)
-    if value != allowed:
-        raise ConfigError(f"{key} is {value}, which LoRA finetuning does not support: set it to {allowed}")
-
-
 def _check_preference(settings: Settings) -> None:
-    checks = [partial(_check_pairs, settings, key) for key in NOT_FOR_PAIRS]
-    together([*checks, partial(_check_no_collate_fn, settings)])
+    unsupported = partial(check_defaults, settings, NOT_FOR_PAIRS, "preference training")
+    together([unsupported, partial(_check_no_collate_fn, settings)])
 
 
-def _check_pairs(settings: Settings, key: str) -> None:
-    value, allowed = getattr(settings, key), getattr(Settings, key)
-    if value != allowed:
-        raise ConfigError(f"{key} is {value}, which preference training does not support: allowed is {allowed}")
+def check_defaults(settings: Settings, keys: Iterable[str], training: str) -> None:
+    """Refuses values of keys that this kind of training takes at their defaults only."""
+
+    def check(key: str) -> None:
+        value, allowed = getattr(settings, key), getattr(Settings, key)
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which {training} does not support: allowed is {allowed}")
+
+    together(partial(check, key) for key in keys)
 
 
 def _check_no_collate_fn(settings: Settings) -> None:
