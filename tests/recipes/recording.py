@@ -13,6 +13,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
+from torchtune_adaptive.record.events import EVENTS_FILE
+
 
 class JsonLogger:
     """A metric logger that keeps every figure in full precision, one line a step."""
@@ -54,3 +56,9 @@ class NormSGD(torch.optim.SGD):
 
 def read_log(path: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Of a run whose `output_dir` is `out`."""
+    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]

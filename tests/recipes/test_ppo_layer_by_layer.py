@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import events_of
 from tests.recipes.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.stopping import train_until
-from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY
 
 DEEP = (
@@ -148,11 +148,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]
     return folder, told[0]
 
 
-def recoveries_of(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == "recovery"]
-
-
 def test_where_there_is_room_parameters_stay_gathered(runs: tuple[Path, dict[str, Any]]) -> None:
     told = runs[1]["gathered"]
     assert told.stays
@@ -182,7 +177,7 @@ def test_in_training_it_is_a_recovery_after_which_all_rows_may_fit_again(
     case: str, runs: tuple[Path, dict[str, Any]]
 ) -> None:
     folder, told = runs
-    events = recoveries_of(folder / case)
+    events = events_of(folder / case, "recovery")
     assert {event["stage"] for event in events} == {GENERATE}
     assert told[case].recoveries == len(events) > 1
     assert f"out of memory on rank {CASES[case].scarce}" in events[-1]["reason"]
@@ -196,7 +191,7 @@ def test_a_resumed_run_goes_on_layer_by_layer_where_training_had_no_room(runs: t
     folder, told = runs
     stopped, resumed = told["resumed"]
     assert (stopped.stays, resumed.stays) == (False, False)
-    assert resumed.recoveries == stopped.recoveries == len(recoveries_of(folder / "resumed"))
+    assert resumed.recoveries == stopped.recoveries == len(events_of(folder / "resumed", "recovery"))
     assert resumed.answers == told["gathered"].answers[4:]
 
 

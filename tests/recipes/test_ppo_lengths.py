@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recording import events_of, read_log
 from tests.recipes.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.stopping import train_until
-from tests.recipes.test_ppo_runs import compare, events_of
+from tests.recipes.test_ppo_runs import compare
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.limits.limit import TokenLimit
 from torchtune_adaptive.limits.packing import Plan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -13,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.recipes.recording import events_of
 from tests.recipes.rollouts import load_ppo, ppo_config, run_ppo, saved
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.rl.rollouts import Rollout, rollouts_of
@@ -35,11 +34,6 @@ LARGE_CRITIC = (
     "adaptive.round_to=none",
 )
 PLACES = 8
-
-
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
 def sized_for_each(folder: Path, ports: list[int]) -> None:

@@ -18,12 +18,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import events_of
 from tests.recipes.rollouts import NEW, TINY, load_ppo, ppo_config
 from tests.recipes.test_plan import ask
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
-from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.plan import answers, rows
 from torchtune_adaptive.tune.plan.predict import fake_steps
@@ -145,8 +145,7 @@ def test_the_command_answers_what_the_searches_of_a_run_find(
     ask("adaptive/demo/ppo", "format=json", *SEARCHED)
     rows = json.loads(capsys.readouterr().out)["predictions"]
     run_on_ranks(1, set_up, tmp_path / "run", free_ports(1), timeout_s=60, in_group=False)
-    events = map(json.loads, (tmp_path / "run" / "out" / EVENTS_FILE).read_text().splitlines())
-    found = {event["stage"]: event["after"] for event in events if event["kind"] == "search"}
+    found = {event["stage"]: event["after"] for event in events_of(tmp_path / "run", "search")}
     assert {row["stage"]: row["rows"] for row in rows if row["chosen"]} == found
     assert found[TRAIN_POLICY] < found[GENERATE]
 

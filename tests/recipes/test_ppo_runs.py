@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recording import events_of, read_log
 from tests.recipes.rollouts import load_ppo, ppo_config, run_ppo, saved
 from tests.recipes.stopping import train_until
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
@@ -89,11 +86,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     run_on_ranks(1, run_alone, folder, free_ports(2), timeout_s=100, in_group=False)
     return folder
-
-
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
 def compare(ours: Path, others: Path) -> None:

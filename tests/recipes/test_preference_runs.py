@@ -13,10 +13,9 @@ import torch
 
 from tests.commands import tune_run_here
 from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.recording import read_log
+from tests.recipes.recording import events_of, read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights
 from tests.recipes.stopping import train_until
-from torchtune_adaptive.record.events import EVENTS_FILE
 from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 
 RELATIVE = 5e-5
@@ -86,11 +85,6 @@ def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     ports = free_ports(len(CASES) + 2 + len(STOPS))
     run_on_ranks(2, run_all, request.param, folder, ports, timeout_s=200, in_group=False)
     return folder
-
-
-def events_of(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = (folder / "out" / EVENTS_FILE).read_text().splitlines()
-    return [event for event in map(json.loads, lines) if event["kind"] == kind]
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
