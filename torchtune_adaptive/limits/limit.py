@@ -12,7 +12,7 @@ from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.wording import count_of
 
-MOST_ROWS = 2**20
+UNBOUNDED_ROWS = 2**20
 """What a surface that does not grow with the rows answers in place of infinity."""
 
 _STEP_DOWN = 0.75
@@ -194,7 +194,7 @@ class SurfaceLimit:
 
     def rows_at(self, length: int) -> int:
         within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())
-        return MOST_ROWS if within == math.inf else min(MOST_ROWS, int(within))
+        return UNBOUNDED_ROWS if within == math.inf else min(UNBOUNDED_ROWS, int(within))
 
     def fits(self, rows: int, length: int, tokens: int | None = None) -> bool:
         if tokens is None:

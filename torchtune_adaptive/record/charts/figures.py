@@ -24,6 +24,8 @@ BLUE, ORANGE, GREEN, PINK, SKY = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#5
 ALARM = "#D55E00"
 GREY = "#999999"
 INK = "#333333"
+LINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
+"""Lines that are alike in kind, in this order."""
 
 
 NAME = "name"

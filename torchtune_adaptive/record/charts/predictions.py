@@ -12,12 +12,8 @@ from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
     BLUE,
-    GREEN,
-    GREY,
     INK,
-    ORANGE,
-    PINK,
-    SKY,
+    LINE_COLOURS,
     LineName,
     label,
     name_lines,
@@ -30,7 +26,6 @@ from torchtune_adaptive.wording import count_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 _RESIDENT = ("weights", "optimizer state")
 
 
@@ -74,7 +69,7 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
     rows = sorted({*range(1, last + 1, max(1, last // 60)), last})
     peaks = [answer.peak(count).phase_bytes for count in rows]
     phases = [phase for phase in peaks[0] if phase not in _RESIDENT]
-    for colour, phase in zip(_PHASE_COLOURS, phases, strict=False):
+    for colour, phase in zip(LINE_COLOURS, phases, strict=False):
         axes.plot(rows, [peak[phase] / unit_bytes for peak in peaks], color=colour, linewidth=1.4)
     predictions = answer.predictions()
     reserved = [each.reserved_bytes / unit_bytes for each in predictions]
@@ -86,7 +81,7 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
         axes.plot(answer.most_rows, most, "o", color="none", markeredgecolor=INK, markersize=11, mew=1.6, zorder=5)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
-    ends = [LineName(phase, peaks[-1][phase] / unit_bytes, c) for c, phase in zip(_PHASE_COLOURS, phases, strict=False)]
+    ends = [LineName(phase, peaks[-1][phase] / unit_bytes, c) for c, phase in zip(LINE_COLOURS, phases, strict=False)]
     # a phase that needs more than there is leaves the axes at their top
     inside = [name._replace(end=min(name.end, 1.18 * budget)) for name in ends]
     name_lines(axes, [*inside, LineName(f"usable, {budget:.1f} {unit}", budget, ALARM)])

@@ -6,13 +6,8 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
-    BLUE,
-    GREEN,
-    GREY,
     INK,
-    ORANGE,
-    PINK,
-    SKY,
+    LINE_COLOURS,
     LineName,
     label,
     name_lines,
@@ -30,8 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_FILE = "batch_search.png"
-
-_PHASE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 
 
 @no_run_ends_over(PLOT_FILE)
@@ -67,7 +60,7 @@ def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | No
     axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--", label="budget")
     names = [LineName(f"budget, {budget:.1f} {unit}", budget, ALARM)]
     for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
-        names.append(_draw_length(axes, result, length, right, unit_bytes, _PHASE_COLOURS[index % len(_PHASE_COLOURS)]))
+        names.append(_draw_length(axes, result, length, right, unit_bytes, LINE_COLOURS[index % len(LINE_COLOURS)]))
     axes.plot(result.constant_tokens, budget, "v", color=INK, markersize=7, zorder=4, label="fits at any length")
     axes.set_xlim(0, right)
     axes.set_ylim(0, 1.18 * budget)
@@ -106,7 +99,7 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
     right = _right_edge(result, shown)
     names = []
     for index, phase in enumerate(complete[0].peak.phase_bytes):
-        colour = _PHASE_COLOURS[index % len(_PHASE_COLOURS)]
+        colour = LINE_COLOURS[index % len(LINE_COLOURS)]
         peaks = [probe.peak.phase_bytes[phase] / unit_bytes for probe in complete]
         axes.plot([probe.rows for probe in complete], peaks, "o", color=colour, markersize=4.5, zorder=3)
         end = peaks[-1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import logging
 import re
 from collections.abc import Collection, Iterator
@@ -13,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig, keys_of
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.wording import nearest
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _referred_to(cfg: DictConfig) -> set[str]:
 
 
 def _meant(key: str, known: Collection[str]) -> str | None:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=MISSPELT)
-    if not near or key.startswith(f"{near[0]}_") or key.endswith(f"_{near[0]}"):  # ppo_batch_size is no slip
+    near = nearest(key, known, MISSPELT)
+    if near is None or key.startswith(f"{near}_") or key.endswith(f"_{near}"):  # ppo_batch_size is no slip
         return None
-    return near[0]
+    return near

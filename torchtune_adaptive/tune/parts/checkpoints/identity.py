@@ -25,7 +25,7 @@ RUN_KEYS = (
     "optimizer",
     "optimizer_in_bwd",
 )
-PPO_KEYS = (
+PPO_RUN_KEYS = (
     "reward_and_value_model",
     "ppo_epochs",
     "ppo_batch_size",
@@ -58,7 +58,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     """The values that a run keeps for its whole life, by their dotted keys."""
     flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
     if recipe == "full_ppo":
-        flat |= _flat({key: _plain(cfg, key) for key in PPO_KEYS})
+        flat |= _flat({key: _plain(cfg, key) for key in PPO_RUN_KEYS})
         flat |= weights_in("reference weights", cfg.get("ref_policy_checkpointer"))
         flat |= weights_in("reward weights", cfg.get("reward_checkpointer"))
     if is_lora(recipe):
@@ -88,8 +88,8 @@ def _fingerprint(path: Path) -> str | None:
     if not path.is_file():
         return None
     size = path.stat().st_size
-    ends = _crc32(path, [(0, ENDS_BYTES), (max(0, size - ENDS_BYTES), ENDS_BYTES)])
-    return f"{size} bytes, CRC-32 {ends:08x}, {_crc32(path, _spans(size)):08x} between"
+    ends = _crc32_of_spans(path, [(0, ENDS_BYTES), (max(0, size - ENDS_BYTES), ENDS_BYTES)])
+    return f"{size} bytes, CRC-32 {ends:08x}, {_crc32_of_spans(path, _spans(size)):08x} between"
 
 
 def _spans(size: int) -> Iterator[tuple[int, int]]:
@@ -100,7 +100,7 @@ def _spans(size: int) -> Iterator[tuple[int, int]]:
     return ((size * strip // STRIPS, STRIP_BYTES) for strip in range(STRIPS))
 
 
-def _crc32(path: Path, spans: Iterable[tuple[int, int]]) -> int:
+def _crc32_of_spans(path: Path, spans: Iterable[tuple[int, int]]) -> int:
     crc32 = 0
     with path.open("rb") as file:
         for offset, length in spans:

@@ -103,7 +103,7 @@ def record_files(folder: Path) -> dict[str, FileRecord]:
     """
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
     with ThreadPoolExecutor() as pool:
-        sums = list(pool.map(_crc32, paths))
+        sums = list(pool.map(_crc32_of_file, paths))
     return {
         path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)
         for path, crc32 in zip(paths, sums, strict=True)
@@ -114,7 +114,7 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
     """The first file whose content is not what was saved: reads all of them."""
     names = list(manifest.files)
     with ThreadPoolExecutor() as pool:
-        sums = list(pool.map(lambda name: _crc32(folder / name), names))
+        sums = list(pool.map(lambda name: _crc32_of_file(folder / name), names))
     changed = (name for name, crc32 in zip(names, sums, strict=True) if crc32 != manifest.files[name].crc32)
     return next(changed, None)
 
@@ -143,7 +143,7 @@ def _checksum(values: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
-def _crc32(path: Path) -> int:
+def _crc32_of_file(path: Path) -> int:
     """A checksum against torn and rotten files; it runs at the speed of a disk, unlike a cryptographic one."""
     crc32 = 0
     with path.open("rb") as file:
