@@ -30,7 +30,6 @@ from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, V
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.arguments import COMPONENT
 from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.wording import shown
 
 T = TypeVar("T")
 
@@ -143,9 +142,7 @@ def check_checkpointer(cfg: DictConfig) -> None:
 
 def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
     """Refuses a component that cannot be imported, or that does not take what its section gives it."""
-    path = section.get(COMPONENT) if isinstance(section, DictConfig) else None
-    if not isinstance(path, str):
-        raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
+    path = components.path_of(key, section)
     try:
         _get_component_from_path(path)
     except Exception as error:

@@ -7,33 +7,25 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.lock import holder
+from torchtune_adaptive.tune.parts.checkpoints.loading import finds_files_itself, missing_directory
+from torchtune_adaptive.tune.parts.checkpoints.lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names, named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.start import check_names_are_free, check_same_run
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import AUTO, Settings
 
-TORCHTUNES = "torchtune.training."
-"""Checkpointers that look for their files where the config says; ours of the demo makes them."""
-
 
 def check_weights(cfg: DictConfig, findings: Findings) -> None:
     section = components.require(cfg, "checkpointer")
-    folder = section.get("checkpoint_dir")
-    if not isinstance(folder, str):
-        raise ConfigError(f"checkpointer.checkpoint_dir is {folder!r}: give the directory that holds the weights")
-    if not str(section.get("_component_")).startswith(TORCHTUNES):
+    if (problem := missing_directory(section)) is not None:
+        findings.of_this_machine(problem)
         return
-    if not Path(folder).is_dir():
-        findings.of_this_machine(
-            f"checkpointer.checkpoint_dir is {folder!r}, which is no directory: download the weights first "
-            "(tune download) or correct the path"
-        )
+    if not finds_files_itself(section):
         return
+    folder = section.checkpoint_dir
     missing = [name for name in file_names(section.get("checkpoint_files")) if not (Path(folder) / name).is_file()]
     if missing and not cfg.get("resume_from_checkpoint"):  # then they are looked for in output_dir, too
         findings.of_this_machine(
@@ -49,7 +41,7 @@ def check_output(settings: Settings, recipe: str, findings: Findings) -> None:
     for place in dict.fromkeys((directory.absolute(), Path(settings.output_dir).absolute())):
         _check_writable(place, findings)
         if (who := holder(place)) is not None:
-            raise ConfigError(f"output_dir {str(place)!r} is in use by {who}: wait, or choose another")
+            raise in_use(place, who)
     check_names_are_free(directory)
     found = folders.find_checkpoints(directory)
     if settings.resume_from_checkpoint == AUTO:
@@ -71,4 +63,4 @@ def _check_writable(place: Path, findings: Findings) -> None:
         with tempfile.TemporaryDirectory(dir=there):
             pass
     except OSError as error:
-        findings.of_this_machine(f"output_dir is {str(place)!r}, which cannot be written to: {error.strerror}")
+        findings.of_this_machine(str(unwritable(place, error)))

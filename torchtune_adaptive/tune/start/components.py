@@ -44,8 +44,15 @@ def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _check_path(key: str, section: Any) -> None:
     """Refuses `model=null` and the like, which torchtune reads as `model._component_=null`."""
-    if isinstance(section, DictConfig) and COMPONENT in section and not isinstance(path := section[COMPONENT], str):
+    if isinstance(section, DictConfig) and COMPONENT in section:
+        path_of(key, section)
+
+
+def path_of(key: str, section: Any) -> str:
+    path = section.get(COMPONENT) if isinstance(section, DictConfig) else None
+    if not isinstance(path, str):
         raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
+    return path
 
 
 def _what_is_wrong(key: str, section: Any, error: BaseException, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

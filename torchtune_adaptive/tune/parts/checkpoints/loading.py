@@ -114,17 +114,28 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Any, group: dist
     return state
 
 
-def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
-    """torchtune's own checkpointers name neither key nor directory when a file is missing."""
+def finds_files_itself(section: DictConfig) -> bool:
+    """Whether the checkpointer is one of torchtune's, which look where the config says; the demo's makes its files."""
+    return str(section.get("_component_")).startswith("torchtune.training.")
+
+
+def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
+    """What is wrong where there is no directory of weights: torchtune's checkpointers name neither key nor directory.
+    None where nothing is; refuses a section that gives none."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
         raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: give the directory that holds the weights")
-    component = str(section.get("_component_", ""))
-    if component.startswith("torchtune.training.") and not Path(directory).is_dir():
-        raise ConfigError(
-            f"{key}.checkpoint_dir is {directory!r}, which is no directory: "
-            "download the weights first (tune download) or correct the path"
-        )
+    if not finds_files_itself(section) or Path(directory).is_dir():
+        return None
+    return (
+        f"{key}.checkpoint_dir is {directory!r}, which is no directory: "
+        "download the weights first (tune download) or correct the path"
+    )
+
+
+def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
+    if (problem := missing_directory(section, key)) is not None:
+        raise ConfigError(problem)
 
 
 def _check_is_weights(state: State, key: str = "checkpointer") -> None:

@@ -51,10 +51,7 @@ def take(directory: Path) -> Lock:
     until = time.monotonic() + (WAIT_AFTER_RESTART_S if was_restarted() else WAIT_S)
     while (lock := _tried(path)) is None:
         if time.monotonic() > until:
-            raise ConfigError(
-                f"output_dir {str(directory)!r} is in use by {holder(directory) or 'another run'}: wait until it has "
-                "ended, end it, or choose another output_dir"
-            )
+            raise in_use(directory, holder(directory) or "another run")
         time.sleep(_POLL_S)
     return lock
 
@@ -71,6 +68,17 @@ def holder(directory: Path) -> str | None:
         finally:
             os.close(descriptor)
     return None
+
+
+def in_use(directory: Path, who: str) -> ConfigError:
+    return ConfigError(
+        f"output_dir {str(directory)!r} is in use by {who}: wait until it has ended, end it, or choose another "
+        "output_dir"
+    )
+
+
+def unwritable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"output_dir is {str(directory)!r}, which cannot be written to: {error.strerror}")
 
 
 def _tried(path: Path) -> Lock | None:
@@ -102,8 +110,7 @@ def _opened(path: Path) -> int | None:
     except OSError as error:
         if error.errno == errno.EROFS:
             return None
-        message = f"output_dir is {str(path.parent)!r}, which cannot be written to: {error.strerror}"
-        raise ConfigError(message) from error
+        raise unwritable(path.parent, error) from error
 
 
 def _is_still(path: Path, descriptor: int) -> bool:

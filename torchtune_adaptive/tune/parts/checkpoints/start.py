@@ -22,7 +22,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, differences, identity_of, told_values
-from torchtune_adaptive.tune.parts.checkpoints.lock import Lock, take
+from torchtune_adaptive.tune.parts.checkpoints.lock import Lock, take, unwritable
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
@@ -222,7 +222,7 @@ def _prepare(directory: Path) -> None:
         folders.clean(directory)
         (directory / folders.SAVING).mkdir()
     except OSError as error:
-        raise ConfigError(f"output_dir is {str(directory)!r}, which cannot be written to: {error.strerror}") from error
+        raise unwritable(directory, error) from error
 
 
 def _check_shared(directory: Path, settings: Settings) -> None:
