@@ -171,7 +171,7 @@ def test_out_of_memory_before_a_save_ends_every_rank_with_one_message_if_it_is_t
     )
     for message, complete in ended:
         assert message is not None
-        for word in ("step_6 could not be saved", "out of memory on rank 1", "epoch_0", "adaptive.max_batch_size"):
+        for word in ("step_6 could not be saved", "out of memory on rank 1", "epoch_0", "adaptive.memory_limit"):
             assert word in message
         assert complete == ["epoch_0", "step_2"]
 

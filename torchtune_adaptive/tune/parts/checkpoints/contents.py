@@ -145,9 +145,11 @@ def make_room_to_gather(model: nn.Module, optimizer: Any, device: torch.device) 
 
 def _allocate_what_is_gathered(model: nn.Module, optimizer: Any, device: torch.device) -> None:
     tensors = [*model.parameters(), *model.buffers(), *tree_iter(optimizer.state_dict())]
-    largest = max((each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)), default=0)
-    # one tensor at a time: as it arrives, and as it is put together
-    for_a_moment = [torch.empty(largest, dtype=torch.uint8, device=device) for _ in range(2)]
+    sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)]
+    largest = max(sizes, default=0)
+    # One tensor at a time: as it arrives, and as it is put together. What is on the host then stays there on rank 0.
+    together = sum(sizes) if device.type == "cpu" and dist.get_rank() == 0 else largest
+    for_a_moment = [torch.empty(size, dtype=torch.uint8, device=device) for size in (largest, together)]
     del for_a_moment
 
 

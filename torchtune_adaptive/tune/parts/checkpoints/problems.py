@@ -14,17 +14,20 @@ from typing import TypeVar
 import torch.distributed as dist
 from torchtune.utils import get_logger
 
-from torchtune_adaptive.errors import CheckpointError, NotLearningError, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, UnrecoverableError
 from torchtune_adaptive.memory.device import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.start.components import reason
+from torchtune_adaptive.tune.start.remedies import KEYS
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
-_GOES_ON = "once that is mended the same command with resume_from_checkpoint=auto goes on"
+_AUTO = "the same command with resume_from_checkpoint=auto"
+GATHERS_WITH_LESS = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
+"""What helps a save, in which no rows are run."""
 
 NEARLY_FULL_BYTES = 2**20
 """Bytes that may still be free after a write has failed for want of room: less than a block, on most systems."""
@@ -55,10 +58,10 @@ class Outcomes:
             folders.discard_staged(self._directory)
         if self._stops_on_error:
             raise CheckpointError(
-                f"{message}; {_GOES_ON} (adaptive.on_save_error: continue would have trained on without it)"
+                f"{message}; {_once_mended()} (adaptive.on_save_error: continue would have trained on without it)"
             )
         if last:
-            raise CheckpointError(f"{message}; {_GOES_ON}")
+            raise CheckpointError(f"{message}; {_once_mended()}")
         if dist.get_rank() == 0:
             logger.warning("%s; training goes on (adaptive.on_save_error: continue)", message)
 
@@ -76,24 +79,31 @@ def naming(name: str) -> AbstractContextManager[None]:
     """Names the checkpoint if gathering it runs out of memory, which no rank can repeat alone."""
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
-            f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}: go on "
-            "from there with resume_from_checkpoint=auto and a smaller batch_size or adaptive.max_batch_size"
+            f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}, and "
+            f"{_once_mended()}",
+            *GATHERS_WITH_LESS,
         )
     )
 
 
 def _last_good() -> str:
-    if THIS_RUN.newest is None or not THIS_RUN.newest.is_dir():
-        return "there is no earlier checkpoint"
-    return f"the last good one is {THIS_RUN.newest}"
+    return f"the last good one is {THIS_RUN.newest}" if _is_there() else "there is no earlier checkpoint"
+
+
+def _once_mended() -> str:
+    return f"once that is mended {_AUTO} {'goes on' if _is_there() else 'starts anew'}"
+
+
+def _is_there() -> bool:
+    return THIS_RUN.newest is not None and THIS_RUN.newest.is_dir()
 
 
 def cause(error: BaseException, directory: Path) -> str:
     """Why a checkpoint could not be written. torch's writers fail with texts of their own when a disk is full."""
-    if is_oom(error) or isinstance(error, MemoryError):
-        return (
-            f"out of memory on rank {dist.get_rank()}: a smaller batch_size or adaptive.max_batch_size leaves it more"
-        )
+    if is_oom(error):
+        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[each] for each in GATHERS_WITH_LESS)}"
+    if isinstance(error, MemoryError):
+        return f"out of memory on the host of rank {dist.get_rank()}: leave it more"
     if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return "the folder is gone"
     free = folders.free_bytes(directory)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from tests.ranks import run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts.checkpoints.contents import make_ready, make_room_to_gather
 
@@ -48,6 +48,21 @@ def with_so_much_room(folder: Path, failing: int, bytes_left: int) -> tuple[str 
 
     ready = make_ready(model, prepare, folder)[1]
     return ready.problem, len(ready.random_states)
+
+
+def with_room_for(failing: int, bytes_left: int) -> None:
+    """Two weights of 1,024 bytes."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    fully_shard(model)
+    with MemoryMeter(bytes_left if dist.get_rank() == failing else None):
+        make_room_to_gather(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+
+
+def test_where_the_device_is_the_host_rank_0_needs_room_for_all_of_it() -> None:
+    run_on_ranks(2, with_room_for, 1, 2_100, timeout_s=60)
+    run_on_ranks(2, with_room_for, 0, 3_100, timeout_s=60)
+    with pytest.raises(RankFailed, match="OutOfMemoryError"):
+        run_on_ranks(2, with_room_for, 0, 3_000, timeout_s=60)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtune_adaptive.errors import CheckpointError
+from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
+from torchtune_adaptive.tune.start.remedies import in_keys
 
 
 def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:
@@ -28,6 +29,26 @@ def test_a_write_that_was_cut_off_is_told_where_torch_drops_the_reason(
     assert "limit on the size of files" in problems.cause(error, tmp_path)
     monkeypatch.setattr(folders, "free_bytes", lambda path: 0)
     assert problems.cause(error, tmp_path) == "no space left (0 B free)"
+
+
+def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr(problems.THIS_RUN, "newest", None)
+
+    def told() -> str:
+        with pytest.raises(UnrecoverableError) as caught, problems.naming("epoch_0"):
+            raise torch.OutOfMemoryError
+        return in_keys(caught.value)
+
+    advice = "train on more ranks or raise adaptive.memory_limit if that is the bound"
+    again = "the same command with resume_from_checkpoint=auto"
+    assert told().endswith(f"there is no earlier checkpoint, and once that is mended {again} starts anew; {advice}")
+    monkeypatch.setattr(problems.THIS_RUN, "newest", tmp_path)
+    assert told().endswith(f"the last good one is {tmp_path}, and once that is mended {again} goes on; {advice}")
+    assert problems.cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
+    assert problems.cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: leave it more"
 
 
 def test_a_folder_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
