@@ -48,12 +48,14 @@ def check_output(settings: Settings, recipe: str, findings: Findings) -> None:
         newest, _ = folders.newest_intact(found)
         if newest is not None and newest.manifest is not None:
             check_same_run(newest.manifest, settings.config, recipe, directory)
+        else:
+            check_fresh_start(found, settings, directory, recipe)
     elif settings.resume_from_checkpoint is True:
         named_files(
             settings.config, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
         )
     else:
-        check_fresh_start(found, settings, directory)
+        check_fresh_start(found, settings, directory, recipe)
 
 
 def _check_writable(place: Path, findings: Findings) -> None:

@@ -214,7 +214,8 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
     assert_refused(validate(*into), ["holds checkpoints of a run (epoch_0)"])
     assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["in the run whose checkpoints are in"])
     assert validate(*into[:2], "overwrite_output_dir=True")[0] == 0
-    assert (tmp_path / "out" / "epoch_0").is_dir()
+    (tmp_path / "out" / "epoch_0" / "recipe_state.pt").write_bytes(b"stata")
+    assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["resume_from_checkpoint=True and the files"])
     monkeypatch.setattr("torchtune_adaptive.tune.check.places.holder", lambda _: "process 7 on node3")
     assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
 

@@ -14,21 +14,28 @@ from torchtune_adaptive.tune.start.settings import AUTO, Settings
 from torchtune_adaptive.tune.start.this_run import was_restarted
 
 
-def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Path) -> None:
+def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Path, recipe: str) -> None:
     """Refuses a fresh start that would mix its checkpoints with those found, unless it may remove them."""
     if not found:
         return
     if _may_overwrite(settings):
         _check_not_needed(settings.config, found)
         return
-    complete = settings.resume_from_checkpoint != AUTO and any(each.manifest for each in found)
     names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
-    how = "resume_from_checkpoint=auto" if complete else "resume_from_checkpoint=True and the files to resume from"
     raise ConfigError(
         f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
-        f"own: go on with that run ({how}), choose another output_dir, or set resume_from_checkpoint=False and "
+        f"own: {_going_on(found, settings, recipe)}choose another output_dir, or set resume_from_checkpoint=False and "
         "overwrite_output_dir=True to remove them"
     )
+
+
+def _going_on(found: Sequence[Found], settings: Settings, recipe: str) -> str:
+    """How the run that was there goes on; nothing where it cannot."""
+    if settings.resume_from_checkpoint != AUTO and any(each.manifest for each in found):
+        return "go on with that run (resume_from_checkpoint=auto), "
+    if recipe == "full_ppo":  # which takes no files by their names
+        return ""
+    return "go on with that run (resume_from_checkpoint=True and the files to resume from), "
 
 
 def _may_overwrite(settings: Settings) -> bool:

@@ -128,7 +128,7 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
         )
         _check_rest_of_epoch(settings.config, recipe, manifest)
     else:
-        check_fresh_start(found, settings, directory)
+        check_fresh_start(found, settings, directory, recipe)
     if files is not None:
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     _prepare(directory)

@@ -21,6 +21,14 @@ def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_aga
 
 
 @pytest.mark.parametrize("mode", ["False", "auto"])
+def test_ppo_is_not_told_to_name_the_files_which_it_refuses(tmp_path: Path, mode: str) -> None:
+    (tmp_path / "epoch_0").mkdir()
+    with pytest.raises(ConfigError, match=r"with its own: choose another output_dir") as error:
+        start(tmp_path, f"resume_from_checkpoint={mode}", recipe="full_ppo")
+    assert "resume_from_checkpoint=True" not in str(error.value)
+
+
+@pytest.mark.parametrize("mode", ["False", "auto"])
 def test_folders_without_a_manifest_are_not_touched(tmp_path: Path, mode: str) -> None:
     (tmp_path / "epoch_0").mkdir()
     with pytest.raises(ConfigError, match=r"epoch_0.*resume_from_checkpoint=True.*overwrite_output_dir=True"):
