@@ -1,6 +1,6 @@
 """Whether a run is finished (exit status 0), can go on (75), or is broken and needs somebody (1).
 
-It reads sizes of files, not what is in them.
+It reads sizes of files and, where a checkpoint is small, what is in them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.tune.parts.checkpoints.folders import Found, find_checkpoints
+from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.parts.checkpoints.folders import Found, compared, find_checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.run_file import RunFile
+
+COMPARED_BYTES = 2**28
+"""What is read of checkpoints at most: a second or two, from most disks."""
 
 
 class Condition(IntEnum):
@@ -34,8 +38,10 @@ class Left:
     directory: Path
     run: RunFile | None
     found: Sequence[Found]
-    """Checkpoints, newest first; incomplete ones come last."""
+    """Checkpoints, newest first; incomplete and damaged ones come last."""
     held_by: str | None
+    was_compared: bool
+    """Whether the contents of the newest complete one are known to be what was saved."""
 
     @property
     def newest(self) -> Found | None:
@@ -57,7 +63,24 @@ def look(directory: Path) -> Left:
     run = run_file.read(directory)
     named = directory / run.checkpoints if run else directory
     place = named if named.is_dir() else directory  # it may have been moved as a whole
-    return Left(directory=directory, run=run, found=find_checkpoints(place), held_by=holder(place))
+    held_by, found = holder(place), find_checkpoints(place)
+    # what a run writes and removes at this moment is its own affair
+    found, was_compared = (found, False) if held_by else _compared(found)
+    return Left(directory=directory, run=run, found=found, held_by=held_by, was_compared=was_compared)
+
+
+def _compared(found: Sequence[Found]) -> tuple[list[Found], bool]:
+    """Reads what a run would read before it goes on, the newest first, as far as that is little."""
+    damaged: list[Found] = []
+    bytes_left = COMPARED_BYTES
+    for place, each in enumerate(found):
+        bytes_left -= each.manifest.bytes if each.manifest else 0
+        if each.manifest is None or bytes_left < 0:
+            return [*found[place:], *damaged], False
+        if (looked := compared(each)).manifest is not None:
+            return [*found[place:], *damaged], True
+        damaged.append(looked)
+    return damaged, False
 
 
 def judge(left: Left) -> tuple[Condition, str]:
@@ -74,7 +97,7 @@ def judge(left: Left) -> tuple[Condition, str]:
     if run is not None and run.ended == run_file.ERROR:
         return Condition.BROKEN, run.message
     if newest is None and left.found:
-        return Condition.BROKEN, "none of its checkpoints is complete"
+        return Condition.BROKEN, "none of its checkpoints is intact"
     return Condition.CAN_GO_ON, _where(newest) if newest else "from its beginning, nothing is saved yet"
 
 
@@ -86,6 +109,9 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
     yield f"running: {left.held_by}" if running else f"{condition.name.lower().replace('_', ' ')}: {reason}"
     if (newest := left.newest) and newest.manifest:
         yield f"newest complete checkpoint: {newest.path} ({newest.manifest.position}, {newest.manifest.saved_at})"
+        if not left.was_compared and not running:
+            size = format_bytes(newest.manifest.bytes)
+            yield f"  its {size} were not compared with what was saved, as a run does before it goes on"
     for each in left.found:
         if each.manifest is None:
             yield f"passed over: {each.path} {each.fault}"

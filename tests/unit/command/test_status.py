@@ -92,6 +92,31 @@ def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys
     assert f"passed over: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
 
 
+def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    intact, damaged = save(tmp_path, "step_2", serial=0), save(tmp_path, "epoch_0", serial=1, finished=True)
+    (damaged / "recipe_state.pt").write_bytes(b"stata")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
+    assert f"newest complete checkpoint: {intact} " in told
+    assert f"passed over: {damaged} is damaged: the content of recipe_state.pt is not what was saved" in told
+    (intact / "recipe_state.pt").write_bytes(b"stata")
+    assert status(tmp_path, capsys)[0] == BROKEN
+
+
+def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    (save(tmp_path, "epoch_0", finished=True) / "recipe_state.pt").write_bytes(b"stata")
+    monkeypatch.setattr("torchtune_adaptive.command.status.COMPARED_BYTES", 10)
+    code, told = status(tmp_path, capsys)
+    assert code == FINISHED
+    assert told.splitlines()[-1] == "  its 14 B were not compared with what was saved, as a run does before it goes on"
+
+
 @pytest.mark.parametrize("missing", [True, False])
 def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
@@ -148,7 +173,7 @@ def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refus
     (tmp_path / "step_2").mkdir()
     code, told = status(tmp_path, capsys)
     assert code == BROKEN
-    assert "none of its checkpoints is complete" in told
+    assert "none of its checkpoints is intact" in told
     assert "goes on with" not in told
     assert "begins anew with: overwrite_output_dir=True" in told
 

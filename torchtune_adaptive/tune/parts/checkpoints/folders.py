@@ -58,11 +58,22 @@ def newest_intact(found: Iterable[Found]) -> tuple[Found | None, list[Found]]:
     for each in everything:
         if each.manifest is None:
             continue
-        if (name := changed_file(each.path, each.manifest)) is not None:
-            passed_over.append(Found(each.path, None, f"is damaged: the content of {name} is not what was saved"))
-        else:
-            return each, passed_over
+        if (looked := compared(each)).manifest is not None:
+            return looked, passed_over
+        passed_over.append(looked)
     return None, passed_over
+
+
+def compared(complete: Found) -> Found:
+    """A complete checkpoint, whose files are read: with its fault, where they are not what was saved."""
+    assert complete.manifest is not None
+    try:
+        if (name := changed_file(complete.path, complete.manifest)) is None:
+            return complete
+        fault = f"is damaged: the content of {name} is not what was saved"
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror}"
+    return Found(complete.path, None, fault)
 
 
 def publish(directory: Path, name: str) -> Path:

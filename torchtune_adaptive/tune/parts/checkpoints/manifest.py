@@ -71,6 +71,11 @@ class Manifest:
     told: Mapping[str, Any] | None = None
     """The part of the config that the run may change, but not without a word; None in checkpoints from before."""
 
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(each.bytes for each in self.files.values())
+
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     values = {"version": VERSION, **asdict(manifest)}
