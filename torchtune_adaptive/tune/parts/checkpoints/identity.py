@@ -45,6 +45,8 @@ TOLD_PPO_KEYS = (
     "penalise_no_eos",
     "reward_penalty",
 )
+WEIGHTS_IN = " weights in "
+"""Between whose weights they are and their file, in the key of a fingerprint."""
 WHOLE_BYTES = 2**26
 """Up to here a file of weights is read from end to end, of a larger one its ends and strips between them."""
 ENDS_BYTES = 2**22
@@ -115,10 +117,27 @@ def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str |
 
 
 def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
-    """Every such key, with both values."""
+    """Every such key, with both values; weights by their files, and by their contents where these have one name."""
     keys = sorted(configured.keys() | saved.keys(), key=lambda key: (key != "recipe", key))
     pairs = ((key, _value(key, configured), _value(key, saved)) for key in keys)
-    return [f"{key} is {ours}, and was {theirs}" for key, ours, theirs in pairs if not _alike(ours.value, theirs.value)]
+    changed = {key: (ours, theirs) for key, ours, theirs in pairs if not _alike(ours.value, theirs.value)}
+    told = (_told(key, *values, configured, saved) for key, values in changed.items())
+    return list(dict.fromkeys(told))
+
+
+def _told(key: str, ours: _Value, theirs: _Value, configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+    whose, are_weights, _ = key.partition(WEIGHTS_IN)
+    if not are_weights:
+        return f"{key} is {ours}, and was {theirs}"
+    if ours.given and theirs.given:
+        return f"{key} are {ours.value or 'not there'}, and were {theirs.value or 'not there'}"
+    return f"{whose} weights are read from {_files(whose, configured)}, and were from {_files(whose, saved)}"
+
+
+def _files(whose: str, values: Mapping[str, Any]) -> str:
+    beginning = f"{whose}{WEIGHTS_IN}"
+    names = [key.removeprefix(beginning) for key in values if key.startswith(beginning)]
+    return ", ".join(names) or "no file"
 
 
 def _alike(ours: Any, theirs: Any) -> bool:

@@ -28,6 +28,15 @@ def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], sav
     assert differences(configured, saved) == [told]
 
 
+def test_weights_are_told_by_their_files_and_by_their_contents_where_these_have_one_name() -> None:
+    ours = {"reward weights in b.pt": "2 bytes", "reference weights in c.pt": "3 bytes"}
+    theirs = {"reward weights in a.pt": "1 bytes", "reference weights in c.pt": "4 bytes"}
+    assert differences(ours, theirs) == [
+        "reference weights in c.pt are 3 bytes, and were 4 bytes",
+        "reward weights are read from b.pt, and were from a.pt",
+    ]
+
+
 @pytest.mark.parametrize(
     ("section", "key", "value"), [(MODEL, "model.attn_dropout", 0.0), (ADAM, "optimizer.betas", [0.9, 0.999])]
 )

@@ -174,7 +174,7 @@ def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> 
         cfg = config(tmp_path / "out", f"checkpointer.checkpoint_dir={tmp_path / folder}")
         cfg.checkpointer.checkpoint_files = files
         identities.append(identity_of(cfg, "lora"))
-    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin is ")
+    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin are ")
 
 
 def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
