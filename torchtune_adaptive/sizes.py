@@ -19,6 +19,8 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
+MOST_DECIMALS = 13
+"""A byte is seen in a TiB."""
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
 _ALLOWED = "allowed: an amount (24GiB, 500MiB, 80GB) or a fraction of the device, above 0 and up to 1 (0.9)"
 
@@ -74,15 +76,24 @@ def size_for_rank(sizes: Sequence[MemorySize], rank: int, world_size: int, key: 
     return sizes[0] if len(sizes) == 1 else sizes[rank]
 
 
-def format_bytes(count: float) -> str:
+def format_bytes(count: float, decimals: int = 1) -> str:
     """`38.4 GiB`: one decimal, in the unit that keeps it below 1024."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         # What would be printed decides, so that 1023.97 MiB reads 1.0 GiB and not 1024.0 MiB.
-        if abs(round(value, 1)) < 1024:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
+        if abs(round(value, decimals)) < 1024:
+            return f"{value:.0f} B" if unit == "B" else f"{value:.{decimals}f} {unit}"
         value /= 1024
-    return f"{value:.1f} TiB"
+    return f"{value:.{decimals}f} TiB"
+
+
+def format_apart(first: float, second: float) -> tuple[str, str]:
+    """Two amounts that differ, with as many decimals as it takes to read that: `2.21 MiB`, `2.19 MiB`."""
+    for decimals in range(1, MOST_DECIMALS):
+        texts = format_bytes(first, decimals), format_bytes(second, decimals)
+        if texts[0] != texts[1]:
+            return texts
+    return format_bytes(first), format_bytes(second)
 
 
 def _as_number(value: Any) -> float | None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.sizes import format_bytes, parse_size, parse_sizes, size_for_rank
+from torchtune_adaptive.sizes import format_apart, format_bytes, parse_size, parse_sizes, size_for_rank
 
 GIB = 2**30
 KEY = "adaptive.memory_limit"
@@ -88,6 +88,25 @@ def test_an_empty_list_is_an_error() -> None:
 )
 def test_bytes_read_as_people_write_them(count: int, text: str) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "texts"),
+    [
+        (3 * GIB, 2 * GIB, ("3.0 GiB", "2.0 GiB")),
+        (2.21 * 2**20, 2.19 * 2**20, ("2.21 MiB", "2.19 MiB")),
+        (2**20 + 1, 2**20, ("1.000001 MiB", "1.000000 MiB")),
+        (GIB, GIB, ("1.0 GiB", "1.0 GiB")),
+    ],
+)
+def test_amounts_that_differ_read_as_if_they_do(first: float, second: float, texts: tuple[str, str]) -> None:
+    assert format_apart(first, second) == texts
+
+
+@given(st.integers(1, 2**42), st.integers(1, 2**42))
+def test_two_amounts_read_alike_only_if_they_are(first: int, second: int) -> None:
+    texts = format_apart(first, second)
+    assert (texts[0] == texts[1]) == (first == second)
 
 
 @given(st.integers(1, 2**50))

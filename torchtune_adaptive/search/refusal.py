@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.sizes import format_apart, format_bytes
 
 NEEDS_LESS = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 NEEDS_LESS_OR_IS_CUT = (Remedy.SHORTER_SAMPLES, Remedy.SHORTEN, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.LARGER_BUDGET)
@@ -20,10 +20,12 @@ def one_row_error(
     *remedies: Remedy, length: int, need_bytes: int | None, budget_bytes: int, rank: int, of: str = ""
 ) -> OneRowDoesNotFitError:
     """`need_bytes` is None where the row ran out of memory; `of` names one of several training steps."""
-    need = "runs out of memory" if need_bytes is None else f"needs {format_bytes(need_bytes)}"
+    need, budget = "runs out of memory", format_bytes(budget_bytes)
+    if need_bytes is not None:
+        needed, budget = format_apart(need_bytes, budget_bytes)
+        need = f"needs {needed}"
     return OneRowDoesNotFitError(
-        f"one row of {length} tokens{of and f' of {of}'} {need} on rank {rank}, "
-        f"whose budget is {format_bytes(budget_bytes)}",
+        f"one row of {length} tokens{of and f' of {of}'} {need} on rank {rank}, whose budget is {budget}",
         *remedies,
         need_bytes=need_bytes,
         budget_bytes=budget_bytes,

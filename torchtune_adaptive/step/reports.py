@@ -17,7 +17,7 @@ from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
 from torchtune_adaptive.limits.packing import Load, Plan
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.sizes import format_apart
 
 
 class Totals(NamedTuple):
@@ -160,7 +160,7 @@ class Reports(tuple[Report, ...]):
         if not of_failed:
             return None
         rank = min(of_failed, key=lambda rank: of_failed[rank].budget_bytes)
-        budget, peak = (format_bytes(count) for count in (self[rank].budget_bytes, self[rank].peak_bytes))
+        budget, peak = format_apart(self[rank].budget_bytes, self[rank].peak_bytes)
         return f"rank {rank} may use {budget} and had come to {peak}"
 
     @property

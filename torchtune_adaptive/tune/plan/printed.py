@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
 from torchtune_adaptive.prediction.outcome import Outcome
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.sizes import format_apart, format_bytes
 from torchtune_adaptive.wording import count_of
 
 
@@ -51,7 +51,7 @@ def choice(answer: Answer, key: str = "batch_size") -> str:
 
 def shortfall(answer: Answer) -> str:
     """How much memory is missing for even one row."""
-    need, have = format_bytes(answer.reserved_bytes(1)), format_bytes(answer.budget.usable_bytes)
+    need, have = format_apart(answer.reserved_bytes(1), answer.budget.usable_bytes)
     return f"does not fit in {have}: one row of {answer.tokens} tokens needs {need}"
 
 
