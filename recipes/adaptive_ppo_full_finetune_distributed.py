@@ -37,6 +37,7 @@ from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
+from torchtune_adaptive.tune.start.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.start.sections import read_adaptive
 
 
@@ -173,4 +174,4 @@ class AdaptivePPOFullFinetuneDistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptivePPOFullFinetuneDistributed, keys=(*PPO_SECTIONS, *PPO_KEYS))
+    launch.main(AdaptivePPOFullFinetuneDistributed, keys=(*PPO_SECTIONS, *PPO_KEYS), remedies=KEYS_IN_PPO)

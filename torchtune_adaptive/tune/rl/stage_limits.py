@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.memory.device import MemorySource, fatal_where_memory_runs_out
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
@@ -33,6 +33,7 @@ from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
+from torchtune_adaptive.tune.start.remedies import KEYS_IN_PPO
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ Result = TypeVar("Result")
 Measure = Callable[[FitRequest, MemorySource, int], Result]
 """Collective: finds, for no more than so many rows, what fits."""
 
-SHORTER = "lower max_generated_tokens or tokenizer.max_seq_len"
+SHORTER = KEYS_IN_PPO[Remedy.SHORTER_SAMPLES]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -43,7 +43,7 @@ from torchtune_adaptive.tune.start.endings import (
     speaks_first,
 )
 from torchtune_adaptive.tune.start.keys import check_keys
-from torchtune_adaptive.tune.start.remedies import in_keys
+from torchtune_adaptive.tune.start.remedies import KEYS, in_keys
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.signals import listen, stop_listening
 from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
@@ -62,15 +62,15 @@ class Recipe(Protocol):
     def cleanup(self) -> None: ...
 
 
-def main(recipe_type: type[Recipe], keys: Collection[str] = ()) -> None:
+def main(recipe_type: type[Recipe], keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act.
 
-    `keys` are those that only this recipe knows.
+    `keys` are those that only this recipe knows, `remedies` what the library advises, in keys of its config.
     """
     end_with_the_launcher()
     listen()
     faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
-    _ending_well(lambda: _run(recipe_type, keys))
+    _ending_well(lambda: _run(recipe_type, keys), remedies)
 
 
 def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
@@ -161,7 +161,7 @@ def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
         question(cfg)
 
 
-def _ending_well(work: Callable[[], None]) -> None:
+def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Does the work. Whatever ends it early is reported once, by the rank that met it first."""
     try:
         try:
@@ -170,7 +170,8 @@ def _ending_well(work: Callable[[], None]) -> None:
         except AdaptiveError as error:
             stop_listening()
             consequence = isinstance(error, UnrecoverableError)
-            _end_with(error, FOR_THE_CAUSE_S if consequence else HEAD_START_S * (_rank() != 0))
+            wait_s = FOR_THE_CAUSE_S if consequence else HEAD_START_S * (_rank() != 0)
+            _end_with(error, in_keys(error, remedies), wait_s)
         except Exception:
             stop_listening()
             # a connection that breaks is what a rank sees of a peer that has ended
@@ -181,16 +182,16 @@ def _ending_well(work: Callable[[], None]) -> None:
         _end_interrupted()
 
 
-def _end_with(error: AdaptiveError, wait_s: float) -> None:
+def _end_with(error: AdaptiveError, message: str, wait_s: float) -> None:
     if not speaks_first(wait_s):
         end_silently()
     if not isinstance(error, UnrecoverableError):  # which goes on when it is started again
-        THIS_RUN.note_end(run_file.ERROR, in_keys(error))
+        THIS_RUN.note_end(run_file.ERROR, message)
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
-    tell_error(in_keys(error), where)
+    tell_error(message, where)
     # what was only half built complains when it is collected
     sys.unraisablehook = lambda _: None
     sys.exit(1)

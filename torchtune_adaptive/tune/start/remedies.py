@@ -26,7 +26,15 @@ KEYS: Mapping[Remedy, str] = {
     Remedy.MEASURE: "measure on the device instead, with use_maximum_batch_size: True",
 }
 
+KEYS_IN_PPO: Mapping[Remedy, str] = {
+    **KEYS,
+    Remedy.SHORTER_SAMPLES: "lower max_generated_tokens or tokenizer.max_seq_len",
+    Remedy.SHORTEN: "set adaptive.oversize to truncate",
+    Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
+}
+"""The same where a sample is a rollout, and batch_size what an iteration has of them."""
 
-def in_keys(error: AdaptiveError) -> str:
+
+def in_keys(error: AdaptiveError, keys: Mapping[Remedy, str] = KEYS) -> str:
     """The message for whoever wrote the config."""
-    return error.in_words(KEYS)
+    return error.in_words(keys)

@@ -13,11 +13,16 @@ from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, TrainingStep, 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.limit import exhausted
 from torchtune_adaptive.tune.start import launch
-from torchtune_adaptive.tune.start.remedies import KEYS, in_keys
+from torchtune_adaptive.tune.start.remedies import KEYS, KEYS_IN_PPO, in_keys
 
 
 def test_every_remedy_has_its_words() -> None:
-    assert set(KEYS) == set(Remedy)
+    assert set(KEYS) == set(KEYS_IN_PPO) == set(Remedy)
+
+
+def test_a_rollout_is_shorter_by_its_answer_too() -> None:
+    told = in_keys(exhausted(512), KEYS_IN_PPO)
+    assert "smaller; lower max_generated_tokens or tokenizer.max_seq_len, set enable_activation" in told
 
 
 def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
