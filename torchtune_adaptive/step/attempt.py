@@ -161,8 +161,9 @@ class PlanRunner(Generic[Sample]):
             if (position := (self.ledger.position, self.ledger.tensor_position)) == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with nothing but its shard of the training state "
-                    "allocated, so it cannot even finish the collectives that its peers wait for; train on "
-                    "more ranks"
+                    "allocated, so it cannot even finish the collectives that its peers wait for",
+                    Remedy.MORE_RANKS,
+                    Remedy.LARGER_BUDGET,
                 )
             stuck_at = position
 
