@@ -140,10 +140,12 @@ def rollouts_of(prompts: Sequence[Any], iteration: int, new_tokens: int) -> list
 
 
 def _prompt(sample: Any) -> Tensor:
-    tokens = torch.as_tensor(sample["tokens"], dtype=torch.long)
+    tokens = torch.as_tensor(sample["tokens"])
     if len(tokens) == 0:
         raise SampleError(f"a prompt on rank {dist.get_rank()} has no tokens: leave it out of the dataset")
-    return tokens
+    if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
+        raise TypeError("the tokens of a prompt are no whole numbers")
+    return tokens.long()
 
 
 def gathered(mine: Sequence[Rollout]) -> list[Rollout]:

@@ -13,6 +13,7 @@ from torchtune_adaptive.tune.start.sections import (
     BOOL,
     COUNT,
     COUNT_OR_0,
+    INTEGER,
     NULL,
     NUMBER,
     AdaptiveConfig,
@@ -27,7 +28,7 @@ VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
 PPO_SECTIONS = (POLICY, VALUE, REFERENCE_FILES, VALUE_FILES, REWARD_FILES)
 """Sections of the config besides those of finetuning."""
 
-TOKENS = Rule(lambda v: isinstance(v, list) and all(isinstance(n, int) for n in v), "a list of tokens, as numbers")
+TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a list of tokens, as numbers")
 MOST_EPOCHS = 100_000
 """What is read where PPO has `num_steps`."""
 

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
-from torchtune_adaptive.tune.rl.rollouts import COUNTS, VALUED, Rollout, answer_tokens, sequences_of, worst_rollout
+from torchtune_adaptive.errors import SampleError
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
+from torchtune_adaptive.tune.rl.rollouts import (
+    COUNTS,
+    VALUED,
+    Rollout,
+    answer_tokens,
+    rollouts_of,
+    sequences_of,
+    worst_rollout,
+)
 
 PROMPT, NEW = 16, 12
 WORST = worst_rollout(torch.arange(PROMPT), NEW)
@@ -41,3 +52,12 @@ def test_the_tokens_of_a_filler_count_nothing() -> None:
     filler.length = 7  # as after generating
     assert answer_tokens([filler]) == 0
     assert isinstance(filler, Rollout)
+
+
+def test_a_prompt_of_fractions_is_named_and_not_cut_to_whole_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    prompts = NamedSamples([{"tokens": tokens, "labels": tokens} for tokens in ([1, 2], [1.5, 2.5])])
+    told = r"sample 1 of the dataset \(on rank 0\) has tokens that are no list of whole numbers \(\[1.5, 2.5\]\)"
+    with pytest.raises(SampleError, match=told), naming_bad_samples(nn.Identity(), prompts, last=2):
+        rollouts_of([prompts[0], prompts[1]], 1, NEW)

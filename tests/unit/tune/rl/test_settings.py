@@ -69,6 +69,7 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("gamma=2", "gamma is 2"),
         ("num_steps=0", "num_steps is 0"),
         ("stop_token_ids=3", "a list of tokens"),
+        ("stop_token_ids=[true]", "a list of tokens"),
         ("dataset.packed=True", "prompts cannot be packed"),
     ],
 )
