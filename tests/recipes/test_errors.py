@@ -150,6 +150,7 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("fsdp_cpu_offload=True", ["fsdp_cpu_offload is True", "device is 'cpu'", "set it to False"]),
         ("enable_activation_offloading=True", ["enable_activation_offloading is True", "device is 'cpu'"]),
         ("optimizer_in_bwd=True", ["optimizer_in_bwd is True", "clip_grad_norm is 1.0"]),
+        ("optimizer=torch.optim.SGD", ["optimizer.fused is True", "torch.optim.SGD", "set optimizer.fused: False"]),
         ("collate_fn=nowhere.collate", ["collate_fn is 'nowhere.collate'", "cannot be imported"]),
         ("collate_fn=torchtune.data.left_pad_sequence", ["collate_fn is", "inference only"]),
         ("collate_fn=os.getcwd", ["collate_fn is 'os.getcwd'", "cannot be called with samples", "padded_collate_sft"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 
 from omegaconf import DictConfig, OmegaConf
@@ -9,7 +10,6 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import (
-    ABOVE_ZERO,
     BOOL,
     COUNT,
     COUNT_OR_0,
@@ -25,10 +25,15 @@ from torchtune_adaptive.tune.start.settings import Settings, check_defaults, rea
 POLICY, VALUE = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
 VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
+TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
 PPO_SECTIONS = (POLICY, VALUE, REFERENCE_FILES, VALUE_FILES, REWARD_FILES)
 """Sections of the config besides those of finetuning."""
 
 TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a list of tokens, as numbers")
+FINITE = Rule(lambda v: NUMBER.accepts(v) and abs(v) < math.inf, "a finite number")
+FINITE_OR_0 = Rule(lambda v: FINITE.accepts(v) and v >= 0, "a finite number of at least 0")
+FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
+CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, which clips nothing")
 MOST_EPOCHS = 100_000
 """What is read where PPO has `num_steps`."""
 
@@ -55,16 +60,16 @@ class PPOSettings:
     forward_batch_size: int = option(COUNT)
     max_generated_tokens: int = option(COUNT)
     enable_kv_cache: bool = option(BOOL, True)
-    temperature: float = option(ABOVE_ZERO)
+    temperature: float = option(FINITE_ABOVE_0)
     top_k: int | None = option(COUNT | NULL, None)
     min_response_length: int | None = option(COUNT_OR_0 | NULL, None)
     penalise_no_eos: bool = option(BOOL)
-    reward_penalty: float = option(NUMBER)
+    reward_penalty: float = option(FINITE)
     stop_token_ids: tuple[int, ...] | None = option(TOKENS | NULL, None)
     whiten_rewards: bool = option(BOOL)
-    gamma: float = option(NUMBER)
-    lmbda: float = option(NUMBER)
-    kl_coeff: float = option(NUMBER)
+    gamma: float = option(FINITE)
+    lmbda: float = option(FINITE)
+    kl_coeff: float = option(FINITE)
 
     batch_size: int = option(COUNT)
 
@@ -76,6 +81,15 @@ class PPOSettings:
     def iterations(self, ranks: int) -> int:
         """Iterations of the whole run: `num_steps` counts samples over all ranks."""
         return self.num_steps // (self.batch_size * ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """The coefficients of the loss's section, with torchtune's names and defaults."""
+
+    epsilon: float = option(CLIP, 0.1)
+    value_clip_range: float = option(CLIP, 0.2)
+    value_coeff: float = option(FINITE_OR_0, 0.1)
 
 
 PPO_KEYS = tuple(field.name for field in fields(PPOSettings))
@@ -90,6 +104,7 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
         if cfg.get(key) is not None:
             raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: leave it out")
     ppo = sections.read(PPOSettings, cfg)
+    sections.read(LossSettings, cfg.get("loss"), prefix="loss.")
     _check_sizes(ppo)
     seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
     assert isinstance(seen, DictConfig)

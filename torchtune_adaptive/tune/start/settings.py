@@ -28,6 +28,8 @@ from torchtune_adaptive.tune.start.sections import (
 AUTO = "auto"
 NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
 NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
+FUSED_ON_SHARDS = ("Adam", "AdamW")
+"""Optimizers of torch whose fused update takes the shards of FSDP2."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
@@ -178,6 +180,7 @@ def read_common(cfg: DictConfig) -> Settings:
     """What every recipe reads. `keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune
     has planned it."""
     settings = replace(sections.read(Settings, cfg), config=cfg)
+    _check_fused(cfg)
     section = cfg.get("checkpointer")
     if not OmegaConf.is_dict(section):
         return settings  # told of where the checkpointer is built
@@ -193,6 +196,16 @@ def read_common(cfg: DictConfig) -> Settings:
         )
     sections.check(COUNT, there, f"checkpointer.{key}")
     return replace(settings, keep_last_n_checkpoints=there)
+
+
+def _check_fused(cfg: DictConfig) -> None:
+    component, fused = (OmegaConf.select(cfg, f"optimizer.{key}") for key in ("_component_", "fused"))
+    path, _, name = str(component).rpartition(".")
+    if fused is True and path.split(".")[:2] == ["torch", "optim"] and name not in FUSED_ON_SHARDS:
+        raise ConfigError(
+            f"optimizer.fused is True and optimizer._component_ is {component}, whose fused update does not take the "
+            f"shards of FSDP2: set optimizer.fused: False, or take one of {', '.join(FUSED_ON_SHARDS)}"
+        )
 
 
 def _check_offloading(settings: Settings) -> None:

@@ -70,11 +70,37 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("num_steps=0", "num_steps is 0"),
         ("stop_token_ids=3", "a list of tokens"),
         ("stop_token_ids=[true]", "a list of tokens"),
+        ("kl_coeff=.inf", "kl_coeff is inf: allowed is a finite number"),
+        ("reward_penalty=.nan", "reward_penalty is nan: allowed is a finite number"),
+        ("temperature=.inf", "temperature is inf: allowed is a finite number above 0"),
+        ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
+        ("loss.epsilon=-1", "loss.epsilon is -1"),
+        ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
+        ("loss.value_clip_range=.nan", "loss.value_clip_range is nan"),
+        ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a finite number of at least 0"),
+        ("optimizer._component_=torch.optim.SGD", "set optimizer.fused: False, or take one of Adam, AdamW"),
         ("dataset.packed=True", "prompts cannot be packed"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_its_name(override: str, part: str) -> None:
     assert part in refused(config(DEMO, override))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.epsilon=.inf", "loss.value_clip_range=.inf", "loss.value_coeff=0", "kl_coeff=0"],
+        ["~loss.epsilon"],
+        ["optimizer._component_=torch.optim.SGD", "optimizer.fused=False"],
+        ["optimizer._component_=torch.optim.Adam"],
+    ],
+)
+def test_what_clips_nothing_or_costs_nothing_is_taken(overrides: list[str]) -> None:
+    cfg = config(DEMO, *(each for each in overrides if not each.startswith("~")))
+    for each in overrides:
+        if each.startswith("~"):
+            del cfg.loss[each.removeprefix("~loss.")]
+    read_ppo_settings(cfg)
 
 
 @pytest.mark.parametrize(
