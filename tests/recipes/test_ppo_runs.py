@@ -54,10 +54,10 @@ def train_failing(folder: Path, other: int, port: int) -> None:
     recipe.cleanup()
 
 
-def train_and_stop(folder: Path, stop_at: int | None, port: int) -> None:
+def train_and_stop(folder: Path, stop_at: int | None, port: int, *overrides: str) -> None:
     """Collective: to the end, or until the value model has been trained in this iteration."""
     os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED))
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED, *overrides))
     recipe.setup()
     train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
 
@@ -71,6 +71,8 @@ def run_all(folder: Path, ports: list[int]) -> None:
     for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
         for stop in stops:
             train_and_stop(folder / case, stop, next(free))
+    train_and_stop(folder / "split anew", STOPS[1], next(free))
+    train_and_stop(folder / "split anew", None, next(free), "gradient_accumulation_steps=2")
 
 
 def run_alone(folder: Path, ports: list[int]) -> None:
@@ -82,7 +84,7 @@ def run_alone(folder: Path, ports: list[int]) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ppo")
     run_on_ranks(
-        2, run_all, folder, free_ports(len(CASES) + len(FAILING) + 2 + len(STOPS)), timeout_s=250, in_group=False
+        2, run_all, folder, free_ports(len(CASES) + len(FAILING) + 4 + len(STOPS)), timeout_s=250, in_group=False
     )
     run_on_ranks(1, run_alone, folder, free_ports(2), timeout_s=100, in_group=False)
     return folder
@@ -129,6 +131,14 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs:
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
     assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
+    whole, split = saved(runs / "whole"), saved(runs / "split anew")
+    for name, weight in split.items():
+        torch.testing.assert_close(weight, whole[name], rtol=RELATIVE, atol=1e-6, msg=name)
+    microbatches = [line["train_policy/microbatches"] for line in read_log(runs / "split anew" / "log.jsonl")]
+    assert microbatches == [*[microbatches[0]] * 3, *[2 * microbatches[0]] * 3]
 
 
 def go_on_alone(folder: Path, port: int) -> str:

@@ -155,7 +155,16 @@ def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: Meshes) -
     if loader.samples_per_rank < settings.samples_per_step:
         raise ConfigError(
             f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "
-            f"batch_size {settings.batch_size} × gradient_accumulation_steps "
-            f"{settings.gradient_accumulation_steps} × {count_of(ranks, 'rank')}; lower one of them"
+            + _factors_of_step(settings, ranks)
         )
     return loader
+
+
+def _factors_of_step(settings: Settings, ranks: int) -> str:
+    """What the samples of a step are the product of, and what to lower."""
+    accumulated = settings.gradient_accumulation_steps
+    rows = f"batch_size {settings.batch_size}" + (
+        f" × gradient_accumulation_steps {accumulated}" if accumulated > 1 else ""
+    )
+    lower = "one of them" if accumulated * ranks > 1 else "batch_size"
+    return f"{rows} × {count_of(ranks, 'rank')}; lower {lower}"

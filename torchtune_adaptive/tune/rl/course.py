@@ -54,7 +54,7 @@ def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSiz
     if total == 0:
         raise ConfigError(
             f"num_steps is {parts.ppo.num_steps}, but one iteration takes {size * ranks} samples: batch_size {size} × "
-            f"{ranks} ranks; raise num_steps, or lower batch_size"
+            f"{count_of(ranks, 'rank')}; raise num_steps, or lower batch_size"
         )
     left = total - progress.step
     epochs = list(progress.past)

@@ -17,9 +17,11 @@ from torchtune_adaptive.tune.start.settings import Settings
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
 
-def load(samples: int, ranks: int) -> StepLoader[Any]:
+def load(samples: int, ranks: int, **keys: int) -> StepLoader[Any]:
     mesh: Any = {"dp": SimpleNamespace(size=lambda: ranks, get_local_rank=lambda: 0)}
-    return build_step_loader(NamedSamples([{"tokens": [1], "labels": [1]}] * samples), Settings(**KEYS), mesh)
+    return build_step_loader(
+        NamedSamples([{"tokens": [1], "labels": [1]}] * samples), Settings(**{**KEYS, **keys}), mesh
+    )
 
 
 def test_an_empty_dataset_is_said_to_be_empty() -> None:
@@ -33,6 +35,12 @@ def test_an_empty_dataset_is_said_to_be_empty() -> None:
 def test_a_dataset_that_fills_no_step_is_told_with_the_arithmetic(samples: int, ranks: int, said: str) -> None:
     with pytest.raises(ConfigError, match=rf"^dataset has {said} lower one of them$"):
         load(samples, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "said"), [(1, "1 rank; lower batch_size"), (2, "2 ranks; lower one of them")])
+def test_only_what_can_be_lowered_is_told(ranks: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"one step takes {2 * ranks}: batch_size 2 × {said}$"):
+        load(1, ranks, gradient_accumulation_steps=1)
 
 
 def test_a_dataset_of_one_step_is_taken() -> None:

@@ -34,6 +34,8 @@ PPO_RUN_KEYS = (
     "top_k",
     "stop_token_ids",
 )
+ONLY_SPLIT = {"full_ppo": {"gradient_accumulation_steps"}}
+"""Keys among them that in a recipe only say how a step is split: they are saved all the same, and may change."""
 TOLD_KEYS = ("loss", "lr_scheduler", "clip_grad_norm", "dtype", "tokenizer.max_seq_len")
 """Keys that may change in the course of a run, but not without a word: they change what it trains from there on."""
 TOLD_PPO_KEYS = (
@@ -118,11 +120,11 @@ def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str |
 
 def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
     """Every such key, with both values; weights by their files, and by their contents where these have one name."""
-    keys = sorted(configured.keys() | saved.keys(), key=lambda key: (key != "recipe", key))
+    told = (configured.keys() | saved.keys()) - ONLY_SPLIT.get(str(configured.get("recipe")), set())
+    keys = sorted(told, key=lambda key: (key != "recipe", key))
     pairs = ((key, _value(key, configured), _value(key, saved)) for key in keys)
     changed = {key: (ours, theirs) for key, ours, theirs in pairs if not _alike(ours.value, theirs.value)}
-    told = (_told(key, *values, configured, saved) for key, values in changed.items())
-    return list(dict.fromkeys(told))
+    return list(dict.fromkeys(_told(key, *values, configured, saved) for key, values in changed.items()))
 
 
 def _told(key: str, ours: _Value, theirs: _Value, configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str:

@@ -44,6 +44,14 @@ def test_to_write_a_default_out_changes_nothing(section: dict[str, Any], key: st
     assert differences(section | {key: value}, section) == differences(section, section | {key: value}) == []
 
 
+def test_what_only_splits_an_update_of_ppo_may_change() -> None:
+    ours, saved = ({"recipe": "full_ppo", "gradient_accumulation_steps": steps} for steps in (1, 2))
+    assert differences(ours, saved) == []
+    assert differences(ours | {"seed": 1}, saved | {"seed": 2}) == ["seed is 1, and was 2"]
+    of_finetuning = "gradient_accumulation_steps is 1, and was 2"
+    assert differences(ours | {"recipe": "full"}, saved | {"recipe": "full"}) == [of_finetuning]
+
+
 def test_another_recipe_is_what_is_told_first() -> None:
     ours = {"batch_size": 4, "recipe": "full"}
     saved = {"batch_size": 2, "frozen weights in demo.pt": "9 bytes", "recipe": "lora"}
