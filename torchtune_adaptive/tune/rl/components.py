@@ -7,7 +7,8 @@ from typing import Any
 
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data, build_dataset, build_step_loader
 from torchtune_adaptive.tune.parts.process_group import Meshes
@@ -31,6 +32,7 @@ def build_prompts(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     """Samples of text, whose tokens are the prompts."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = NamedSamples(dataset, TEXT)
+    samples.complete = _prompt_of_some_tokens
     if len(samples):
         _check_has_tokens(samples[0], settings)
     return Data(
@@ -50,6 +52,16 @@ def _check_has_tokens(sample: Any, settings: Settings) -> None:
             f"dataset is {settings.config.dataset.get('_component_')}, whose samples are no prompts: the first has "
             f"{keys}, and needs tokens; give one such as torchtune.datasets.text_completion_dataset"
         )
+
+
+def _prompt_of_some_tokens(index: int, sample: Any) -> Any:
+    """The sample as it is: an answer has to follow something."""
+    if isinstance(sample, Mapping) and "tokens" in sample and len(sample["tokens"]) == 0:
+        raise SampleError(
+            f"sample {index} of the dataset (on rank {rank()}) has no tokens, and an answer has to follow some: leave "
+            "it out of the dataset"
+        )
+    return sample
 
 
 def _collate_nothing(samples: Any) -> dict[str, Any]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 
 LOG_PROBS, REFERENCE, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
@@ -141,8 +140,6 @@ def rollouts_of(prompts: Sequence[Any], iteration: int, new_tokens: int) -> list
 
 def _prompt(sample: Any) -> Tensor:
     tokens = torch.as_tensor(sample["tokens"])
-    if len(tokens) == 0:
-        raise SampleError(f"a prompt on rank {dist.get_rank()} has no tokens: leave it out of the dataset")
     if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
         raise TypeError("the tokens of a prompt are no whole numbers")
     return tokens.long()

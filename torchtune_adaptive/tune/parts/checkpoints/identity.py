@@ -127,7 +127,9 @@ def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list
     return list(dict.fromkeys(_told(key, *values, configured, saved) for key, values in changed.items()))
 
 
-def _told(key: str, ours: _Value, theirs: _Value, configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str:
+def _told(
+    key: str, ours: _Configured, theirs: _Configured, configured: Mapping[str, Any], saved: Mapping[str, Any]
+) -> str:
     whose, are_weights, _ = key.partition(WEIGHTS_IN)
     if not are_weights:
         return f"{key} is {ours}, and was {theirs}"

@@ -1,0 +1,38 @@
+"""Prompts that nothing can be generated from."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.tune.rl.components import build_prompts
+from torchtune_adaptive.tune.start.settings import Settings
+
+MESH: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
+
+
+def samples_of(tokenizer: Any, key: str = "tokens") -> list[Any]:
+    """Component of a dataset whose last sample is empty."""
+    return [{key: tokens, "labels": tokens} for tokens in ([1, 2], [3], [])]
+
+
+def build(**arguments: str) -> Any:
+    cfg = OmegaConf.create({"dataset": {"_component_": f"{__name__}.samples_of", **arguments}})
+    return build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=8), MESH).dataset
+
+
+def test_a_prompt_without_tokens_is_named() -> None:
+    dataset = build()
+    assert dataset[1]["tokens"] == [3]
+    with pytest.raises(SampleError, match=r"^sample 2 of the dataset \(on rank 0\) has no tokens, .* leave it out"):
+        dataset[2]
+
+
+def test_what_has_no_prompts_is_told_by_its_keys() -> None:
+    with pytest.raises(ConfigError, match="the first has words, labels, and needs tokens"):
+        build(key="words")
