@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.tune.rl.arithmetic import (
     Answered,
     estimates_of,
@@ -25,7 +27,8 @@ from torchtune_adaptive.tune.rl.rollouts import (
     found_of,
     keep,
 )
-from torchtune_adaptive.tune.rl.settings import PPOSettings
+from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, PPOSettings
+from torchtune_adaptive.wording import count_of
 
 
 def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Sequence[int]) -> dict[str, float]:
@@ -38,7 +41,10 @@ def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Seque
         shorter_than=ppo.min_response_length,
         penalty=ppo.reward_penalty,
     )
-    rewards = rewards_of(scores, found_of(everything, LOG_PROBS), found_of(everything, REFERENCE), ends, ppo.kl_coeff)
+    reference = found_of(everything, REFERENCE)
+    _check_finite(scores, everything[0].iteration, "reward model's score", REWARD_FILES)
+    _check_finite(reference, everything[0].iteration, "reference's log-probability", REFERENCE_FILES)
+    rewards = rewards_of(scores, found_of(everything, LOG_PROBS), reference, ends, ppo.kl_coeff)
     total = whitened(rewards.total, ends.valued) * ends.valued if ppo.whiten_rewards else rewards.total
     estimates = estimates_of(found_of(everything, VALUES), total, ends, ppo.gamma, ppo.lmbda)
     keep(everything, ADVANTAGES, estimates.advantages)
@@ -52,6 +58,19 @@ def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Seque
         "kl_reward": of_kl,
         "response_lengths": float(ends.last.float().mean()),
     }
+
+
+def _check_finite(said: Tensor, iteration: int, what: str, files: str) -> None:
+    """Refuses what a model that no training changes says of answers: one number that is not finite would make all
+    weights NaN, since advantages are whitened over all answers."""
+    wrong = ~said.isfinite()
+    if wrong.any():
+        answers = int(wrong.reshape(len(said), -1).any(1).sum())
+        raise NotLearningError(
+            f"iteration {iteration}: the {what} is {float(said[wrong][0])} for {answers} of "
+            f"{count_of(len(said), 'answer')}, which would make every weight NaN: see whether the weights in "
+            f"{files}.checkpoint_files are sound, or set dtype: fp32 where bf16 is too narrow for them"
+        )
 
 
 def _stopped(ends: Answered) -> int:

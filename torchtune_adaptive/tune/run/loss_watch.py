@@ -20,8 +20,9 @@ class LossWatch:
     Call it once the loss is a number on the host anyway, that is for the log: nothing here waits for a GPU.
     """
 
-    def __init__(self, on_nan_loss: str) -> None:
+    def __init__(self, on_nan_loss: str, files: str = "checkpointer.checkpoint_files") -> None:
         self._stops = on_nan_loss == STOP
+        self._files = files
         self._steps = 0
         self._learning_steps = 0
         self._nan_steps = 0
@@ -78,5 +79,5 @@ class LossWatch:
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
                 f"nothing was trained {so_far}: the loss was NaN or infinite every time, so the weights most likely "
-                "were before the run began; check checkpointer.checkpoint_files, or lower optimizer.lr"
+                f"were before the run began; check {self._files}, or lower optimizer.lr"
             )
