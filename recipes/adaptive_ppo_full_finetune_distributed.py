@@ -29,7 +29,8 @@ from torchtune_adaptive.tune.rl.experience import estimate
 from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_of_stages
 from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
 from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
+from torchtune_adaptive.tune.rl.room import check_room
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, TRAINED_FILES, check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
 from torchtune_adaptive.tune.rl.stages import build_stages, stop_tokens_of
 from torchtune_adaptive.tune.run.journal import RunJournal
@@ -72,6 +73,7 @@ class AdaptivePPOFullFinetuneDistributed:
 
         checkpoint = self._checkpoints.load()
         self.models = build_models(settings, device, self._mesh, checkpoint, self.progress.seed)
+        check_room(self.models.everything, adaptive, ppo)
         self.tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_ppo_optimization(settings, self.models, checkpoint, device)
         if self._start.resumes:
@@ -102,7 +104,7 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, stopping = LossWatch(self._adaptive.on_nan_loss), False
+        losses, stopping = LossWatch(self._adaptive.on_nan_loss, TRAINED_FILES), False
         self._profiler.start()
         suspects = 2 * self._settings.batch_size
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):

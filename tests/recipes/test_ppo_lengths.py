@@ -225,6 +225,8 @@ def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs:
 LONG = {
     "named": ("adaptive.token_budget=18",),
     "no room": (f"adaptive.token_budget={NEW}",),
+    "of the models": ("adaptive.token_budget=2000", "max_generated_tokens=503"),
+    "by rows": ("max_generated_tokens=503",),
     "cut": ("adaptive.token_budget=18", "adaptive.oversize=truncate"),
 }
 ALONE = ("batch_size=2", "ppo_batch_size=2", "num_steps=4", "dataset.samples=4")
@@ -247,6 +249,11 @@ def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> 
     assert "of the dataset has" in told["named"]
     assert f"room for {18 - NEW} beside an answer; raise adaptive.token_budget, lower max_gen" in told["named"]
     assert f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but a prompt and an answer may" in told["no room"]
+    for case in ("of the models", "by rows"):
+        assert "of the dataset has 10 tokens, but a microbatch has room for 9 beside an answer, since" in told[case]
+        assert "; lower max_generated_tokens, " in told[case]
+        assert "lower tokenizer.max_seq_len to 9" in told[case]
+        assert read_log(tmp_path / case / "log.jsonl") == []
     assert "cut" not in told
     for line in read_log(tmp_path / "cut" / "log.jsonl"):
         assert {line[f"{stage.replace(' ', '_')}/microbatch_tokens"] for stage in STAGES} <= {*range(19)}

@@ -26,9 +26,11 @@ from torchtune_adaptive.tune.parts.model import META, built_on
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.plan.shims import quantizing_at_once
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
-from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
+from torchtune_adaptive.tune.rl.room import check_room
+from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES, read_ppo_settings
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.arguments import COMPONENT
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 T = TypeVar("T")
@@ -106,10 +108,15 @@ def check_pairs(cfg: DictConfig) -> None:
 def check_rollouts(settings: Settings) -> None:
     """What PPO has of its own."""
     build_ppo_loss(settings)
-    cfg = settings.config
-    built_on(META, cfg, torch.float32, VALUE)
     for key in (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
-        check_fits(key, components.require(cfg, key), should_load_recipe_state=False)
+        check_fits(key, components.require(settings.config, key), should_load_recipe_state=False)
+
+
+def check_models_of_ppo(settings: Settings, adaptive: AdaptiveConfig | None, policy: nn.Module | None) -> None:
+    """What is not the policy, and whether beside an answer there is room for a prompt in all of them."""
+    value = built_on(META, settings.config, torch.float32, VALUE)
+    if policy is not None:
+        check_room((policy, value), adaptive or AdaptiveConfig(), read_ppo_settings(settings.config)[1])
 
 
 def check_optimization(cfg: DictConfig, findings: Findings) -> None:

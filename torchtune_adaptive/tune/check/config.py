@@ -11,7 +11,13 @@ from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.sizes import size_for_rank
-from torchtune_adaptive.tune.check.components import check_components, check_loss, check_pairs, check_rollouts
+from torchtune_adaptive.tune.check.components import (
+    check_components,
+    check_loss,
+    check_models_of_ppo,
+    check_pairs,
+    check_rollouts,
+)
 from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.check.places import check_output, check_weights
 from torchtune_adaptive.tune.parts import devices
@@ -73,6 +79,7 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
         model = None
         if settings is not None:
             model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
+            findings.of(partial(check_models_of_ppo, settings, adaptive, model))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
         model = check_components(cfg, settings, findings, of_its_own)

@@ -28,6 +28,7 @@ from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_optimization
 from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, found_of, sequences_of, worst_rollout
+from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, VALUE, PPOSettings, read_ppo_settings
 from torchtune_adaptive.tune.rl.stages import (
     GENERATE,
@@ -48,14 +49,15 @@ TRACED_ANSWER = 3
 
 def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[str, FakeStep]:
     """The steps of PPO by name, in the order of an iteration."""
-    ppo = read_ppo_settings(settings.config)[1]
+    ppo, adaptive = read_ppo_settings(settings.config)[1], read_adaptive(settings.config.get("adaptive"))
     with common["fakes"], common["device_stand_in"]:
         checkpoint = {training.MODEL_KEY: _weights(settings, POLICY), VALUE_MODEL: _weights(settings, VALUE)}
         models = build_models(settings, common["device"], mesh, checkpoint, 0, _frozen)
+        check_room(models.everything, adaptive, ppo)
         optimization = build_ppo_optimization(settings, models, {}, HOST)
         loss = build_ppo_loss(settings)
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
-    by_tokens = read_adaptive(settings.config.get("adaptive")).token_budget is not None
+    by_tokens = adaptive.token_budget is not None
     in_parts = ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size or by_tokens
     ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, HOST, 0, gathering)
 

@@ -24,7 +24,6 @@ from torchtune.rlhf.loss import PPOLoss
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.tune.parts.generation import generate
-from torchtune_adaptive.tune.parts.microbatch import check_length
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
@@ -39,6 +38,7 @@ from torchtune_adaptive.tune.rl.rollouts import (
     keep,
     sequences_of,
 )
+from torchtune_adaptive.tune.rl.room import check_whole_length
 
 RolloutPass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
 
@@ -62,7 +62,7 @@ class Generate:
         width = len(rollouts[0].answer)
         numbers = [each.number for each in rollouts]
         drawn = draws(self.seed, rollouts[0].iteration, numbers, width, stage="generate")
-        check_length(self.model, max(len(each.prompt) for each in rollouts) + width)
+        check_whole_length(self.model, max(len(each.prompt) for each in rollouts) + width)
         # A single token has no next one for which they would have to stay.
         keeping = self.gathered() if width > 1 else nullcontext()
         with keeping, torch.compiler.set_stance("force_eager"):
@@ -100,7 +100,7 @@ class AnswerScorer:
     def log_probs(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts, new tokens]; what does not count is 0."""
         sequences = sequences_of(rollouts).to(self.device)
-        check_length(model, sequences.tokens.size(1))
+        check_whole_length(model, sequences.tokens.size(1))
         logits = sequences.of_answers(model(sequences.tokens)).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
         counts = found_of(rollouts, COUNTS, self.device)
@@ -111,13 +111,13 @@ class AnswerScorer:
         """[rollouts, new tokens]; what has no value is 0."""
         valued = found_of(rollouts, VALUED, self.device)
         sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
-        check_length(model, sequences.tokens.size(1))
+        check_whole_length(model, sequences.tokens.size(1))
         return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
 
     def scores(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts]: what the model says once it has read a whole answer."""
         sequences = sequences_of(rollouts).to(self.device)
-        check_length(model, sequences.tokens.size(1))
+        check_whole_length(model, sequences.tokens.size(1))
         outputs: Tensor = model(sequences.tokens)[..., 0]
         return outputs.gather(1, sequences.last[:, None])[:, 0].float()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
@@ -28,6 +28,7 @@ from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.rl.course import RolloutParts
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.tune.rl.room import longest_taken
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
@@ -50,7 +51,7 @@ class StageLimits:
 
     limits: Mapping[str, Limit]
     admission: Admission | None = None
-    """Admission of prompts, where some may be too long for any microbatch."""
+    """Admission of prompts, where some may be too long for any microbatch, or for the models."""
 
 
 def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits:
@@ -60,16 +61,16 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
         say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
         return _admitting(parts, {stage: TokenLimit(budget) for stage in STAGES})
     if budget is None and not parts.settings.use_maximum_batch_size:
-        return StageLimits(configured)
+        return _by_rows(parts, configured)
     if memory is None:
         what, remedy = ("batch search", "") if budget is None else ("token budget", ", or a number")
         say(f"{what} · nothing to find on a CPU, which has no limit: set adaptive.memory_limit{remedy}")
-        return StageLimits(configured)
+        return _by_rows(parts, configured)
     with _as_in_training(parts, memory):
         if budget is None:
             rows = {stage: _measured(parts, memory, stage, search_batch_size)[1] for stage in STAGES}
             say(_table_of_rows(rows))
-            return StageLimits({stage: RowLimit(event.after or 1) for stage, event in rows.items()})
+            return _by_rows(parts, {stage: RowLimit(event.after or 1) for stage, event in rows.items()}, searched=True)
         profiles = {stage: _measured(parts, memory, stage, profile_lengths)[0] for stage in STAGES}
     say(_table_of_lengths(profiles, parts.ppo.max_generated_tokens))
     return _admitting(parts, {stage: profile.limit for stage, profile in profiles.items()})
@@ -84,10 +85,33 @@ def _admitting(parts: RolloutParts, limits: Mapping[str, Limit]) -> StageLimits:
             f"a microbatch has room for {longest} tokens (adaptive.token_budget: {parts.adaptive.token_budget}), but a "
             f"prompt and an answer may have {new + 1} even where the prompt has only one: {', or '.join(ways)}"
         )
-    if parts.adaptive.oversize != "error":
-        longest = min(longest, *(getattr(model, "max_seq_len", longest) for model in parts.models.everything))
-    remedy = f" beside an answer; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
+    fact, taken = " beside an answer", longest_taken(parts.models.everything)
+    if taken is not None and taken < longest:
+        longest, fact, ways = taken, _what_models_take(taken), _ways_to_shorten(taken - new)
+    remedy = f"{fact}; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
     return StageLimits(limits, admission_of(_request(parts, None, GENERATE), longest - new, remedy))
+
+
+def _by_rows(parts: RolloutParts, limits: Mapping[str, Limit], *, searched: bool = False) -> StageLimits:
+    """Collective: each prompt is looked at when it is read, and before training where a search has read them all."""
+    taken = longest_taken(parts.models.everything)
+    if taken is None:
+        return StageLimits(limits)
+    longest, data = taken - parts.ppo.max_generated_tokens, parts.data
+    remedy = f"{_what_models_take(taken)}; {', or '.join(_ways_to_shorten(longest))}"
+    if searched and data.max_seq_len is None and parts.adaptive.sequence_length is None:
+        request = _request(parts, None, GENERATE)
+        request = replace(request, adaptive=replace(parts.adaptive, oversize="error"))
+        return StageLimits(limits, admission_of(request, longest, remedy))
+    return StageLimits(limits, Admission(data.dataset, data.kind, longest, "error", remedy))
+
+
+def _what_models_take(taken: int) -> str:
+    return f" beside an answer, since the models take {taken} in all (their max_seq_len)"
+
+
+def _ways_to_shorten(longest: int) -> list[str]:
+    return ["lower max_generated_tokens", f"lower tokenizer.max_seq_len to {longest}"]
 
 
 @contextmanager
@@ -184,7 +208,10 @@ def _worst_rollout(parts: RolloutParts) -> Rollout:
     sample = worst_sample(
         parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.adaptive.sequence_length
     )
-    return worst_rollout(torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens)
+    prompt, new = torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens
+    taken = longest_taken(parts.models.everything)
+    # what is longer than the models take is refused, or cut, whatever it would need
+    return worst_rollout(prompt if taken is None else prompt[: taken - new], new)
 
 
 def _update(parts: RolloutParts, result: StepResult) -> None:

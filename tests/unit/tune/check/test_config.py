@@ -168,6 +168,13 @@ def test_one_mistake_for_ppo_is_told_by_itself(validate: Validate) -> None:
     assert "fsdp_cpu_offload is True" in told
 
 
+def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_there_are_any(validate: Validate) -> None:
+    ended = validate("adaptive/demo/ppo", "max_generated_tokens=512")
+    assert_refused(ended, ["max_generated_tokens is 512", "allowed is 511 or less"])
+    assert_refused(validate("adaptive/demo/ppo", "loss.epsilon=-1"), ["loss.epsilon is -1"])
+    assert validate("adaptive/demo/ppo", "max_generated_tokens=496")[0] == 0
+
+
 def test_replicas_of_quantized_weights_are_refused_before_there_are_any(validate: Validate) -> None:
     ended = validate("adaptive/llama3_3/70B_qlora", "data_parallel_replicate_dim=2", "--ranks", "4")
     assert_refused(ended, ["data_parallel_replicate_dim is 2", "quantized"])

@@ -1,0 +1,46 @@
+"""The room that models leave to a prompt: what they take, less the longest answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.rl.settings import PPOSettings
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+
+
+def longest_taken(models: Iterable[nn.Module]) -> int | None:
+    """The longest sequence that all of the models take; None where none of them says."""
+    lengths: list[int] = [model.max_seq_len for model in models if hasattr(model, "max_seq_len")]  # type: ignore[misc]
+    return min(lengths, default=None)
+
+
+def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, ppo: PPOSettings) -> None:
+    """Refuses answers beside which there is no room for a prompt, or for one of the length that is measured."""
+    taken, new = longest_taken(models), ppo.max_generated_tokens
+    if taken is None:
+        return
+    if taken <= new:
+        raise ConfigError(
+            f"max_generated_tokens is {new}, but prompt and answer together may have {taken} tokens, as many as the "
+            f"models take (their max_seq_len): allowed is {taken - 1} or less"
+        )
+    wanted = adaptive.sequence_length
+    if wanted is not None and wanted > taken - new:
+        raise ConfigError(
+            f"adaptive.sequence_length is {wanted}, but beside an answer of {new} tokens (max_generated_tokens) the "
+            f"models, which take {taken} in all (their max_seq_len), have room for a prompt of {taken - new}: allowed "
+            f"is {taken - new} or less, or null"
+        )
+
+
+def check_whole_length(model: nn.Module, longest: int) -> None:
+    """Refuses a rollout that is longer than the model takes."""
+    taken = longest_taken([model])
+    if taken is not None and longest > taken:
+        raise ConfigError(
+            f"a prompt and its answer have {longest} tokens, but the model takes at most {taken} (its max_seq_len): "
+            "lower max_generated_tokens or tokenizer.max_seq_len"
+        )
