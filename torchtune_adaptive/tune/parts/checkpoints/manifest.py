@@ -73,7 +73,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all its files."""
+        """The size of all its files."""
         return sum(each.bytes for each in self.files.values())
 
 
