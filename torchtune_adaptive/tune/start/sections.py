@@ -56,7 +56,7 @@ INTEGER = Rule(_is_int, "a whole number")
 COUNT_OR_0 = Rule(lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
 NULL = Rule(lambda v: v is None, "null")
 NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
-A_SECOND = Rule(lambda v: NUMBER.accepts(v) and v >= 1, "a number of at least 1")
+TO_A_DAY = Rule(lambda v: NUMBER.accepts(v) and 1 <= v <= 86400, "a number of seconds from 1 to 86400, a day,")
 ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
 TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 PATH = Rule(lambda v: TEXT.accepts(v) and _is_path(v), "a path of names of at most 255 bytes")
@@ -131,7 +131,7 @@ class AdaptiveConfig:
         "`stop` ends the run on all ranks",
     )
     silent_rank_timeout: float | None = option(
-        A_SECOND | NULL,
+        TO_A_DAY | Rule(NULL.accepts, "null, for never"),
         120,
         means="seconds after which the other ranks end, with its name, when one has stopped answering: a process that "
         "is stopped, a machine that hangs. One that is only busy, with a save, a compilation or its dataset, answers. "
