@@ -21,12 +21,22 @@ def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Pat
     if _may_overwrite(settings):
         _check_not_needed(settings.config, found)
         return
+    _check_not_its_own(found, settings, directory)
     names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
     raise ConfigError(
         f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
         f"own: {_going_on(found, settings, recipe)}choose another output_dir, or set resume_from_checkpoint=False and "
         "overwrite_output_dir=True to remove them"
     )
+
+
+def _check_not_its_own(found: Sequence[Found], settings: Settings, directory: Path) -> None:
+    """Where the launcher repeats the command, what it would let a fresh start remove may be what the run has saved."""
+    if was_restarted() and settings.resume_from_checkpoint is False and any(each.manifest for each in found):
+        raise ConfigError(
+            f"the launcher has started this run again with resume_from_checkpoint=False, and the checkpoints in "
+            f"{str(directory)!r} may be its own: set resume_from_checkpoint=auto, which goes on from them"
+        )
 
 
 def _going_on(found: Sequence[Found], settings: Settings, recipe: str) -> str:
