@@ -24,7 +24,7 @@ from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
-from torchtune_adaptive.tune.parts.model import check_replicas
+from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.keys import PlanSettings
@@ -113,7 +113,7 @@ def _check_together(settings: Settings, adaptive: AdaptiveConfig, model: nn.Modu
     if model is None:
         return
     findings.of(lambda: check_sequence_length(model, adaptive))
-    findings.of(lambda: check_replicas(model, settings))
+    findings.of(lambda: check_replicas_of(model, settings))
     device = findings.of(lambda: devices.device_named(settings))
     if device is not None:
         findings.of(lambda: is_padded(model, settings, adaptive, device, packed=is_packed(settings.config)))

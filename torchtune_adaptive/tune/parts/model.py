@@ -31,7 +31,7 @@ from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, check_replicas
 
 NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
 
@@ -165,18 +165,15 @@ def _is_sharded(settings: Settings, mesh: Meshes) -> bool:
     return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
 
 
-def check_replicas(model: nn.Module, settings: Settings) -> None:
-    if settings.data_parallel_replicate_dim > 1 and _is_quantized(model):
-        raise ConfigError(
-            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
-            "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
-        )
+def check_replicas_of(model: nn.Module, settings: Settings) -> None:
+    """For builders of quantized weights, which say it in no key of the config."""
+    check_replicas(settings, quantized=_is_quantized(model))
 
 
 def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
     if not _is_sharded(settings, mesh):
         return
-    check_replicas(model, settings)
+    check_replicas_of(model, settings)
     layers = list(settings.custom_sharded_layers or ())
     try:
         training.shard_model(

@@ -132,7 +132,8 @@ def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
         adapters.append(sections.read(LoraSettings, cfg.get("model"), prefix="model."))
 
     unsupported = partial(check_defaults, settings, NOT_FOR_LORA, "LoRA finetuning")
-    checks: list[Callable[[], None]] = [unsupported, partial(_check_offloading, settings), read_adapters]
+    replicas = partial(check_replicas, settings, quantized=OmegaConf.select(cfg, "model.quantize_base") is True)
+    checks: list[Callable[[], None]] = [unsupported, replicas, partial(_check_offloading, settings), read_adapters]
     together(checks)
     return settings, adapters[0]
 
@@ -242,9 +243,22 @@ def _check_no_accumulation(settings: Settings) -> None:
         )
 
 
+def check_replicas(settings: Settings, *, quantized: bool) -> None:
+    if quantized and settings.data_parallel_replicate_dim > 1:
+        raise ConfigError(
+            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
+            "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
+        )
+
+
 def _check_tensor_parallel(settings: Settings) -> None:
     if settings.tensor_parallel_dim == 1:
         return
+    if settings.data_parallel_replicate_dim > 1:
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and data_parallel_replicate_dim is "
+            f"{settings.data_parallel_replicate_dim}, which do not go together here: set one of them to 1"
+        )
     if settings.config.get("tensor_parallel_plan") is None:
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
@@ -254,9 +268,4 @@ def _check_tensor_parallel(settings: Settings) -> None:
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
             "set optimizer.fused: False"
-        )
-    if settings.data_parallel_replicate_dim > 1:
-        raise ConfigError(
-            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and data_parallel_replicate_dim is "
-            f"{settings.data_parallel_replicate_dim}, which do not go together here: set one of them to 1"
         )

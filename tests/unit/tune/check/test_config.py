@@ -180,6 +180,21 @@ def test_replicas_of_quantized_weights_are_refused_before_there_are_any(validate
     assert_refused(ended, ["data_parallel_replicate_dim is 2", "quantized"])
 
 
+def test_replicas_that_can_never_be_are_refused_by_their_keys_and_first(validate: Validate) -> None:
+    replicas = ("data_parallel_replicate_dim=2", "optimizer.fused=True")
+    _, _, errors = validate(DEMO["full"], *replicas, "tensor_parallel_dim=2")
+    assert "do not go together" in errors
+    assert "tensor_parallel_plan" not in errors
+    _, _, errors = validate(DEMO["lora"], *replicas, "model.quantize_base=True", "model.lora_rank=0")
+    assert told_of(errors)[:2] == ["data_parallel_replicate_dim", "model.lora_rank"], "nothing was built"
+
+
+@pytest.mark.parametrize("seconds", ["1e30", ".inf", "0.5"])
+def test_a_time_out_that_no_clock_could_wait_for_is_refused(seconds: str, validate: Validate) -> None:
+    ended = validate(DEMO["full"], f"adaptive.silent_rank_timeout={seconds}")
+    assert_refused(ended, ["adaptive.silent_rank_timeout", "from 1 to 86400, a day, or null, for never"])
+
+
 def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
     assert (status, errors) == (0, "")
