@@ -105,5 +105,5 @@ def test_a_store_that_does_not_answer_is_silent_too_and_within_the_time():
     _, (told, seconds) = run_on_ranks(2, lose_the_store)
     assert told[0].ranks == ()
     assert told[0].where.startswith("pid ")
-    assert 6 / 8 * TIMEOUT_S < told[0].seconds < TIMEOUT_S
+    assert told[0].seconds == TIMEOUT_S
     assert seconds < TIMEOUT_S

@@ -28,7 +28,7 @@ RUN = (
 STEPS = {1: 8, 2: 4}
 EVERY_TWO = "save_every_n_steps=2"
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
-TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To go on: (.*)$", re.MULTILINE)
+TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To (?:go on|start again): (.*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")

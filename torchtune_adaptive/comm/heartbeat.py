@@ -30,12 +30,13 @@ class Silent(NamedTuple):
     """Silent ranks; empty where it is the store that does not answer, which is rank 0's or its launcher's."""
     where: str
     seconds: float
+    """The time-out, within which it was found."""
 
     def __str__(self) -> str:
         if not self.ranks:
             return (
-                f"the store where all ranks meet has not answered for {self.seconds:.0f} s: it is rank 0's "
-                f"({self.where}) or its launcher's"
+                f"the store where all ranks meet, rank 0's ({self.where}) or its launcher's, has not answered for "
+                f"{self.seconds:.0f} s"
             )
         ranks = "rank" if len(self.ranks) == 1 else "ranks"
         named = ", ".join(map(str, self.ranks))
@@ -112,8 +113,8 @@ class Heartbeat:
         # Nobody else has to hear of it, so this look is the last, and comes within the time.
         limit_s = self._timeout_s - 2 * self._interval_s
         while not self._stopping.wait(self._interval_s):
-            if (silent_s := silence.seconds(self._rounds, time.monotonic())) > limit_s:
-                self._on_silence(Silent((), self._where_first, silent_s))
+            if silence.seconds(self._rounds, time.monotonic()) > limit_s:
+                self._on_silence(Silent((), self._where_first, self._timeout_s))
                 return
 
     def _find_silent(self) -> None:

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from tests.recipes.crash.points import TIME, Point
 from tests.recipes.crash.victims import Life
 
-TOLD = re.compile(r"(SIG\w+)((?: on rank \d)?): stopped (.*); (nothing is saved|saved is \S+)\. To go on: (.*)$", re.M)
+TOLD = re.compile(
+    r"(SIG\w+)((?: on rank \d)?): stopped (.*); (nothing is saved|saved is \S+)\. To (?:go on|start again): (.*)$", re.M
+)
 AFTER_STEP = re.compile(r"after step (\d+)")
 AT_ONCE = "ended at once"
 

@@ -47,7 +47,7 @@ from torchtune_adaptive.tune.start.remedies import KEYS, in_keys
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.signals import listen, stop_listening
 from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
-from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, command_to_go_on
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, saved_and_what_next
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,7 @@ def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
     except RunStopped as stopped:
         let_go()
         if _rank() == 0:
-            line = "%s: %s; %s. To go on: %s"
-            logger.info(line, THIS_RUN.asked_by, stopped, THIS_RUN.saved, command_to_go_on())
+            logger.info("%s: %s; %s", THIS_RUN.asked_by, stopped, saved_and_what_next())
             THIS_RUN.note_end(run_file.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
     else:
         if _rank() == 0:

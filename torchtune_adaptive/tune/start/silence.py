@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import speaks_first
-from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, saved_and_what_next
 
 
 @contextmanager
@@ -28,16 +28,16 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
         heartbeat.stop()
 
 
+def told(silent: Silent) -> str:
+    without = "them" if len(silent.ranks) > 1 else "it"
+    waiting = "" if silent.ranks else " (their launchers may wait for it without end: end those first)"
+    return f"{silent} (adaptive.silent_rank_timeout), and the others cannot go on without {without}{waiting}"
+
+
 def _end(silent: Silent) -> None:
     """Ends the run from a thread: the main thread is in a collective that will never end."""
     if speaks_first(wait_s=0):
-        without = "them" if len(silent.ranks) > 1 else "it"
         with suppress(OSError):
-            print(
-                f"\nerror: {silent} (adaptive.silent_rank_timeout), and the others cannot go on without {without}; "
-                f"{THIS_RUN.saved}. To go on: {command_to_go_on()}",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"\nerror: {told(silent)}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(run_file.STOPPED, str(silent))
     os._exit(1)

@@ -91,6 +91,12 @@ def command_to_go_on() -> str:
     return shlex.join([*given, *typed])
 
 
+def saved_and_what_next() -> str:
+    """The last words of a run that ends early."""
+    then = "start again" if THIS_RUN.newest is None else "go on"
+    return f"{THIS_RUN.saved}. To {then}: {command_to_go_on()}"
+
+
 def launcher_waits_s() -> float | None:
     """How long torchrun leaves its workers to end once it is asked to; None without it."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:

@@ -1,0 +1,33 @@
+"""What the ranks that are left say of one that is silent, and of the store where they meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.comm.heartbeat import Silent
+from torchtune_adaptive.tune.start import this_run
+from torchtune_adaptive.tune.start.silence import told
+from torchtune_adaptive.tune.start.this_run import ThisRun, saved_and_what_next
+
+
+def test_launchers_are_to_be_ended_only_where_it_is_the_store_that_is_silent() -> None:
+    assert told(Silent((), "pid 5 on node0", 60)).endswith(
+        "(their launchers may wait for it without end: end those first)"
+    )
+    assert told(Silent((3,), "x", 60)).endswith(
+        "60 s (adaptive.silent_rank_timeout), and the others cannot go on without it"
+    )
+    assert told(Silent((2, 3), "x", 60)).endswith("without them")
+
+
+@pytest.mark.parametrize(
+    ("newest", "words"),
+    [(None, "nothing is saved. To start again: "), (Path("out/step_4"), "saved is out/step_4. To go on: ")],
+)
+def test_a_run_goes_on_only_from_what_is_saved(
+    newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_run, "THIS_RUN", ThisRun(newest=newest))
+    assert saved_and_what_next().startswith(words)
