@@ -76,7 +76,7 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
     told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in (None, LEFT, 1))
     raise ConfigError(
         f"{told}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
-        "tensor_parallel_dim must be as much, where -1 for data_parallel_shard_dim is what is left; change one of them "
+        "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means whatever is left. Change one of them "
         "or --nproc_per_node"
     )
 
