@@ -142,25 +142,33 @@ class _Known:
                 return rows, length, held_out
         return None
 
-    def next_check(self, limit: SurfaceLimit, trusted: float) -> int | None:
-        """The rows of the longest samples to measure next, where more than `trusted` times what was measured may be."""
-        proven, allowed = self.proven_rows(), min(self.most_rows, limit.rows_at(self.longest))
+    def next_check(self, limit: SurfaceLimit, trusted: float) -> tuple[int, int] | None:
+        """Rows and length to measure next, where more than `trusted` times what was measured may be."""
+        for length in (self.longest, self.longest // 2, self.longest // 4):
+            rows = self._rows_to_check(max(length, self.shortest), limit, trusted)
+            if rows is not None:
+                return rows, max(length, self.shortest)
+        return None
+
+    def _rows_to_check(self, length: int, limit: SurfaceLimit, trusted: float) -> int | None:
+        proven, allowed = self.proven_rows(length), min(self.most_rows, limit.rows_at(length))
         if allowed <= trusted * proven:
             return None
-        rows = min(allowed if allowed == self.most_rows else _FILL * allowed, _LEAP * proven)
-        if rows >= self.refused_rows():
-            rows = math.sqrt(proven * self.refused_rows())
+        rows = min(allowed if allowed == self.most_rows else max(2, _FILL * allowed), _LEAP * proven)
+        if rows >= (refused := self._refused_rows(length)):
+            rows = math.sqrt(proven * refused)
         return int(rows) if int(rows) > proven else None
 
-    def refused_rows(self) -> float:
-        """The fewest rows of the longest samples that a check was refused with."""
-        return min((check.rows for check in self.checks if not check.accepted(self.budget_bytes)), default=math.inf)
+    def _refused_rows(self, length: int) -> float:
+        """The fewest rows of this length, or of a shorter one, that a check was refused with."""
+        refused = [each for each in self.checks if not each.accepted(self.budget_bytes) and each.length <= length]
+        return min((each.rows for each in refused), default=math.inf)
 
-    def proven_rows(self) -> int:
-        """The most rows of the longest samples that were measured to fit; their first alone did."""
-        probes = [*self.points, *self.checks]
-        fit = [probe.rows for probe in probes if probe.length == self.longest and probe.accepted(self.budget_bytes)]
-        return max(fit, default=1)
+    def proven_rows(self, length: int) -> float:
+        """The most rows of this length that need no more than some that were measured to fit, at least as long."""
+        probes = [each for each in (*self.points, *self.checks) if each.length >= length]
+        fit = [each.rows * self._bounding(each.length) for each in probes if each.accepted(self.budget_bytes)]
+        return max(fit, default=self._bounding(length)) / self._bounding(length)
 
     def measured(self, rows: int, length: int) -> Probe | None:
         """The probe of such a microbatch, if there was one."""
@@ -169,12 +177,12 @@ class _Known:
     def short_check(self) -> tuple[int, int]:
         """Rows and length of a microbatch of short rows, with the tokens that fit in the longest."""
         length = max(self.shortest, self.longest // 4)
-        return min(self.most_rows, self.proven_rows() * self.longest // length), length
+        return min(self.most_rows, int(self.proven_rows(self.longest)) * self.longest // length), length
 
     def bound(self, knee: int) -> Surface:
         """Reaches the budget where what was measured ends, in tokens: none needs more in a shorter row, save that
         tokens up to a knee may need more than late ones."""
-        tokens = self.proven_rows() * (min(self.longest, knee) if knee else self.longest)
+        tokens = int(self.proven_rows(self.longest)) * (min(self.longest, knee) if knee else self.longest)
         return Surface(0.0, bytes_per_token=self.budget_bytes / tokens, knee=knee)
 
 
@@ -219,13 +227,13 @@ def profile(
 def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
     """The answer, after probes of what it allows where that is far from what was measured."""
     found, trusted = _fitted(known, refused), _FAR
-    while (rows := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
-        check = Probe(rows=rows, length=known.longest, peak=measure(rows, known.longest))
+    while (at := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
+        check = Probe(rows=at[0], length=at[1], peak=measure(*at))
         if not check.accepted(known.budget_bytes) or _miss(found.surfaces, check) > _SURPRISE:
             trusted = _NEAR
         known = replace(known, checks=(*known.checks, check))
         found = _fitted(known, refused)
-    return found if rows is None and trusted == _FAR else _bounded(known, refused, measure)
+    return found if at is None and trusted == _FAR else _bounded(known, refused, measure)
 
 
 def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
@@ -27,7 +28,7 @@ from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.rl.course import RolloutParts
 from torchtune_adaptive.tune.rl.models import give_gradients
-from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.tune.rl.rollouts import REFERENCE, SCORE, Rollout, worst_rollout
 from torchtune_adaptive.tune.rl.room import longest_taken
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
@@ -116,7 +117,7 @@ def _ways_to_shorten(longest: int) -> list[str]:
 
 @contextmanager
 def _as_in_training(parts: RolloutParts, memory: MemorySource) -> Iterator[None]:
-    """Collective: open, there is optimizer state of both models, as there is in training whichever stage runs."""
+    """Collective: open, there is what there is in training whichever stage runs: optimizer state and rollouts."""
     trained = [parts.models.policy, parts.models.value]
     with leaving_no_trace(trained, parts.optimization.optimizers):
         # Not limited, so that it is the search that says by how much a rank has too little.
@@ -126,7 +127,17 @@ def _as_in_training(parts: RolloutParts, memory: MemorySource) -> Iterator[None]
             for optimizer in parts.optimization.optimizers:
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
+            beside = _rollouts_of_an_iteration(parts)
         yield
+        del beside
+
+
+def _rollouts_of_an_iteration(parts: RolloutParts) -> list[Rollout]:
+    """As many as lie on the host in training: this rank's, and those that it has gathered from all ranks. Where the
+    host is what is measured, as on a CPU, they take room from every stage."""
+    worst = _worst_rollout(parts)
+    worst.found |= {REFERENCE: torch.zeros(len(worst.answer)), SCORE: torch.zeros(())}
+    return [deepcopy(worst) for _ in range(parts.settings.batch_size * (1 + dist.get_world_size()))]
 
 
 def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
