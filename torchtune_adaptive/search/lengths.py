@@ -179,11 +179,11 @@ class _Known:
         length = max(self.shortest, self.longest // 4)
         return min(self.most_rows, int(self.proven_rows(self.longest)) * self.longest // length), length
 
-    def bound(self, knee: int) -> Surface:
-        """Reaches the budget where what was measured ends, in tokens: none needs more in a shorter row, save that
+    def bound(self, knee: int, limit_bytes: int) -> Surface:
+        """Reaches the limit where what was measured ends, in tokens: none needs more in a shorter row, save that
         tokens up to a knee may need more than late ones."""
         tokens = int(self.proven_rows(self.longest)) * (min(self.longest, knee) if knee else self.longest)
-        return Surface(0.0, bytes_per_token=self.budget_bytes / tokens, knee=knee)
+        return Surface(0.0, bytes_per_token=limit_bytes / tokens, knee=knee)
 
 
 def profile(
@@ -238,15 +238,16 @@ def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
 
 def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
     """The answer, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
-    bound = known.bound(known.knee)
-    if known.knee:
+    knee = known.knee
+    if knee:
         rows, length = known.short_check()
         check = known.measured(rows, length)
         if check is None:
             check = Probe(rows=rows, length=length, peak=measure(rows, length))
             known = replace(known, checks=(*known.checks, check))
-        bound = known.bound(0) if check.accepted(known.budget_bytes) else bound
+        knee = 0 if check.accepted(known.budget_bytes) else knee
     found = _fitted(known, refused)
+    bound = known.bound(knee, found.limit_bytes)
     bounded = replace(found, surfaces={**found.surfaces, BEYOND: bound})
     return replace(bounded, constant_tokens=_constant_tokens(bounded.limit, [point.length for point in known.points]))
 
