@@ -34,7 +34,6 @@ from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_pre
 from torchtune_adaptive.tune.run.reference_table import CHUNK, is_known, precompute_reference
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import read_full_dpo_settings
 
 
@@ -43,18 +42,17 @@ class AdaptiveFullDPODistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings = read_full_dpo_settings(cfg)
-        self._adaptive = read_adaptive(cfg.get("adaptive"))
-        check_token_budget(self._settings, self._adaptive)
-        check_preferences(self._adaptive)
+        check_token_budget(self._settings)
+        check_preferences(self._settings.adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)
         self._ranks = self._mesh["dp"].size()
         self._start = find_start(self._settings, recipe="full_dpo")
         contents = FullContents(recipe="full_dpo")
-        stops = self._adaptive.on_save_error == "stop"
+        stops = self._settings.adaptive.on_save_error == "stop"
         self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
-        self._preferences = PreferenceFigures(self._settings, self._adaptive)
+        self._preferences = PreferenceFigures(self._settings)
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
@@ -76,12 +74,11 @@ class AdaptiveFullDPODistributed:
         self.data = build_pairs(settings, tokenizer, mesh)
         self.reference_model = self.build_reference()
         self.stages = build_stages(
-            self.model, self.reference_model, loss_fn, self.data, settings, self._adaptive, device, journal.event
+            self.model, self.reference_model, loss_fn, self.data, settings, device, journal.event
         )
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
             settings=settings,
-            adaptive=self._adaptive,
             ranks=self._ranks,
             tokenizer=tokenizer,
             loss_fn=loss_fn,
@@ -92,14 +89,14 @@ class AdaptiveFullDPODistributed:
             checkpoints=self._checkpoints,
             journal=journal,
         )
-        if self._adaptive.precompute_reference and self.stages.reference is not None:
+        if self._settings.adaptive.precompute_reference and self.stages.reference is not None:
             self.precompute_reference()
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
             self.course, self.progress = plot_course(self.parts, self.progress, memory)
 
     def build_reference(self) -> nn.Module | None:
         """Collective: the model of the reference, where an earlier run has not left what it says."""
-        if is_known(self._settings, self._adaptive, self.data.dataset):
+        if is_known(self._settings, self.data.dataset):
             return None
         return build_reference_model(self._settings, self._device, self._mesh, load_reference(self._settings))
 
@@ -116,7 +113,7 @@ class AdaptiveFullDPODistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, stopping = LossWatch(self._adaptive.on_nan_loss), False
+        losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * self.course.most_samples_per_step
@@ -165,7 +162,7 @@ class AdaptiveFullDPODistributed:
         resident = resident_tensors(self.model, self.optimization.optimizers)
         if self.reference_model is not None:
             resident += resident_tensors(self.reference_model, ())
-        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
         self.stages.watch(memory)

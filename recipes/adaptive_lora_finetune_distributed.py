@@ -32,7 +32,6 @@ from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.preferences import check_no_reference
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import read_lora_settings
 
 
@@ -41,16 +40,15 @@ class AdaptiveLoraFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._lora = read_lora_settings(cfg)
-        self._adaptive = read_adaptive(cfg.get("adaptive"))
-        check_token_budget(self._settings, self._adaptive)
-        check_no_reference(self._adaptive)
+        check_token_budget(self._settings)
+        check_no_reference(self._settings.adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)
         self._ranks = self._mesh["dp"].size()
         self._start = find_start(self._settings, recipe="lora")
         contents = LoraContents(self._lora, self._settings.save_adapter_weights_only)
-        stops = self._adaptive.on_save_error == "stop"
+        stops = self._settings.adaptive.on_save_error == "stop"
         self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
         self.progress = start_progress(self._settings, self._ranks)
 
@@ -70,13 +68,10 @@ class AdaptiveLoraFinetuneDistributed:
         loss_fn = build_loss(settings, self.model)
 
         self.data = build_data(settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(
-            self.model, loss_fn, self.data, settings, self._adaptive, device, journal.event, mesh
-        )
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, device, journal.event, mesh)
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
             settings=settings,
-            adaptive=self._adaptive,
             ranks=self._ranks,
             tokenizer=tokenizer,
             loss_fn=loss_fn,
@@ -91,7 +86,7 @@ class AdaptiveLoraFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses = LossWatch(self._adaptive.on_nan_loss)
+        losses = LossWatch(self._settings.adaptive.on_nan_loss)
         self._profiler.start()
         stopping = False
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
@@ -134,7 +129,7 @@ class AdaptiveLoraFinetuneDistributed:
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)
-        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
         self.runner.watch(memory)

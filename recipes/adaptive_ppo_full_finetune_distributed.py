@@ -39,7 +39,6 @@ from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.remedies import KEYS_IN_PPO
-from torchtune_adaptive.tune.start.sections import read_adaptive
 
 
 class AdaptivePPOFullFinetuneDistributed:
@@ -47,9 +46,8 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._ppo = read_ppo_settings(cfg)
-        self._adaptive = read_adaptive(cfg.get("adaptive"))
-        check_ppo(self._adaptive)
-        check_token_budget(self._settings, self._adaptive)
+        check_ppo(self._settings.adaptive)
+        check_token_budget(self._settings)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)
@@ -60,20 +58,20 @@ class AdaptivePPOFullFinetuneDistributed:
             self._start,
             PPOContents(),
             self._device,
-            stops_on_error=self._adaptive.on_save_error == "stop",
+            stops_on_error=self._settings.adaptive.on_save_error == "stop",
             build=build_checkpointers,
         )
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
-        settings, ppo, adaptive, device = self._settings, self._ppo, self._adaptive, self._device
+        settings, ppo, device = self._settings, self._ppo, self._device
         devices.prepare(settings)
         self.journal = RunJournal(settings)
         self._metrics = Metrics(settings, device, self.journal)
 
         checkpoint = self._checkpoints.load()
         self.models = build_models(settings, device, self._mesh, checkpoint, self.progress.seed)
-        check_room(self.models.everything, adaptive, ppo)
+        check_room(self.models.everything, settings.adaptive, ppo)
         self.tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_ppo_optimization(settings, self.models, checkpoint, device)
         if self._start.resumes:
@@ -81,11 +79,10 @@ class AdaptivePPOFullFinetuneDistributed:
         self.loss = build_ppo_loss(settings)
         self.data = build_prompts(settings, self.tokenizer, self._mesh)
         seed, tokenizer, event = self.progress.seed, self.tokenizer, self.journal.event
-        self.stages = build_stages(self.models, self.loss, tokenizer, settings, adaptive, ppo, device, seed, event)
+        self.stages = build_stages(self.models, self.loss, tokenizer, settings, ppo, device, seed, event)
         self._profiler = build_profiler(settings.config, device)
         self.parts = RolloutParts(
             settings=settings,
-            adaptive=adaptive,
             ppo=ppo,
             tokenizer=self.tokenizer,
             data=self.data,
@@ -104,7 +101,7 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._device)
-        losses, stopping = LossWatch(self._adaptive.on_nan_loss, TRAINED_FILES), False
+        losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss, TRAINED_FILES), False
         self._profiler.start()
         suspects = 2 * self._settings.batch_size
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
@@ -160,7 +157,7 @@ class AdaptivePPOFullFinetuneDistributed:
         resident = resident_tensors(self.models.trained, self.optimization.optimizers)
         for frozen in (self.models.reference, self.models.reward):
             resident += resident_tensors(frozen, ())
-        return limited_memory(self._adaptive.memory_limit, self._device, resident)
+        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
         self.stages.watch(memory)

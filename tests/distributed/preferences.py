@@ -102,21 +102,21 @@ def models_of(config: ModelConfig) -> Models:
     return Models(policy, policy if config.lora else frozen(build(replace(config, layers=config.layers + 1))))
 
 
-def settings_of(rows: int, samples: int) -> Settings:
-    sizes = {"batch_size": rows, "gradient_accumulation_steps": samples // rows}
-    return Settings(device="cpu", dtype="fp32", output_dir="out", epochs=1, shuffle=True, **sizes)
+DATA: Any = SimpleNamespace(
+    kind=PAIR, collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=-100), packed=False
+)
+JOINED = AdaptiveConfig(token_budget=1000, padding=False)
 
 
-def ways_of(config: ModelConfig) -> tuple[Any, AdaptiveConfig]:
-    """The data and the keys of a run whose samples are padded, or are not."""
-    data = SimpleNamespace(kind=PAIR, collate=partial(padded_collate_sft, padding_idx=0, ignore_idx=-100), packed=False)
-    return data, AdaptiveConfig(token_budget=1000, padding=False) if config.joined else AdaptiveConfig()
+def settings_of(config: ModelConfig, rows: int, samples: int) -> Settings:
+    sizes: dict[str, Any] = {"batch_size": rows, "gradient_accumulation_steps": samples // rows}
+    adaptive = JOINED if config.joined else AdaptiveConfig()
+    return Settings(device="cpu", dtype="fp32", output_dir="out", epochs=1, shuffle=True, adaptive=adaptive, **sizes)
 
 
-def stages_of(models: Models, config: ModelConfig, settings: Settings, on_event: Callable[[Event], None]) -> Stages:
+def stages_of(models: Models, settings: Settings, on_event: Callable[[Event], None]) -> Stages:
     """Collective: as the recipes have them."""
-    data, adaptive = ways_of(config)
-    return build_stages(*models, LOSS, data, settings, adaptive, HOST, on_event)
+    return build_stages(*models, LOSS, DATA, settings, HOST, on_event)
 
 
 def pairs_of_the_step(pairs: int) -> list[Sample]:
@@ -140,7 +140,7 @@ class PreferenceBench:
 
     def __init__(self, case: PreferenceCase) -> None:
         self.case = case
-        self._settings = settings_of(case.rows, PAIRS_OF_A_RANK)
+        self._settings = settings_of(case.model, case.rows, PAIRS_OF_A_RANK)
         ranks = dist.get_world_size()
         self._pairs = pairs_of_the_step(PAIRS_OF_A_RANK * ranks)[dist.get_rank() :: ranks]
         self._steps = count()
@@ -158,8 +158,7 @@ class PreferenceBench:
 
     def _passes(self) -> tuple[PairPass, PairPass]:
         """Collective."""
-        data, adaptive = ways_of(self.case.model)
-        kind, collate = planned(data, self.models.policy, self._settings, adaptive, HOST)
+        kind, collate = planned(DATA, self.models.policy, self._settings, HOST)
         return passes_of(*self.models, LOSS, Scorer(kind=kind, collate=collate, device=HOST), self._settings)
 
     def _microbatch(self, run: PairPass, pairs: Sequence[Sample]) -> Totals:
@@ -197,7 +196,7 @@ class PreferenceBench:
         self._put_back()  # else models that stay would be watched by one more at every place
         if self.case.first_pass:
             self.models = models_of(self.case.model)
-        self.stages = stages_of(self.models, self.case.model, self._settings, lambda _: None)
+        self.stages = stages_of(self.models, self._settings, lambda _: None)
         self._fresh, self._put_back = [stage.state_dict() for stage in self.stages], self.stages.policy.close
         return dict(zip((REFERENCE, POLICY), self.stages, strict=True))[self.case.stage]
 

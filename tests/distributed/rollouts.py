@@ -35,7 +35,6 @@ from torchtune_adaptive.tune.rl.stages import (
     build_stages,
     passes_of,
 )
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 ROLLOUTS, NEW, STOP, SEED = 4, 2, 3, 5
 """Of a rank; tokens of an answer; what ends one."""
@@ -247,7 +246,6 @@ class RolloutBench:
             self._loss,
             self._tokenizer,
             self._settings,
-            AdaptiveConfig(),
             self._ppo,
             HOST,
             SEED,

@@ -35,7 +35,6 @@ from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 ALL_PAIRS = 12
 SAMPLED = 3  # operations of the stage that fails
 WAYS = ("later pass", "first pass", "drain too", "no reshard", "no reshard from the first pass on", "without padding")
-SETTINGS = settings_of(rows=3, samples=6)
 
 
 def own_pairs() -> list[Sample]:
@@ -50,7 +49,8 @@ class Both:
         config = ModelConfig(dropout=0.0, lora=lora, sharded=dist.get_world_size() > 1, joined=joined)
         self.policy, self.reference = models = models_of(config)
         self.events: list[Event] = []
-        self.stages = stages_of(models, config, SETTINGS, self.events.append)
+        settings = settings_of(config, rows=3, samples=6)
+        self.stages = stages_of(models, settings, self.events.append)
 
     def step(self, pairs: Sequence[Sample], step: int = 1) -> StepResult:
         """Collective: both stages."""

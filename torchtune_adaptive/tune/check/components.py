@@ -30,7 +30,6 @@ from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES, read_ppo_settings
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.arguments import COMPONENT
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 T = TypeVar("T")
@@ -112,11 +111,11 @@ def check_rollouts(settings: Settings) -> None:
         check_fits(key, components.require(settings.config, key), should_load_recipe_state=False)
 
 
-def check_models_of_ppo(settings: Settings, adaptive: AdaptiveConfig | None, policy: nn.Module | None) -> None:
+def check_models_of_ppo(settings: Settings, policy: nn.Module | None) -> None:
     """What is not the policy, and whether beside an answer there is room for a prompt in all of them."""
     value = built_on(META, settings.config, torch.float32, VALUE)
     if policy is not None:
-        check_room((policy, value), adaptive or AdaptiveConfig(), read_ppo_settings(settings.config)[1])
+        check_room((policy, value), settings.adaptive, read_ppo_settings(settings.config)[1])
 
 
 def check_optimization(cfg: DictConfig, findings: Findings) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
@@ -37,7 +37,7 @@ from torchtune_adaptive.tune.run.preferences import check_no_reference, check_pr
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PLAN, PPO
 from torchtune_adaptive.tune.start.keys import check_keys
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig, read_adaptive
+from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import (
     Settings,
     read_full_dpo_settings,
@@ -71,60 +71,64 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
     findings = Findings(here=here)
     findings.of(lambda: check_keys(cfg, KEYS_OF.get(recipe, ()), aloud=True))
+    in_adaptive = Findings(here=here)
+    well = in_adaptive.of(lambda: read_adaptive(cfg.get("adaptive"))) is not None
+    if not well:  # which hides nothing that is wrong besides
+        cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "adaptive"])
     settings = findings.of(lambda: READERS[recipe](cfg))
-    adaptive = findings.of(lambda: read_adaptive(cfg.get("adaptive")))
+    findings.wrong += in_adaptive.wrong
     of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
     # where the policy is what the others call the model
     if recipe in (PPO, PLAN) and POLICY in cfg:
         model = None
         if settings is not None:
             model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
-            findings.of(partial(check_models_of_ppo, settings, adaptive, model))
+            findings.of(partial(check_models_of_ppo, settings, model))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
         model = check_components(cfg, settings, findings, of_its_own)
-    if settings is None or adaptive is None:
+    if settings is None or not well:
         return findings
     if recipe == PLAN:
-        findings.of(lambda: _check_question(settings, adaptive))
+        findings.of(lambda: _check_question(settings))
         return findings
-    findings.of(lambda: CHECKS.get(recipe, check_no_reference)(adaptive))
-    _check_together(settings, adaptive, model, findings)
-    _check_ranks(settings, adaptive, ranks, findings)
+    findings.of(lambda: CHECKS.get(recipe, check_no_reference)(settings.adaptive))
+    _check_together(settings, model, findings)
+    _check_ranks(settings, ranks, findings)
     findings.of(lambda: _check_device(settings, findings))
     findings.of(lambda: check_weights(cfg, findings))
     findings.of(lambda: check_output(settings, SAVED_BY[recipe], findings))
     return findings
 
 
-def _check_question(settings: Settings, adaptive: AdaptiveConfig) -> None:
+def _check_question(settings: Settings) -> None:
     """What is asked of `adaptive_plan`."""
     plan = read_plan_settings(settings.config)
-    budget(plan, adaptive, on_gpu=not settings.device.startswith("cpu"))
-    lengths(settings.config, adaptive, plan)
+    budget(plan, settings.adaptive, on_gpu=not settings.device.startswith("cpu"))
+    lengths(settings.config, settings.adaptive, plan)
 
 
-def _check_together(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None, findings: Findings) -> None:
+def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:
     """Values that are well each by itself."""
-    findings.of(lambda: check_token_budget(settings, adaptive))
-    findings.of(lambda: obstacle_to_recovery(settings, adaptive, model))
+    findings.of(lambda: check_token_budget(settings))
+    findings.of(lambda: obstacle_to_recovery(settings, model))
     findings.of(lambda: start_progress(settings, ranks=1))
-    findings.of(lambda: _check_growth(settings, adaptive))
+    findings.of(lambda: _check_growth(settings))
     if model is None:
         return
-    findings.of(lambda: check_sequence_length(model, adaptive))
+    findings.of(lambda: check_sequence_length(model, settings.adaptive))
     findings.of(lambda: check_replicas_of(model, settings))
     device = findings.of(lambda: devices.device_named(settings))
     if device is not None:
-        findings.of(lambda: is_padded(model, settings, adaptive, device, packed=is_packed(settings.config)))
-    findings.of(lambda: obstacle_to_dealing(model, settings, adaptive))
+        findings.of(lambda: is_padded(model, settings, device, packed=is_packed(settings.config)))
+    findings.of(lambda: obstacle_to_dealing(model, settings))
 
 
-def _check_ranks(settings: Settings, adaptive: AdaptiveConfig, ranks: int | None, findings: Findings) -> None:
+def _check_ranks(settings: Settings, ranks: int | None, findings: Findings) -> None:
     if ranks is None:
         return
     findings.of(lambda: mesh_shape(settings, ranks))
-    if (limits := adaptive.memory_limit) is not None:
+    if (limits := settings.adaptive.memory_limit) is not None:
         findings.of(lambda: size_for_rank(limits, 0, ranks, "adaptive.memory_limit"))
 
 
@@ -136,7 +140,7 @@ def _check_device(settings: Settings, findings: Findings) -> None:
         findings.of_this_machine(str(error))
 
 
-def _check_growth(settings: Settings, adaptive: AdaptiveConfig) -> None:
+def _check_growth(settings: Settings) -> None:
     function = build_increase_function(settings.config)
     if function is not None:
-        check_growth(function, settings, adaptive)
+        check_growth(function, settings)

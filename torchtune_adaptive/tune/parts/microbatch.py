@@ -152,26 +152,23 @@ def build_step_runner(
     loss_fn: nn.Module,
     data: Data,
     settings: Settings,
-    adaptive: AdaptiveConfig,
     device: torch.device,
     on_event: Callable[[Event], None],
     mesh: Meshes,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    kind, collate = planned(data, model, settings, adaptive, device)
-    split_alike = adaptive.token_budget is not None
+    kind, collate = planned(data, model, settings, device)
+    split_alike = settings.adaptive.token_budget is not None
     forward_backward = build_forward_backward(model, loss_fn, collate, kind, settings, device, split_alike=split_alike)
-    recover = recovers(settings, adaptive, model)
+    recover = recovers(settings, model)
     ledger = None
     if recover and settings.tensor_parallel_dim > 1:
         assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
-        ledger = tensor_ledger(forward_backward, settings, adaptive, mesh)
-    return stage_runner(model, forward_backward, kind, settings, adaptive, on_event, recover=recover, ledger=ledger)
+        ledger = tensor_ledger(forward_backward, settings, mesh)
+    return stage_runner(model, forward_backward, kind, settings, on_event, recover=recover, ledger=ledger)
 
 
-def tensor_ledger(
-    forward_backward: ForwardBackward, settings: Settings, adaptive: AdaptiveConfig, mesh: Meshes
-) -> TensorLedger[Sample]:
+def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, mesh: Meshes) -> TensorLedger[Sample]:
     """Collective: what counts under tensor parallelism, and knows how to run a microbatch without data."""
     kind = forward_backward.kind
 
@@ -190,16 +187,14 @@ def tensor_ledger(
         run=lambda model, prepared: replace(forward_backward, model=model).run(prepared),
         key_of=key_of,
     )
-    group, untested = mesh["tp"].get_group(), adaptive.recover_untested
+    group, untested = mesh["tp"].get_group(), settings.adaptive.recover_untested
     return TensorLedger(forward_backward.model, group, rehearsal, untested_backends=untested)
 
 
-def planned(
-    data: Data, model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, device: torch.device
-) -> tuple[Kind, Collate]:
+def planned(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> tuple[Kind, Collate]:
     """Collective: the data's kind of sample as this run plans it, padded or not, and what makes batches of them."""
-    check_sequence_length(model, adaptive)
-    kind = replace(data.kind, padded=is_padded(model, settings, adaptive, device, packed=data.packed))
+    check_sequence_length(model, settings.adaptive)
+    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed))
     return kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label)
 
 
@@ -208,7 +203,6 @@ def stage_runner(
     run: Callable[[Sequence[Sample]], Totals],
     kind: Kind,
     settings: Settings,
-    adaptive: AdaptiveConfig,
     on_event: Callable[[Event], None],
     *,
     recover: bool,
@@ -228,7 +222,7 @@ def stage_runner(
         filler=kind.filler,
         padded=kind.padded,
         recover=recover,
-        regrow_after=adaptive.regrow_after,
+        regrow_after=settings.adaptive.regrow_after,
         ledger=ledger,
         stage=stage,
         trains=trains,
@@ -253,34 +247,34 @@ def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
     return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
 
 
-def recovers(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None = None) -> bool:
-    reason = obstacle_to_recovery(settings, adaptive, model)
+def recovers(settings: Settings, model: nn.Module | None = None) -> bool:
+    reason = obstacle_to_recovery(settings, model)
     if reason is None:
-        return adaptive.recover_from_oom is not False
+        return settings.adaptive.recover_from_oom is not False
     if dist.get_rank() == 0:
         logger.info("recovery from running out of memory is off: %s", reason)
     return False
 
 
-def obstacle_to_recovery(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None = None) -> str | None:
+def obstacle_to_recovery(settings: Settings, model: nn.Module | None = None) -> str | None:
     """Why a step cannot be run again: weights change before it ends, or peers would be left waiting."""
     reason = None
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"
     elif settings.tensor_parallel_dim > 1:
         sharing = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
-        if not adaptive.recover_from_oom:
+        if not settings.adaptive.recover_from_oom:
             return f"{sharing}; adaptive.recover_from_oom: True has it on there too"
-        if (not_yet := _not_under_tensor_parallelism(settings, adaptive, model)) is not None:
+        if (not_yet := _not_under_tensor_parallelism(settings, model)) is not None:
             reason = f"{sharing}, and {not_yet}"
-    if reason is not None and adaptive.recover_from_oom:
+    if reason is not None and settings.adaptive.recover_from_oom:
         raise ConfigError(
             f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
         )
     return reason
 
 
-def _not_under_tensor_parallelism(settings: Settings, adaptive: AdaptiveConfig, model: nn.Module | None) -> str | None:
+def _not_under_tensor_parallelism(settings: Settings, model: nn.Module | None) -> str | None:
     """What keeps a rank from knowing what the others expect of it, or has not been tested."""
     if settings.compile:
         return "compile is True, which hides some of them"
@@ -288,7 +282,7 @@ def _not_under_tensor_parallelism(settings: Settings, adaptive: AdaptiveConfig, 
         return f"the model has {DROPOUT}"
     if settings.enable_activation_offloading:
         return "enable_activation_offloading is True, which no pass without data can repeat"
-    if not settings.device.startswith("cpu") and not adaptive.recover_untested:
+    if not settings.device.startswith("cpu") and not settings.adaptive.recover_untested:
         return (
             f"device is {settings.device!r}: with another backend than gloo this has not been tested "
             "(adaptive.recover_untested: True has it on all the same)"

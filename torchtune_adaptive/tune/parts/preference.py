@@ -34,7 +34,6 @@ from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.arguments import COMPONENT
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import shown
 
@@ -238,7 +237,6 @@ def build_stages(
     loss_fn: nn.Module,
     data: Data,
     settings: Settings,
-    adaptive: AdaptiveConfig,
     device: torch.device,
     on_event: Callable[[Event], None],
 ) -> Stages:
@@ -246,25 +244,19 @@ def build_stages(
 
     Where the reference is the policy itself, its adapters are off while it is one.
     """
-    kind, collate = planned(data, policy, settings, adaptive, device)
+    kind, collate = planned(data, policy, settings, device)
     score = Scorer(kind=kind, collate=collate, device=device)
     refer, train = passes_of(policy, policy if reference is None else reference, loss_fn, score, settings)
     frozen = [] if reference in (None, policy) else [reference]
-    if adaptive.precompute_reference and frozen:  # which is gone before training begins
+    if settings.adaptive.precompute_reference and frozen:  # which is gone before training begins
         ledgers = CollectiveLedger(*frozen), CollectiveLedger(policy)
     else:
         ledgers = (CollectiveLedger(policy, *frozen),) * 2
-    common: Any = {
-        "kind": kind,
-        "settings": settings,
-        "adaptive": adaptive,
-        "on_event": on_event,
-        "recover": recovers(settings, adaptive),
-    }
-    training = stage_runner(policy, train, stage=POLICY, ledger=ledgers[1], **common)
+    build = partial(stage_runner, kind=kind, settings=settings, on_event=on_event, recover=recovers(settings))
+    training = build(policy, train, stage=POLICY, ledger=ledgers[1])
     if reference is None:
         return Stages(None, training)
-    return Stages(stage_runner(reference, refer, stage=REFERENCE, ledger=ledgers[0], trains=False, **common), training)
+    return Stages(build(reference, refer, stage=REFERENCE, ledger=ledgers[0], trains=False), training)
 
 
 @contextmanager

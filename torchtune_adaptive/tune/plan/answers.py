@@ -84,9 +84,9 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
 
     Without `check`, the first answer is not traced itself, and only the stage that updates the model is answered for.
     """
-    adaptive = read_adaptive(cfg.get("adaptive"))
-    given = lengths(cfg, adaptive, plan)
-    have = budget(plan, adaptive, on_gpu=on_gpu(read_settings(cfg)[0]))
+    settings, _ = read_settings(cfg)
+    adaptive, given = settings.adaptive, lengths(cfg, settings.adaptive, plan)
+    have = budget(plan, adaptive, on_gpu=on_gpu(settings))
     with fake_steps(cfg, plan.ranks) as steps:
         trains = TRAIN_POLICY if TRAIN_POLICY in steps else next(iter(steps))
         training = steps[trains]

@@ -22,14 +22,13 @@ from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 
 
 def planned(settings: Settings, model: nn.Module, kind: Kind) -> tuple[Kind, Collate]:
     """The kind of sample as training plans it, padded or not, and what makes batches of them."""
-    packed, adaptive = is_packed(settings.config), read_adaptive(settings.config.get("adaptive"))
-    if not is_padded(model, settings, adaptive, torch.device(settings.device), packed=packed):
+    packed = is_packed(settings.config)
+    if not is_padded(model, settings, torch.device(settings.device), packed=packed):
         return replace(kind, padded=False), on_host(partial(joined, ignored=kind.ignored_label))
     if packed:
         return kind, on_host(stacked)

@@ -62,7 +62,6 @@ from torchtune_adaptive.tune.plan.shims import (
     working_on_fakes,
 )
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
 
@@ -179,7 +178,7 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
     kind, collate = planned(built.settings, model, PAIR)
     score = Scorer(kind=kind, collate=collate, device=built.batches_go_to)
     refer, train = passes_of(model, reference, loss_fn, score, built.settings)
-    asked_before = read_adaptive(built.settings.config.get("adaptive")).precompute_reference
+    asked_before = built.settings.adaptive.precompute_reference
     policy = FakeStep(
         model=model,
         beside=(reference,) if keeps_reference(built.settings.config) else (),

@@ -39,7 +39,6 @@ from torchtune_adaptive.tune.rl.stages import (
     most_rows,
     passes_of,
 )
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
@@ -49,7 +48,7 @@ TRACED_ANSWER = 3
 
 def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[str, FakeStep]:
     """The steps of PPO by name, in the order of an iteration."""
-    ppo, adaptive = read_ppo_settings(settings.config)[1], read_adaptive(settings.config.get("adaptive"))
+    ppo, adaptive = read_ppo_settings(settings.config)[1], settings.adaptive
     with common["fakes"], common["device_stand_in"]:
         checkpoint = {training.MODEL_KEY: _weights(settings, POLICY), VALUE_MODEL: _weights(settings, VALUE)}
         models = build_models(settings, common["device"], mesh, checkpoint, 0, _frozen)

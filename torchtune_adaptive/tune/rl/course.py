@@ -20,7 +20,6 @@ from torchtune_adaptive.tune.rl.stages import RolloutStages
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.oversize import Admission
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
@@ -32,7 +31,6 @@ class RolloutParts:
     """What the recipe has built that the course of a run depends on."""
 
     settings: Settings
-    adaptive: AdaptiveConfig
     ppo: PPOSettings
     tokenizer: Any
     data: Data

@@ -57,7 +57,7 @@ class StageLimits:
 
 def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits:
     """Collective: the limit of each stage, measured where the config asks for that, and shown before training."""
-    budget, configured = parts.adaptive.token_budget, configured_limits(parts.ppo)
+    budget, configured = parts.settings.adaptive.token_budget, configured_limits(parts.ppo)
     if isinstance(budget, int):
         say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
         return _admitting(parts, {stage: TokenLimit(budget) for stage in STAGES})
@@ -80,10 +80,10 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
 def _admitting(parts: RolloutParts, limits: Mapping[str, Limit]) -> StageLimits:
     """Collective: beside each prompt that is let in there is room for an answer, in every stage."""
     longest, new = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()), parts.ppo.max_generated_tokens
-    ways = ways_to_make_room(parts.settings, parts.adaptive, SHORTER)
+    ways, budget = ways_to_make_room(parts.settings, SHORTER), parts.settings.adaptive.token_budget
     if longest <= new:
         raise ConfigError(
-            f"a microbatch has room for {longest} tokens (adaptive.token_budget: {parts.adaptive.token_budget}), but a "
+            f"a microbatch has room for {longest} tokens (adaptive.token_budget: {budget}), but a "
             f"prompt and an answer may have {new + 1} even where the prompt has only one: {', or '.join(ways)}"
         )
     fact, taken = " beside an answer", longest_taken(parts.models.everything)
@@ -100,9 +100,9 @@ def _by_rows(parts: RolloutParts, limits: Mapping[str, Limit], *, searched: bool
         return StageLimits(limits)
     longest, data = taken - parts.ppo.max_generated_tokens, parts.data
     remedy = f"{_what_models_take(taken)}; {', or '.join(_ways_to_shorten(longest))}"
-    if searched and data.max_seq_len is None and parts.adaptive.sequence_length is None:
-        request = _request(parts, None, GENERATE)
-        request = replace(request, adaptive=replace(parts.adaptive, oversize="error"))
+    if searched and data.max_seq_len is None and parts.settings.adaptive.sequence_length is None:
+        strict = replace(parts.settings.adaptive, oversize="error")
+        request = replace(_request(parts, None, GENERATE), settings=replace(parts.settings, adaptive=strict))
         return StageLimits(limits, admission_of(request, longest, remedy))
     return StageLimits(limits, Admission(data.dataset, data.kind, longest, "error", remedy))
 
@@ -172,7 +172,6 @@ def _request(
     layer_by_layer = stage == GENERATE and not parts.stages.gathering.stays
     return FitRequest(
         settings=parts.settings,
-        adaptive=parts.adaptive,
         memory=memory,
         worst_step=partial(_worst_step, parts, memory, stage),
         data=parts.data,
@@ -217,7 +216,7 @@ def _worst_step(parts: RolloutParts, memory: MemorySource | None, stage: str) ->
 
 def _worst_rollout(parts: RolloutParts) -> Rollout:
     sample = worst_sample(
-        parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.adaptive.sequence_length
+        parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.settings.adaptive.sequence_length
     )
     prompt, new = torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens
     taken = longest_taken(parts.models.everything)

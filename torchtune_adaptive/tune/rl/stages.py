@@ -182,7 +182,6 @@ def build_stages(
     loss: PPOLoss,
     tokenizer: Any,
     settings: Settings,
-    adaptive: AdaptiveConfig,
     ppo: PPOSettings,
     device: torch.device,
     seed: int,
@@ -191,9 +190,9 @@ def build_stages(
     """Collective: what runs each stage. They share one ledger, which watches all models."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
     passes = passes_of(models, loss, tokenizer, settings, ppo, device, seed, gathering)
-    recover = recovers(settings, adaptive)
+    recover = recovers(settings)
     ledger = CollectiveLedger(*models.everything, watches=recover)
-    build = partial(_runner, adaptive=adaptive, on_event=on_event, recover=recover, ledger=ledger)
+    build = partial(_runner, adaptive=settings.adaptive, on_event=on_event, recover=recover, ledger=ledger)
     limits = configured_limits(ppo)
     stand_ins = {GENERATE: gathering.stand_in}
     runners = {

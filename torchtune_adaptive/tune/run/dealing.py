@@ -31,7 +31,6 @@ from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.components import reason
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
@@ -39,27 +38,25 @@ READ_AHEAD = 2
 """Steps that are on their way between the ranks."""
 
 
-def dealer_of(
-    model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, data: Data, limit: Limit | None
-) -> Dealer | None:
+def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | None:
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
-    if adaptive.deal is False or world_size() == 1:
+    if settings.adaptive.deal is False or world_size() == 1:
         return None
     if limit is None or not limit.by_length:
-        if adaptive.deal:
+        if settings.adaptive.deal:
             say("token budget · samples stay on the ranks that read them: microbatches are by rows, as in stock")
         return None
-    obstacle = obstacle_to_dealing(model, settings, adaptive)
+    obstacle = obstacle_to_dealing(model, settings)
     if obstacle is None:
         return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop)
     say(f"token budget · samples stay on the ranks that read them: {obstacle}")
     return None
 
 
-def obstacle_to_dealing(model: nn.Module, settings: Settings, adaptive: AdaptiveConfig) -> str | None:
+def obstacle_to_dealing(model: nn.Module, settings: Settings) -> str | None:
     """Why samples have to stay on the ranks that read them; an error where they are to be dealt all the same."""
     obstacle = _obstacle(model, settings)
-    if obstacle is not None and adaptive.deal:
+    if obstacle is not None and settings.adaptive.deal:
         raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
     return obstacle
 

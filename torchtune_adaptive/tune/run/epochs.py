@@ -21,7 +21,6 @@ from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
 from torchtune_adaptive.schedules.growth import EpochSizes, Increase, simulate, steady
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
@@ -30,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 def size_epochs(
     settings: Settings,
-    adaptive: AdaptiveConfig,
     function: Increase | None,
     rows_that_fit: int | None,
     progress: Progress,
@@ -42,23 +40,23 @@ def size_epochs(
         "epochs": progress.total_epochs,
         "samples_per_rank": samples_per_rank,
         "max_steps_per_epoch": progress.max_steps_per_epoch,
-        "lr_scaling": adaptive.lr_scaling,
+        "lr_scaling": settings.adaptive.lr_scaling,
         "past": (*progress.past, *begun),
     }
     if function is None:
-        return steady(_step(settings, adaptive, rows_that_fit), **common)
+        return steady(_step(settings, rows_that_fit), **common)
     with _naming_the_key():
         return simulate(
             function,
             batch_size=settings.batch_size,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            max_batch_size=rows_that_fit or adaptive.max_batch_size,
-            beyond_memory=adaptive.beyond_memory,
+            max_batch_size=rows_that_fit or settings.adaptive.max_batch_size,
+            beyond_memory=settings.adaptive.beyond_memory,
             **common,
         )
 
 
-def check_growth(function: Increase, settings: Settings, adaptive: AdaptiveConfig) -> None:
+def check_growth(function: Increase, settings: Settings) -> None:
     """Refuses a function that no run could ask, whatever its dataset: every epoch is asked for, and has one step."""
     with _naming_the_key():
         simulate(
@@ -66,8 +64,8 @@ def check_growth(function: Increase, settings: Settings, adaptive: AdaptiveConfi
             epochs=settings.epochs,
             batch_size=settings.batch_size,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
-            max_batch_size=adaptive.max_batch_size,
-            beyond_memory=adaptive.beyond_memory,
+            max_batch_size=settings.adaptive.max_batch_size,
+            beyond_memory=settings.adaptive.beyond_memory,
             samples_per_rank=sys.maxsize,
             max_steps_per_epoch=1,
         )
@@ -143,13 +141,16 @@ def announce(
     logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count)
 
 
-def _step(settings: Settings, adaptive: AdaptiveConfig, rows_that_fit: int | None) -> Accumulation:
+def _step(settings: Settings, rows_that_fit: int | None) -> Accumulation:
     """One step of a run whose batch does not grow."""
     batch_size, microbatches = settings.batch_size, settings.gradient_accumulation_steps
     if rows_that_fit is None:
         return Accumulation(batch_size, microbatches, settings.samples_per_step, growth=1.0)
     return accumulate(
-        rows_that_fit, batch_size=batch_size, gradient_accumulation_steps=microbatches, mode=adaptive.accumulation
+        rows_that_fit,
+        batch_size=batch_size,
+        gradient_accumulation_steps=microbatches,
+        mode=settings.adaptive.accumulation,
     )
 
 

@@ -42,7 +42,6 @@ from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.static import predicted_rows
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -87,7 +86,6 @@ class FitRequest:
     """What has to fit, and into what."""
 
     settings: Settings
-    adaptive: AdaptiveConfig
     memory: MemorySource | None
     """Memory that has to suffice; None on a CPU without a limit, which has room for everything."""
     worst_step: Callable[[], TrainingStep[Any]]
@@ -124,7 +122,7 @@ def rows_that_fit(request: FitRequest, most_samples: int | None = None) -> int |
 
     A rank has `most_samples` to run at most, or all those of an epoch.
     """
-    adaptive, most = request.adaptive, most_samples or request.data.loader.samples_per_rank
+    adaptive, most = request.settings.adaptive, most_samples or request.data.loader.samples_per_rank
     grows = request.settings.config.get("batch_increase_function") is not None
     if adaptive.token_budget is not None:  # then rows are not what fits
         return None
@@ -138,7 +136,7 @@ def rows_that_fit(request: FitRequest, most_samples: int | None = None) -> int |
 
 def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int) -> int:
     """Collective: the most rows, up to `most_rows`, that every rank can train with; recorded in `output_dir`."""
-    adaptive, step = request.adaptive, request.worst_step()
+    adaptive, step = request.settings.adaptive, request.worst_step()
 
     def measure() -> SearchResult:
         static = adaptive.search == "static"
@@ -170,10 +168,10 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
 
 def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -> Profile:
     """Collective: what microbatches need over rows and length; recorded in `output_dir`."""
-    shorten, step = request.adaptive.oversize != "error", request.worst_step()
+    shorten, step = request.settings.adaptive.oversize != "error", request.worst_step()
 
     def measure() -> Profile:
-        if request.adaptive.search == "static":
+        if request.settings.adaptive.search == "static":
             say("token budget · adaptive.search: static predicts rows of one length: over lengths, it is measured")
         with _probe_bar() as progress:
             return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
@@ -194,7 +192,7 @@ def _measured(request: FitRequest, memory: MemorySource, length: int, search: Me
     directory = Path(request.settings.output_dir) / request.folder
     stage = {"stage": request.stage} if request.stage else {}
     fingerprint = _fingerprint(request.settings.config, length, memory, {**search.options, **stage})
-    if request.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
+    if request.settings.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known
     try:

@@ -34,7 +34,6 @@ from torchtune_adaptive.tune.run.fitting import (
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
@@ -46,7 +45,6 @@ class Parts:
     """What a recipe has built that the course of a run depends on."""
 
     settings: Settings
-    adaptive: AdaptiveConfig
     ranks: int
     """Data-parallel ranks: each trains on samples of its own."""
     tokenizer: Any
@@ -83,17 +81,17 @@ class Parts:
         """Collective: the same for the stage before training."""
         assert self.reference is not None
         # asked before training, it runs when there is no optimizer state yet, and never again
-        training = [] if self.adaptive.precompute_reference else [self.worst_step()]
+        training = [] if self.settings.adaptive.precompute_reference else [self.worst_step()]
         return forward_step(self.reference, self.kind, self._worst_sample(), *training)
 
     def _worst_sample(self) -> Sample:
-        sample = worst_sample(self.settings.config, self.data, self.kind, self.tokenizer, self.adaptive.sequence_length)
+        length = self.settings.adaptive.sequence_length
+        sample = worst_sample(self.settings.config, self.data, self.kind, self.tokenizer, length)
         return {**sample, KEPT: torch.zeros(2)} if self.in_stages else sample
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:
         return FitRequest(
             settings=self.settings,
-            adaptive=self.adaptive,
             memory=memory,
             worst_step=self.worst_step,
             data=self.data,
@@ -141,7 +139,7 @@ class Course:
 
 def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -> tuple[Course, Progress]:
     """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
-    settings, adaptive, data = parts.settings, parts.adaptive, parts.data
+    settings, data = parts.settings, parts.data
     progress = _with_dataset(progress, len(data.dataset))
     open_record(parts, progress)
     request = parts.fit_request(memory)
@@ -149,14 +147,14 @@ def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -
     left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
     before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
     increase = build_increase_function(parts.settings.config)
-    epochs = size_epochs(settings, adaptive, increase, rows, progress, data.loader.samples_per_rank)
+    epochs = size_epochs(settings, increase, rows, progress, data.loader.samples_per_rank)
     most_samples = max(sizes.samples_per_step for sizes in epochs)
     limit = budget_limit(request, most_samples)
     earlier = reference_limit(parts, memory, most_samples)
     model = parts.runner.model
     longest_of_model = getattr(model, "max_seq_len", None)
     microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
-    dealer = dealer_of(model, settings, adaptive, data, microbatches.limit)
+    dealer = dealer_of(model, settings, data, microbatches.limit)
     microbatches = replace(microbatches, dealer=dealer)
     announce(epochs, settings, before, parts.ranks, microbatches.limit)
     if earlier is not None:
@@ -177,7 +175,7 @@ def reference_limit(parts: Parts, memory: MemorySource | None, most_samples: int
     if parts.reference is None:
         return None
     request = parts.fit_reference(memory)
-    if parts.adaptive.token_budget is not None:
+    if parts.settings.adaptive.token_budget is not None:
         return budget_limit(request, most_samples)
     rows = rows_that_fit(request, most_samples)
     return None if rows is None else RowLimit(rows)

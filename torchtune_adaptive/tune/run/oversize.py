@@ -13,23 +13,22 @@ from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.remedies import KEYS
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 Item = TypeVar("Item")
 
 
-def remedy_for(settings: Settings, adaptive: AdaptiveConfig, shortest: int) -> str:
+def remedy_for(settings: Settings, shortest: int) -> str:
     """The end of the error; `shortest`: the tokenizer's limit under which all samples fit."""
     shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
     oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (leaves them out)"
-    return f"; {', '.join(ways_to_make_room(settings, adaptive, shorter))}, or {oversize}"
+    return f"; {', '.join(ways_to_make_room(settings, shorter))}, or {oversize}"
 
 
-def ways_to_make_room(settings: Settings, adaptive: AdaptiveConfig, shorter: str) -> list[str]:
+def ways_to_make_room(settings: Settings, shorter: str) -> list[str]:
     """Ways to make room for longer samples, or to have shorter ones."""
-    if adaptive.token_budget != "auto":
+    if settings.adaptive.token_budget != "auto":
         return ["raise adaptive.token_budget", shorter]
     # then it is memory that says how many tokens fit
     checkpointing = [] if settings.enable_activation_checkpointing else [Remedy.CHECKPOINT_ACTIVATIONS]

@@ -41,10 +41,10 @@ def check_no_reference(adaptive: AdaptiveConfig) -> None:
 class PreferenceFigures:
     """Rewards, log-probabilities and logits of the answers: means over the pairs of a step, on all ranks."""
 
-    def __init__(self, settings: Settings, adaptive: AdaptiveConfig) -> None:
+    def __init__(self, settings: Settings) -> None:
         self._settings = settings
         # a budget takes samples by their length, and may do so in microbatches that only look like torchtune's
-        self._by_rows = adaptive.token_budget is None
+        self._by_rows = settings.adaptive.token_budget is None
         self._said = False
         self._told = False
         self._seen = dict.fromkeys((PAIRS, EMPTY, IDENTICAL), 0.0)

@@ -39,7 +39,6 @@ from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.outset import Parts, open_record, reference_limit
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
@@ -77,9 +76,9 @@ class Table:
             return False
 
 
-def is_known(settings: Settings, adaptive: AdaptiveConfig, dataset: NamedSamples) -> bool:
+def is_known(settings: Settings, dataset: NamedSamples) -> bool:
     """Collective: whether the run asks for what an earlier one has left; then each pair comes with it from now on."""
-    if not adaptive.precompute_reference:
+    if not settings.adaptive.precompute_reference:
         return False
     table = _known(_path(settings), _made_of(settings.config, len(dataset)), dataset)
     if table is not None:

@@ -14,7 +14,6 @@ from torchtune_adaptive.tune.run.dealing import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_long
 from torchtune_adaptive.tune.run.worst_case import longest_sample
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
@@ -22,8 +21,9 @@ LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with the limit, where nothing says less."""
 
 
-def check_token_budget(settings: Settings, adaptive: AdaptiveConfig) -> None:
+def check_token_budget(settings: Settings) -> None:
     """Refuses what contradicts a token budget."""
+    adaptive = settings.adaptive
     if adaptive.token_budget is None:
         if adaptive.padding is False:
             raise ConfigError(
@@ -89,7 +89,7 @@ def microbatches_of(
 ) -> Microbatches:
     """Collective: those of the stage that trains, where it has a limit in tokens. `earlier` is that of one before it,
     which runs the same samples; `longest_of_model` the longest sequence that the model takes."""
-    data, kind, oversize = request.data, request.kind, request.adaptive.oversize
+    data, kind, oversize = request.data, request.kind, request.settings.adaptive.oversize
     if limit is None:
         return Microbatches()
     if data.packed:
@@ -102,8 +102,8 @@ def microbatches_of(
 
 def admission_of(request: FitRequest, longest: int, remedy: str | None = None) -> Admission:
     """Collective: what sees to it that no sample is longer than a microbatch has room for. `remedy` ends the error."""
-    data, kind, oversize = request.data, request.kind, request.adaptive.oversize
-    remedy = remedy or remedy_for(request.settings, request.adaptive, kind.longest_at(longest))
+    data, kind, oversize = request.data, request.kind, request.settings.adaptive.oversize
+    remedy = remedy or remedy_for(request.settings, kind.longest_at(longest))
     admission = Admission(data.dataset, kind, longest, oversize, remedy)
     # The tokenizer says how long samples are to be; a dataset may know nothing of it, and each sample is looked at.
     if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
@@ -120,7 +120,7 @@ def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
 
     A step has `most_rows` samples at most.
     """
-    budget, memory, data = request.adaptive.token_budget, request.memory, request.data
+    budget, memory, data = request.settings.adaptive.token_budget, request.memory, request.data
     if budget is None or isinstance(budget, int):
         return None if budget is None else TokenLimit(budget, request.kind.padded_rows)
     if memory is None:
@@ -131,7 +131,7 @@ def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
     try:
         return profile_lengths(request, memory, most_rows).limit
     except OneRowDoesNotFitError as error:
-        if request.adaptive.sequence_length or data.max_seq_len:
+        if request.settings.adaptive.sequence_length or data.max_seq_len:
             raise
         index = longest_sample(request.settings.config, data.dataset, request.kind).at
         raise SampleTooLargeError(

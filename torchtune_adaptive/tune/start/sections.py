@@ -62,6 +62,8 @@ TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a text")
 PATH = Rule(lambda v: TEXT.accepts(v) and _is_path(v), "a path of names of at most 255 bytes")
 SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
 """What is wrong with one is told where it is converted."""
+SECTION = Rule(lambda v: True, "a section of keys and values")
+"""What is wrong with one is told where it is read."""
 NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
 
 

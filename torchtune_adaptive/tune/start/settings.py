@@ -18,10 +18,13 @@ from torchtune_adaptive.tune.start.sections import (
     NAMES,
     NULL,
     PATH,
+    SECTION,
     TEXT,
+    AdaptiveConfig,
     count_up_to,
     one_of,
     option,
+    read_adaptive,
     some_of,
 )
 
@@ -97,6 +100,8 @@ class Settings:
 
     log_every_n_steps: int = option(COUNT, 1)
     log_peak_memory_stats: bool = option(BOOL, False)
+
+    adaptive: AdaptiveConfig = option(SECTION, AdaptiveConfig(), convert=lambda section, _: read_adaptive(section))
 
     @property
     def samples_per_step(self) -> int:

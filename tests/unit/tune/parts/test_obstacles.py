@@ -20,7 +20,7 @@ def obstacle(
     recover: bool | None, untested: bool = False, model: nn.Module | None = None, **settings: Any
 ) -> str | None:
     adaptive = AdaptiveConfig(recover_from_oom=recover, recover_untested=untested)
-    return obstacle_to_recovery(Settings(**{**TENSOR, **settings}), adaptive, model)
+    return obstacle_to_recovery(Settings(**{**TENSOR, **settings, "adaptive": adaptive}), model)
 
 
 def test_tensor_parallelism_has_it_off_unless_asked() -> None:

@@ -98,7 +98,7 @@ RESULT = StepResult(
 
 
 def test_figures_are_means_over_pairs() -> None:
-    figures = PreferenceFigures(Settings(**KEYS), AdaptiveConfig()).of(None, RESULT)
+    figures = PreferenceFigures(Settings(**KEYS)).of(None, RESULT)
     assert (figures["rewards/chosen"], figures["rewards/rejected"], figures["rewards/margins"]) == (2.0, 0.5, 1.5)
     assert (figures["rewards/accuracies"], figures["log_probs/rejected"]) == (0.75, -20.0)
 
@@ -106,7 +106,7 @@ def test_figures_are_means_over_pairs() -> None:
 def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(preferences, "say", said.append)
-    figures = PreferenceFigures(Settings(**KEYS), AdaptiveConfig())
+    figures = PreferenceFigures(Settings(**KEYS))
     assert figures.of(None, RESULT)["logits/chosen"] == 3.0
     assert said == []
     for _ in range(2):
@@ -118,7 +118,7 @@ def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happen
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(preferences, "say", lambda _: None)
-    figures = PreferenceFigures(Settings(**KEYS), AdaptiveConfig(token_budget=700))
+    figures = PreferenceFigures(Settings(**KEYS, adaptive=AdaptiveConfig(token_budget=700)))
     assert figures.of(None, RESULT)["logits/chosen"] == 2.0
 
 
@@ -126,7 +126,7 @@ def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str
     """What is warned of in these steps, and at the end of two epochs."""
     said: list[str] = []
     monkeypatch.setattr(preferences.logger, "warning", lambda text, *values: said.append(text % values))
-    figures = PreferenceFigures(Settings(**KEYS), AdaptiveConfig())
+    figures = PreferenceFigures(Settings(**KEYS))
     for result in results:
         figures.of(None, result)
     figures.end_epoch()

@@ -53,7 +53,6 @@ def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
     dataset = NamedSamples([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
     parts: Any = SimpleNamespace(
         settings=settings,
-        adaptive=AdaptiveConfig(),
         ppo=ppo,
         data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=16),
         models=SimpleNamespace(everything=(LONG, SHORT)),

@@ -12,7 +12,7 @@ from torch import nn
 from tests.unit.tune.parts.unpadded.models import build
 from tests.unit.tune.parts.unpadded.test_support import BUDGET, SETTINGS
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.limits.limit import RowLimit, TokenLimit
+from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.tune.run import dealing
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -31,16 +31,27 @@ def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return said
 
 
+def dealer(
+    adaptive: AdaptiveConfig,
+    limit: Limit | None = LIMIT,
+    *,
+    model: nn.Module | None = None,
+    tensor_parallel_dim: int = 1,
+) -> Any:
+    settings = replace(SETTINGS, adaptive=adaptive, tensor_parallel_dim=tensor_parallel_dim)
+    return dealer_of(model or build(), settings, DATA, limit)
+
+
 def test_steps_are_dealt_under_a_limit_by_length() -> None:
-    assert dealer_of(build(), SETTINGS, BUDGET, DATA, LIMIT) == "the dataset"
-    assert dealer_of(build(), SETTINGS, BUDGET, DATA, RowLimit(8)) is None
-    assert dealer_of(build(), SETTINGS, AdaptiveConfig(), DATA, None) is None
-    assert dealer_of(build(), SETTINGS, replace(BUDGET, deal=False), DATA, LIMIT) is None
+    assert dealer(BUDGET) == "the dataset"
+    assert dealer(BUDGET, RowLimit(8)) is None
+    assert dealer(AdaptiveConfig(), None) is None
+    assert dealer(replace(BUDGET, deal=False)) is None
 
 
 def test_one_rank_has_nobody_to_deal_with(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dealing, "world_size", lambda: 1)
-    assert dealer_of(build(), SETTINGS, replace(BUDGET, deal=True), DATA, LIMIT) is None
+    assert dealer(replace(BUDGET, deal=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -51,8 +62,7 @@ def test_one_rank_has_nobody_to_deal_with(monkeypatch: pytest.MonkeyPatch) -> No
 def test_what_stands_in_the_way_is_said_and_samples_stay(
     model: nn.Module, tensor_parallel_dim: int, reason: str, two_ranks: list[str]
 ) -> None:
-    settings = replace(SETTINGS, tensor_parallel_dim=tensor_parallel_dim)
-    assert dealer_of(model, settings, BUDGET, DATA, LIMIT) is None
+    assert dealer(BUDGET, model=model, tensor_parallel_dim=tensor_parallel_dim) is None
     assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []
     with pytest.raises(ConfigError, match=f"adaptive.deal is True, but {reason}.*set adaptive.deal to null or False"):
-        dealer_of(model, settings, replace(BUDGET, deal=True), DATA, LIMIT)
+        dealer(replace(BUDGET, deal=True), model=model, tensor_parallel_dim=tensor_parallel_dim)

@@ -28,6 +28,11 @@ def adaptive(**values: Any) -> Any:
     return read_adaptive(OmegaConf.create(values))
 
 
+def having(settings: Settings = SETTINGS, **values: Any) -> Settings:
+    """Settings with these values of `adaptive:`."""
+    return dataclasses.replace(settings, adaptive=adaptive(**values))
+
+
 @pytest.mark.parametrize("budget", [None, "auto", 1, 4096])
 def test_a_token_budget_is_a_number_or_auto_or_nothing(budget: object) -> None:
     assert adaptive(token_budget=budget).token_budget == budget
@@ -42,16 +47,16 @@ def test_other_token_budgets_are_refused(budget: object) -> None:
 @pytest.mark.parametrize("key", ["use_maximum_batch_size", "optimizer_in_bwd"])
 def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
     settings = dataclasses.replace(SETTINGS, **{key: True})
-    check_token_budget(settings, adaptive())
+    check_token_budget(settings)
     with pytest.raises(ConfigError, match=rf"{key} is True, .* set {key}: False or adaptive.token_budget: null"):
-        check_token_budget(settings, adaptive(token_budget=4096))
+        check_token_budget(having(settings, token_budget=4096))
 
 
 @pytest.mark.parametrize("budget", [4096, "auto"])
 def test_a_bound_on_rows_is_refused_where_tokens_count(budget: int | str) -> None:
-    check_token_budget(SETTINGS, adaptive(max_batch_size=4))
+    check_token_budget(having(max_batch_size=4))
     with pytest.raises(ConfigError, match=r"max_batch_size is 4 and adaptive.token_budget is .*: .* set one of them"):
-        check_token_budget(SETTINGS, adaptive(token_budget=budget, max_batch_size=4))
+        check_token_budget(having(token_budget=budget, max_batch_size=4))
 
 
 def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,8 +66,7 @@ def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.Monk
     monkeypatch.setattr(fitting, "_fingerprint", lambda *_: {})
     nothing: Any = None
     request = fitting.FitRequest(
-        settings=SETTINGS,
-        adaptive=adaptive(reuse_search=False),
+        settings=having(reuse_search=False),
         memory=None,
         worst_step=nothing,
         data=nothing,
@@ -87,7 +91,7 @@ def read(indices: Sequence[int]) -> NamedSamples:
 
 
 def admitted(longest: int, oversize: str) -> dict[str, Any]:
-    remedy = remedy_for(SETTINGS, adaptive(token_budget=64), longest)
+    remedy = remedy_for(having(token_budget=64), longest)
     [sample] = Admission(read([7]), TEXT, longest, oversize, remedy).admit([SAMPLE])
     return sample
 
@@ -108,7 +112,7 @@ def test_a_sample_that_is_too_long_is_an_error_by_default() -> None:
 
 def test_a_pair_without_padding_is_told_in_the_tokens_of_both_answers() -> None:
     pair = JOINED.uniform(1, 984)
-    remedy = remedy_for(SETTINGS, adaptive(token_budget=887), JOINED.longest_at(887))
+    remedy = remedy_for(having(token_budget=887), JOINED.longest_at(887))
     with pytest.raises(
         SampleTooLargeError,
         match=r"sample 7 of the dataset has 984 tokens in both answers together, but .* room for 887; "
@@ -121,7 +125,7 @@ def test_a_pair_without_padding_is_told_in_the_tokens_of_both_answers() -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_where_memory_says_how_many_tokens_fit_it_is_memory_that_is_advised(checkpointed: bool) -> None:
     settings = dataclasses.replace(SETTINGS, enable_activation_checkpointing=checkpointed)
-    remedy = remedy_for(settings, adaptive(token_budget="auto"), 443)
+    remedy = remedy_for(having(settings, token_budget="auto"), 443)
     assert "adaptive.token_budget" not in remedy
     assert "adaptive.memory_limit" in remedy
     assert "more ranks" in remedy

@@ -14,7 +14,6 @@ from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.unpadded.kernels import WIDEST_HEAD
 from torchtune_adaptive.tune.parts.unpadded.seam import takes_documents
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -23,16 +22,14 @@ FLASH_ATTENTION_2 = (8, 0)
 """Compute capability: Ampere."""
 
 
-def is_padded(
-    model: nn.Module, settings: Settings, adaptive: AdaptiveConfig, device: torch.device, *, packed: bool
-) -> bool:
+def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool) -> bool:
     """Whether rows are padded, as `adaptive.padding` says; one line of the log, or an error, where they have to be."""
-    if adaptive.token_budget is None or adaptive.padding:
+    if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
     if reason is None:
         return False
-    if adaptive.padding is False:
+    if settings.adaptive.padding is False:
         raise ConfigError(f"adaptive.padding is False, but {reason}: set adaptive.padding to null or True")
     if rank() == 0 and not packed:  # of packed rows, the token budget says what becomes of them
         logger.info("token budget · samples are padded to rows: %s", reason)

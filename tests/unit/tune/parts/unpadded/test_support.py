@@ -82,7 +82,7 @@ def modern_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def decide(adaptive: AdaptiveConfig, model: nn.Module, settings: Settings = SETTINGS, **other: Any) -> bool:
-    return is_padded(model, settings, adaptive, **{"device": CPU, "packed": False, **other})
+    return is_padded(model, replace(settings, adaptive=adaptive), **{"device": CPU, "packed": False, **other})
 
 
 @pytest.mark.parametrize("reason", OBSTACLES)
@@ -129,9 +129,9 @@ def test_rows_are_padded_where_the_config_says_so_and_without_a_token_budget() -
 
 def test_without_a_token_budget_nothing_is_dealt() -> None:
     with pytest.raises(ConfigError, match=r"deal is True, but adaptive\.token_budget is null"):
-        check_token_budget(SETTINGS, AdaptiveConfig(deal=True))
+        check_token_budget(replace(SETTINGS, adaptive=AdaptiveConfig(deal=True)))
 
 
 def test_without_a_token_budget_there_is_no_doing_without_padding() -> None:
     with pytest.raises(ConfigError, match=r"padding is False, but adaptive\.token_budget is null"):
-        check_token_budget(SETTINGS, AdaptiveConfig(padding=False))
+        check_token_budget(replace(SETTINGS, adaptive=AdaptiveConfig(padding=False)))
