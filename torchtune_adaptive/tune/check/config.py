@@ -93,6 +93,8 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
         findings.of(lambda: _check_question(settings))
         return findings
     findings.of(lambda: CHECKS.get(recipe, check_no_reference)(settings.adaptive))
+    if recipe == PPO:
+        findings.of(lambda: read_ppo_settings(cfg)[1].iterations(ranks or 1))
     _check_together(settings, model, findings)
     _check_ranks(settings, ranks, findings)
     findings.of(lambda: _check_device(settings, findings))

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import logging
 
 import torch
 from torchtune import training, utils
 
+from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -51,6 +55,9 @@ def prepare(settings: Settings) -> None:
     """Call before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
     if settings.fsdp_cpu_offload:
         training.set_torch_num_threads()
+    limited_on_cpu = settings.adaptive.memory_limit is not None and settings.device.startswith("cpu")
+    if settings.compile and limited_on_cpu and rank() == 0:
+        logger.warning("compile · nothing is compiled on a CPU under adaptive.memory_limit, which counts by operation")
 
 
 def start_clean(device: torch.device) -> None:

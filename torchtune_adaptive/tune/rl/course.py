@@ -49,11 +49,6 @@ def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSiz
             f"per rank, so an iteration would not have the samples that it had; go on with {progress.ranks}"
         )
     per_epoch, total = parts.data.loader.samples_per_rank // size, parts.ppo.iterations(ranks)
-    if total == 0:
-        raise ConfigError(
-            f"num_steps is {parts.ppo.num_steps}, but one iteration takes {size * ranks} samples: batch_size {size} × "
-            f"{count_of(ranks, 'rank')}; raise num_steps, or lower batch_size"
-        )
     left = total - progress.step
     epochs = list(progress.past)
     if progress.begun is not None:

@@ -21,6 +21,7 @@ from torchtune_adaptive.tune.start.sections import (
     option,
 )
 from torchtune_adaptive.tune.start.settings import Settings, check_defaults, read_common
+from torchtune_adaptive.wording import count_of
 
 POLICY, VALUE = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
@@ -69,7 +70,7 @@ class PPOSettings:
     whiten_rewards: bool = option(BOOL)
     gamma: float = option(FINITE)
     lmbda: float = option(FINITE)
-    kl_coeff: float = option(FINITE)
+    kl_coeff: float = option(FINITE_OR_0)
 
     batch_size: int = option(COUNT)
 
@@ -79,8 +80,14 @@ class PPOSettings:
         return self.ppo_epochs * (self.batch_size // self.ppo_batch_size)
 
     def iterations(self, ranks: int) -> int:
-        """Iterations of the whole run: `num_steps` counts samples over all ranks."""
-        return self.num_steps // (self.batch_size * ranks)
+        """Iterations of the whole run, at least one: `num_steps` counts samples over all ranks."""
+        size = self.batch_size * ranks
+        if self.num_steps < size:
+            raise ConfigError(
+                f"num_steps is {self.num_steps}, but one iteration takes {size} samples: batch_size {self.batch_size} "
+                f"× {count_of(ranks, 'rank')}; raise num_steps, or lower batch_size"
+            )
+        return self.num_steps // size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +153,11 @@ def _check_sizes(ppo: PPOSettings) -> None:
         size, of = getattr(ppo, part), getattr(ppo, whole)
         if of % size:
             raise ConfigError(f"{part} is {size} and {whole} is {of}: {whole} must be a multiple of {part}")
+    if ppo.min_response_length is not None and ppo.min_response_length > ppo.max_generated_tokens:
+        raise ConfigError(
+            f"min_response_length is {ppo.min_response_length} and max_generated_tokens is {ppo.max_generated_tokens}: "
+            "every answer would be penalised as too short; lower min_response_length or set it to null"
+        )
     if not ppo.enable_kv_cache:
         raise ConfigError("enable_kv_cache is False, but answers are always generated with a cache: set it to True")
 

@@ -175,6 +175,12 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_there_are_an
     assert validate("adaptive/demo/ppo", "max_generated_tokens=496")[0] == 0
 
 
+def test_samples_for_less_than_an_iteration_are_refused_for_the_ranks_that_are_known(validate: Validate) -> None:
+    told = ["num_steps is 100", "one iteration takes 128 samples", "4 ranks"]
+    assert_refused(validate("adaptive/demo/ppo", "num_steps=100", "--ranks", "4"), told)
+    assert validate("adaptive/demo/ppo", "num_steps=100", "--ranks", "2")[0] == 0
+
+
 def test_replicas_of_quantized_weights_are_refused_before_there_are_any(validate: Validate) -> None:
     ended = validate("adaptive/llama3_3/70B_qlora", "data_parallel_replicate_dim=2", "--ranks", "4")
     assert_refused(ended, ["data_parallel_replicate_dim is 2", "quantized"])

@@ -71,6 +71,8 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("stop_token_ids=3", "a list of tokens"),
         ("stop_token_ids=[true]", "a list of tokens"),
         ("kl_coeff=.inf", "kl_coeff is inf: allowed is a finite number"),
+        ("kl_coeff=-0.1", "kl_coeff is -0.1: allowed is a finite number of at least 0"),
+        ("min_response_length=999", "every answer would be penalised as too short"),
         ("reward_penalty=.nan", "reward_penalty is nan: allowed is a finite number"),
         ("temperature=.inf", "temperature is inf: allowed is a finite number above 0"),
         ("loss.epsilon=abc", "loss.epsilon is 'abc': allowed is a number of at least 0, or .inf"),
