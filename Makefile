@@ -50,7 +50,7 @@ test-gpu: $(READY)
 
 # predictions beside published figures, in about five minutes; `make test` asks for one of them
 published: $(READY)
-	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/recipes/test_published.py
+	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/recipes/plan/test_published.py
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -60,7 +60,7 @@ lint: $(READY)
 # every point at which a rank can run out of memory, one after the other
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
-	$(BIN)/python -W ignore -m tests.recipes.tensor_sweep
+	$(BIN)/python -W ignore -m tests.recipes.long.tensor_sweep
 
 # the distributed and recipe tests, and those of kernels, beside every supported version of torch, each in an environment of its own; not in CI
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
@@ -79,8 +79,8 @@ $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 
 # hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; and 5,000 that must not keep any
 soak: $(READY)
-	$(BIN)/python -W ignore -m tests.recipes.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
-	$(BIN)/python -W ignore -m tests.recipes.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
+	$(BIN)/python -W ignore -m tests.recipes.long.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
+	$(BIN)/python -W ignore -m tests.recipes.long.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 
 # hundreds of `kill -9` and signals, two runs in one folder, a scheduler; under 40 minutes on two cores
 crash: $(READY)

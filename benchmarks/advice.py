@@ -17,8 +17,8 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from benchmarks.results import Result, Row
+from tests.recipes.plan.test_plan import NO_ACCUMULATION, recipe_step
 from tests.recipes.running import demo_config
-from tests.recipes.test_plan import NO_ACCUMULATION, recipe_step
 from torchtune_adaptive.prediction import ONE_CORE, Timing, as_tensor
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.predict import fake_step

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from benchmarks.results import Result
 from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config, run_ppo
 from tests.recipes.recording import read_log
-from tests.recipes.rollouts import ppo_config, run_ppo
 
 SEEDS = (0, 1, 2, 3, 4)
 ITERATIONS = 30

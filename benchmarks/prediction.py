@@ -12,8 +12,8 @@ from pathlib import Path
 
 from benchmarks.results import Result, Row
 from tests.ranks import run_on_ranks
+from tests.recipes.plan.test_plan import CONFIGS, SIZES, metered_peaks, predicted_peaks
 from tests.recipes.running import demo_config
-from tests.recipes.test_plan import CONFIGS, SIZES, metered_peaks, predicted_peaks
 
 RANKS = 2
 NAMES = ("full", "full, checkpointed", "full, one microbatch", "lora", "qlora")

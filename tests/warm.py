@@ -17,7 +17,7 @@ for name in (
     "tests.commands",
     "tests.distributed.faults",
     "tests.recipes.recording",
-    "tests.recipes.rollouts",
+    "tests.recipes.ppo.rollouts",
     "tests.recipes.running",
     "tests.searching",
     "torch.distributed.run",

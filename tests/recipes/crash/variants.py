@@ -7,7 +7,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from tests.recipes.rollouts import ppo_config
+from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import OURS, demo_config
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
 

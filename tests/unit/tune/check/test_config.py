@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.recipes import test_errors
+from tests.recipes.endings import test_errors
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
 from torchtune_adaptive.tune.check.config import READERS, SAVED_BY

@@ -1,0 +1,147 @@
+"""`tune run` as a user types it, from a directory that holds nothing of ours."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from tests.commands import tune_run_here
+from tests.recipes.running import STOCK, Finished, run_command, tune_run
+
+ROOT = Path(__file__).parents[3]
+FULL, LORA = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed"
+SMALL = ("dataset.samples=32", "epochs=1", "output_dir=out", "use_maximum_batch_size=False", "adaptive=null")
+STOCK_ON_A_LAPTOP = (
+    "tokenizer=torchtune_adaptive.demo.tokenizer.demo_tokenizer",
+    "~tokenizer.path",
+    "tokenizer.max_seq_len=256",
+    "model=torchtune_adaptive.demo.model.demo_model",
+    "checkpointer=torchtune_adaptive.demo.weights.demo_checkpointer",
+    "checkpointer.checkpoint_dir=weights",
+    "checkpointer.checkpoint_files=[demo.pt]",
+    "dataset=torchtune_adaptive.demo.dataset.demo_dataset",
+    "device=cpu",
+    "dtype=fp32",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
+)
+OUR_LINE = r"^\d+ rows × \d+ microbatches × \d+ ranks? = \d+ samples a step .*$"
+NOISE = re.compile(
+    r"warning|deprecat|cpp extensions|set_vital|pin_memory|destroy_process_group|NCCL|OMP_NUM_THREADS", re.IGNORECASE
+)
+
+
+def assert_trained(ended: Finished, cwd: Path, *, arithmetic: str) -> None:
+    """The run ended well, said its arithmetic once, and wrote nothing that a user could take for a problem."""
+    assert ended.status == 0, ended.output
+    assert re.findall(OUR_LINE, ended.output, re.MULTILINE) == [arithmetic], ended.output
+    assert ended.output.count("config: out/torchtune_config.yaml\n") == 1, ended.output
+    assert "_component_" not in ended.output, "a screen of config"
+    assert "\r" not in ended.output, "a progress bar, and lines that hang on it"
+    assert [line for line in ended.output.splitlines() if NOISE.search(line)] == []
+    assert list((cwd / "out" / "epoch_0").glob("model-*.bin"))
+
+
+def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
+    ended = tune_run(
+        FULL,
+        "--config",
+        "adaptive/demo/full",
+        *SMALL,
+        "gradient_accumulation_steps=2",
+        "optimizer.lr=1e-4",
+        "my_note=kept",
+        ranks=2,
+        cwd=tmp_path,
+        timeout_s=120,
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 2 microbatches × 2 ranks = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
+    )
+    kept = (tmp_path / "out" / "torchtune_config.yaml").read_text()
+    assert "lr: 0.0001" in kept
+    assert "my_note: kept" in kept  # torchtune lets users add keys of their own, and so do we
+    assert "epoch 1 · 4 of 4 steps · loss " in ended.output
+    assert ended.output.count("ignored config keys: my_note") == 1
+    (log,) = (tmp_path / "out" / "logs").glob("*.txt")
+    assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4
+
+
+def test_the_readme_begins_with_lines_that_its_command_prints(tmp_path: Path) -> None:
+    """But for the time that a probe took, and losses, which may differ from CPU to CPU in their last digits."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    command, block = re.findall(r"^    \$ tune run (.+)\n\n((?:    .+\n)+)", text, re.MULTILINE)[0]
+    launcher, number, recipe, *config = command.split()
+    assert (launcher, number) == ("--nproc_per_node", "2")
+    ended = tune_run_here(recipe, *config, "epochs=1", ranks=2, cwd=tmp_path, timeout_s=180)
+    block = block.replace("2 epochs", "1 epoch")
+    *printed, last = [re.sub(r"\d\.\d s ", "", line).strip() for line in block.splitlines()]
+    seen = [re.sub(r"\d\.\d s ", "", line).strip() for line in ended.output.splitlines()]
+    assert [
+        line.replace("2 epochs", "1 epoch") for line in printed if line.replace("2 epochs", "1 epoch") not in seen
+    ] == []
+    begin = re.match(r"trained: loss \d+\.\d", last)
+    assert begin is not None
+    assert any(line.startswith(begin[0]) and line.endswith("checkpoints in runs/demo/full") for line in seen)
+
+
+def test_one_process_without_a_launcher_and_with_a_name_of_torchtunes(tmp_path: Path) -> None:
+    ended = tune_run(
+        FULL, "--config", "llama3_2/1B_full", *STOCK_ON_A_LAPTOP, *SMALL, ranks=None, cwd=tmp_path, timeout_s=120
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epoch",
+    )
+
+
+def test_one_process_with_a_path_and_components_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from torchtune_adaptive.demo.dataset import demo_dataset as my_dataset\n")
+    shutil.copy(STOCK / "configs" / "llama3_2" / "1B_lora.yaml", tmp_path / "mine.yaml")
+    ended = tune_run(
+        LORA,
+        "--config",
+        "mine.yaml",
+        *STOCK_ON_A_LAPTOP,
+        *SMALL,
+        "model=torchtune_adaptive.demo.model.lora_demo_model",
+        "dataset=mine.my_dataset",
+        ranks=None,
+        cwd=tmp_path,
+        timeout_s=120,
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 2 microbatches × 1 rank = 4 samples a step (as configured) · 8 steps an epoch · 1 epoch",
+    )
+    assert (tmp_path / "out" / "epoch_0" / "adapter_model.pt").is_file()
+
+
+def test_as_a_module_with_an_equals_sign_and_a_profile(tmp_path: Path) -> None:
+    ended = run_command(
+        [
+            sys.executable,
+            "-m",
+            LORA,
+            "--config=adaptive/demo/lora",
+            *SMALL,
+            "profiler.enabled=True",
+            "profiler.wait_steps=1",
+            "profiler.warmup_steps=1",
+            "profiler.active_steps=1",
+        ],
+        cwd=tmp_path,
+        timeout_s=120,
+    )
+    assert_trained(
+        ended,
+        tmp_path,
+        arithmetic="2 rows × 4 microbatches × 1 rank = 8 samples a step (as configured) · 4 steps an epoch · 1 epoch",
+    )
+    assert list((tmp_path / "out" / "profiling_outputs").rglob("*trace.json*"))

@@ -1,0 +1,286 @@
+"""How a run ends that cannot go on, or that has trained nothing: by one message, and never like a success."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtune.modules.loss import CEWithChunkedOutputLoss
+
+from tests.commands import tune_run_here
+from tests.distributed.kinds import as_dtensor_does
+from tests.hearing import listening
+from tests.ranks import run_on_ranks
+from tests.recipes.running import Finished, demo_config, run_ours, start_here
+from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
+from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
+from torchtune_adaptive.tune.run.loss_watch import LossWatch
+from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
+
+HERE = "tests.recipes.endings.test_endings"
+BAD = 13
+"""A sample of rank 1, where two ranks share the samples in order."""
+UNREADABLE = rf"sample {BAD} of the dataset cannot be read on rank 1 \(KeyError: 'no such column'\)"
+KNOWN_TOKENS = 128
+SMALL = ("dataset.samples=32", "batch_size=2", "gradient_accumulation_steps=2", "shuffle=False")
+EVERY_STEP = "save_every_n_steps=1"
+CHEAP = (*SMALL, "use_maximum_batch_size=False", "adaptive=null", "epochs=1")
+
+
+class Flawed(DemoDataset):
+    """The demo's, with one bad sample."""
+
+    def __init__(self, tokenizer: DemoTokenizer, samples: int, flaw: str) -> None:
+        super().__init__(tokenizer, samples=samples, seed=0, train_on_input=False)
+        self._flaw = flaw
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        sample = super().__getitem__(index)
+        if self._flaw == "masked":
+            return {**sample, "labels": [-100] * len(sample["labels"])}
+        if index == BAD and self._flaw == "raises":
+            raise KeyError("no such column")
+        if index == BAD and self._flaw == "exits":
+            sys.exit(0)
+        return {**sample, **self._spoiled(sample)} if index == BAD else sample
+
+    def _spoiled(self, sample: dict[str, list[int]]) -> dict[str, Any]:
+        tokens, labels = sample["tokens"], sample["labels"]
+        return {
+            "token": {"tokens": [*tokens[:-1], 999_999]},
+            "label": {"labels": [*labels[:-1], -7]},
+            "short": {"labels": labels[:-2]},
+            "text": {"tokens": "a" * len(tokens)},
+            "none": {"tokens": None},
+            "nested": {"tokens": [[token] for token in tokens]},
+        }.get(self._flaw, {})
+
+
+def flawed(tokenizer: DemoTokenizer, *, samples: int, flaw: str, packed: bool) -> Flawed:
+    """Component for a config's `dataset:`."""
+    return Flawed(tokenizer, samples, flaw)
+
+
+class NotANumber(CEWithChunkedOutputLoss):
+    """What weights that are no numbers come to."""
+
+    def forward(self, logits: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        return super().forward(logits, labels) * torch.nan
+
+
+def with_flaw(flaw: str) -> tuple[str, str]:
+    return f"dataset._component_={HERE}.flawed", f"dataset.flaw={flaw}"
+
+
+def how_it_ends(folder: Path, *overrides: str) -> tuple[str, str]:
+    """Collective: the error that this rank ends with."""
+    try:
+        run_ours("full", demo_config("full", folder, *SMALL, *overrides))
+    except AdaptiveError as error:
+        return type(error).__name__, str(error)
+    return "", "trained"
+
+
+def saved(folder: Path) -> list[Path]:
+    return [found.path for found in find_checkpoints(folder / "out")]
+
+
+def test_a_run_without_a_single_label_is_no_success_on_any_rank(tmp_path: Path) -> None:
+    ends = run_on_ranks(
+        2, how_it_ends, tmp_path / "run", *with_flaw("masked"), EVERY_STEP, timeout_s=100, in_group=False
+    )
+    assert ends[0] == ends[1]
+    kind, message = ends[0]
+    assert kind == NotLearningError.__name__
+    assert "nothing was trained in 4 steps" in message
+    assert "all labels are masked" in message
+    assert saved(tmp_path / "run") == []
+
+
+def test_a_run_whose_every_loss_is_nan_is_no_success_on_any_rank(tmp_path: Path) -> None:
+    loss = f"loss._component_={HERE}.NotANumber"
+    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", loss, EVERY_STEP, timeout_s=100, in_group=False)
+    assert ends[0] == ends[1]
+    kind, message = ends[0]
+    assert kind == NotLearningError.__name__
+    assert "the loss was NaN or infinite every time" in message
+    assert saved(tmp_path / "run") == []
+
+
+EXPLODES = ("optimizer.lr=1e30", "lr_scheduler=null", "clip_grad_norm=null")
+
+
+def test_a_loss_that_becomes_nan_stops_all_ranks_at_that_step(tmp_path: Path) -> None:
+    stop = (*EXPLODES, "adaptive.on_nan_loss=stop")
+    ends = run_on_ranks(2, how_it_ends, tmp_path / "run", *stop, timeout_s=100, in_group=False)
+    assert ends[0] == ends[1]
+    kind, message = ends[0]
+    assert kind == NotLearningError.__name__
+    assert re.match(r"step [23]: the loss is (nan|inf), and adaptive.on_nan_loss is stop", message)
+
+
+def test_by_default_it_is_said_once_and_costs_no_good_checkpoint(tmp_path: Path) -> None:
+    burst = ("use_maximum_batch_size=False", "adaptive=null", f"loss._component_={HERE}.Burst")
+    saving = ("epochs=2", EVERY_STEP, "keep_last_n_checkpoints=1")
+    ends = run_on_ranks(2, said_until_the_end, tmp_path / "run", *burst, *saving, timeout_s=100, in_group=False)
+    for kind, message, _ in ends:
+        assert kind == NotLearningError.__name__
+        assert "epoch_1 is not saved, since the weights are NaN or infinite; the last good one is " in message
+        assert "start again from there with a lower optimizer.lr" in message
+    assert re.match(r"step 2: the loss is nan; .*adaptive.on_nan_loss: stop", ends[0][2][0])
+    assert ends[0][2][1].startswith("checkpoint step_2 is not saved, since the weights are NaN or infinite")
+    assert [len(said) for _, _, said in ends] == [2, 0], "each is said once, by rank 0"
+    assert [path.name for path in saved(tmp_path / "run")] == ["step_1"]
+
+
+class Burst(CEWithChunkedOutputLoss):
+    """A loss that is no number in the second step of a run, and so leaves weights that are none."""
+
+    calls = 0
+
+    def forward(self, logits: list[torch.Tensor], labels: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = super().forward(logits, labels)
+        return loss * torch.nan if self.calls == 4 else loss  # two microbatches a step
+
+
+def said_until_the_end(folder: Path, *overrides: str) -> tuple[str, str, list[str]]:
+    """Collective: the error that this rank ends with, and what it has said of losses."""
+    with listening("torchtune_adaptive") as heard:
+        kind, message = how_it_ends(folder, *overrides)
+    return kind, message, [line for line in heard if "on_nan_loss" in line or "not saved" in line]
+
+
+def losses_of(watch: LossWatch, *losses: float) -> None:
+    for step, loss in enumerate(losses, 1):
+        watch.saw(step, loss, target_tokens=10)
+    watch.check()
+
+
+@pytest.mark.parametrize("losses", [(2.0, torch.nan), (torch.nan, 2.0), (0.0, 0.0), ()])
+def test_a_run_that_has_learned_in_some_step_may_end(
+    losses: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    losses_of(LossWatch("warn"), *losses)
+
+
+def test_a_gradient_that_is_nan_stops_too() -> None:
+    with pytest.raises(NotLearningError, match="step 3: the norm of the gradient is nan"):
+        LossWatch("stop").saw(3, 2.5, target_tokens=10, grad_norm=float("nan"))
+
+
+class Greedy(torch.optim.AdamW):
+    """Needs 32 MiB for each update."""
+
+    def step(self, closure: Any = None) -> Any:
+        torch.empty(32 * 2**20, dtype=torch.uint8)
+        return super().step(closure)
+
+
+def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
+    config = ("adaptive_full_finetune_distributed", "--config", "adaptive/demo/full")
+    os.symlink(Path(__file__).parents[2], tmp_path / "tests")
+    return tune_run_here(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        pytest.param(
+            with_flaw("raises"),
+            rf"error \(rank 1\): {UNREADABLE}",
+            id="a-sample-that-raises",
+        ),
+        pytest.param(
+            with_flaw("token"),
+            rf"error \(rank 1\): sample {BAD} of the dataset \(on rank 1\) has token 999999",
+            id="a-token-that-the-model-does-not-know",
+        ),
+        pytest.param(
+            (*with_flaw("token"), "adaptive.token_budget=2000", "adaptive.deal=True"),
+            rf"error(?: \(rank 1\))?: sample {BAD} of the dataset \(on rank \d\) has token 999999",
+            id="a-token-that-the-model-does-not-know-wherever-it-was-dealt",
+        ),
+        pytest.param(
+            (*with_flaw("raises"), "adaptive.token_budget=2000", "adaptive.deal=True"),
+            rf"error(?: \(rank \d\))?: {UNREADABLE}",
+            id="a-sample-that-raises-during-the-exchange",
+        ),
+        pytest.param(
+            ("adaptive.memory_limit=[256MiB,16MiB]", f"optimizer._component_={HERE}.Greedy"),
+            r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be half updated",
+            id="the-update-out-of-memory",
+        ),
+    ],
+)
+def test_what_only_rank_1_meets_ends_both_with_its_message(
+    tmp_path: Path, overrides: tuple[str, ...], message: str
+) -> None:
+    ended = tune_on_two(tmp_path, *overrides)
+    assert ended.status != 0
+    assert len(re.findall(message, ended.output)) == 1, ended.output
+    before_the_launcher = re.split("torch[./]distributed[./]elastic", ended.output, maxsplit=1)[0]
+    assert "Traceback" not in before_the_launcher, ended.output
+
+
+def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def out_of_memory(optimizer: Any, *_: Any) -> None:
+        raise as_dtensor_does("out of memory")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.optim.AdamW, "step", out_of_memory)
+    with pytest.raises(UnrecoverableError, match="out of memory in the optimizer step on rank 0"):
+        start_here("full", "--config", "adaptive/demo/full", *CHEAP, train=True)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "says"),
+    [
+        (
+            "exits",
+            r"cannot be read on rank 0 \(SystemExit: 0\): the dataset's code ends the process, in __",
+        ),
+        (
+            "label",
+            r"\(on rank 0\) has label -7, but the model knows \d+ tokens, .*, and the loss ignores -100: give",
+        ),
+        ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs its label"),
+        ("text", r"\(on rank 0\) has tokens that are no list of whole numbers \('aa"),
+        ("none", r"\(on rank 0\) has tokens that are no list of whole numbers \(null\): see whether"),
+        ("nested", r"\(on rank 0\) has tokens that are no list of whole numbers \(\[\["),
+    ],
+)
+def test_a_sample_that_nothing_can_be_made_of_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flaw: str, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset {says}") as caught:
+        start_here("full", "--config", "adaptive/demo/full", *CHEAP, *with_flaw(flaw), train=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    scanned = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
+    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has tokens that are no list"):
+        start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("none"))
+
+
+@pytest.mark.parametrize("status", [None, 0])
+def test_leaving_with_success_from_inside_is_an_error(status: Any) -> None:
+    with pytest.raises(EarlyExitError), refusing_early_exits():
+        sys.exit(status)
+
+
+def test_leaving_with_an_error_is_left_alone() -> None:
+    with pytest.raises(SystemExit) as left, refusing_early_exits():
+        sys.exit(3)
+    assert left.value.code == 3

@@ -1,0 +1,170 @@
+"""The example of each scheduler, with a scheduler and commands that are not real, and one with real training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ranks import PATIENCE
+from tests.recipes.crash.requeues import requeued
+from tests.recipes.crash.session import Session
+from tests.recipes.crash.variants import Variant
+from tests.recipes.running import COMMAND_MARK, end_marked, environment
+from torchtune_adaptive.tune.start import run_file
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+SCRIPTS = str(Path(sys.executable).parent)
+FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+NOT_BEGUN = -BROKEN
+"""Of which `status` says that it is broken, too: it has left nothing."""
+ALL = 10**6
+TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
+
+
+EARLY = "trap 'case $BASH_COMMAND in run=*!) until [ -s {0}/log ]; do sleep 0.1; done; kill -s {1} $$;; esac' DEBUG"
+"""For bash to read at its start: the signal comes when training has started and the script does not know it yet."""
+
+
+def write_command(folder: Path, name: str, script: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def kubernetes_script() -> str:
+    job: dict[str, Any] = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
+    pod = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    [container] = pod["containers"]
+    grace = int(next(each["value"] for each in container["env"] if each["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
+    assert grace < pod["terminationGracePeriodSeconds"]
+    [script] = container["args"]
+    return str(script)
+
+
+@contextmanager
+def started(command: list[str], commands: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """With these commands in front of all others."""
+    mark, path = (
+        uuid.uuid4().hex,
+        f"{commands}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    )
+    process = subprocess.Popen(command, env={**environment(), **variables, "PATH": path, COMMAND_MARK: mark})
+    try:
+        yield process
+    finally:
+        end_marked(COMMAND_MARK, mark)
+        process.wait(20 * PATIENCE)
+
+
+def wait_for(path: Path, lines: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s * PATIENCE
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline, f"{path} has not come to {lines} lines"
+        time.sleep(0.05)
+
+
+def test_bash_and_shellcheck_find_nothing_wrong(tmp_path: Path) -> None:
+    script = tmp_path / "pod.sh"
+    script.write_text(f"#!/bin/sh\n{kubernetes_script()}")
+    for path in (EXAMPLES / "slurm.sbatch", script):
+        subprocess.run(["bash", "-n", str(path)], check=True, timeout=20)
+        subprocess.run([linter("shellcheck"), str(path)], check=True, timeout=60)
+
+
+def test_yamllint_finds_nothing_wrong() -> None:
+    rules = "{extends: default, rules: {line-length: {max: 120}, document-start: disable}}"
+    command = [linter("yamllint"), "--strict", "-d", rules, str(EXAMPLES / "pytorchjob.yaml")]
+    subprocess.run(command, check=True, timeout=60)
+
+
+def linter(name: str) -> str:
+    found = shutil.which(name, path=os.pathsep.join([SCRIPTS, os.environ["PATH"]]))
+    assert found is not None, "it comes with the extra dev"
+    return found
+
+
+def begin(output_dir: Path, status: int) -> None:
+    """What a run leaves as soon as it has begun."""
+    output_dir.mkdir()
+    if status != NOT_BEGUN:
+        run_file.begin(output_dir, "tune run", output_dir, serial=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "is_asked", "code", "requeued"),
+    [
+        (CAN_GO_ON, True, 0, True),
+        (CAN_GO_ON, False, 1, False),
+        (FINISHED, True, 0, False),
+        (BROKEN, True, 1, False),
+        (NOT_BEGUN, True, 0, True),
+        (NOT_BEGUN, False, 1, False),
+    ],
+)
+def test_slurm_queues_again_what_the_time_has_ended_and_nothing_else(
+    status: int, is_asked: bool, code: int, requeued: bool, tmp_path: Path
+) -> None:
+    commands = tmp_path / "commands"
+    begin(tmp_path / "out", status)
+    write_command(commands, "srun", 'exec "$@"')
+    write_command(commands, "tune", TRAINS.format(tmp_path) if is_asked else "exit 1")
+    write_command(commands, "tune-adaptive", f"exit {abs(status)}")
+    write_command(commands, "scontrol", f'echo "$@" >> {tmp_path}/scontrol')
+    script = ["bash", str(EXAMPLES / "slurm.sbatch"), str(tmp_path / "out"), "recipe"]
+    with started(script, commands, SLURM_JOB_ID="17") as job:
+        if is_asked:
+            wait_for(tmp_path / "log", 1, timeout_s=20)
+            job.send_signal(signal.SIGUSR1)
+        assert job.wait(20 * PATIENCE) == code
+    if is_asked:
+        assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+    told = tmp_path / "scontrol"
+    assert (told.read_text() if told.exists() else "") == "requeue 17\n" * requeued
+
+
+@pytest.mark.parametrize(("status", "code"), [(CAN_GO_ON, 138), (FINISHED, 0), (BROKEN, 1), (NOT_BEGUN, 138)])
+def test_kubernetes_starts_again_what_can_go_on_and_nothing_else(status: int, code: int, tmp_path: Path) -> None:
+    commands = tmp_path / "commands"
+    begin(tmp_path / "out", status)
+    write_command(commands, "tune", TRAINS.format(tmp_path))
+    write_command(commands, "tune-adaptive", f'[ "$2" = {tmp_path}/out ] && exit {abs(status)}')
+    with started(["sh", "-c", kubernetes_script()], commands, OUTPUT_DIR=str(tmp_path / "out")) as pod:
+        wait_for(tmp_path / "log", 1, timeout_s=20)
+        pod.send_signal(signal.SIGTERM)
+        assert pod.wait(20 * PATIENCE) == code
+    assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "kubernetes"])
+def test_a_signal_is_passed_on_that_comes_while_training_is_started(scheduler: str, tmp_path: Path) -> None:
+    commands, out = tmp_path / "commands", str(tmp_path / "out")
+    write_command(commands, "srun", 'exec "$@"')
+    write_command(commands, "tune", TRAINS.format(tmp_path))
+    write_command(commands, "tune-adaptive", f"exit {CAN_GO_ON}")
+    write_command(commands, "scontrol", "true")
+    slurm = ["bash", str(EXAMPLES / "slurm.sbatch"), out, "recipe"], "USR1", 0
+    command, number, code = slurm if scheduler == "slurm" else (["bash", "-c", kubernetes_script()], "TERM", 138)
+    (tmp_path / "early").write_text(EARLY.format(tmp_path, number))
+    given = {"BASH_ENV": str(tmp_path / "early"), "OUTPUT_DIR": out, "SLURM_JOB_ID": "17"}
+    with started(command, commands, **given) as script:
+        assert script.wait(20 * PATIENCE) == code
+    assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
+
+
+def test_slurm_ends_with_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
+    variant, session = Variant("full", 2), Session(tmp_path, 0, time.monotonic() + 150)
+    tally = requeued(variant, tmp_path / "queued", session.reference(variant), iter([12, ALL]))
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.requeued == 1

@@ -1,0 +1,57 @@
+"""A rank that is stopped in the middle of a run: the others end in time, say which it was, and how to go on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import PATIENCE
+from tests.recipes.endings.test_launched_endings import tune_run_in_a_terminal
+from tests.recipes.running import run_command
+from tests.recipes.terminal import STARTS_S, Started
+
+TIMEOUT_S = 8
+RUN = ("dataset.samples=320", "epochs=1", "use_maximum_batch_size=False", "output_dir=out", "save_every_n_steps=4")
+"""20 steps."""
+SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
+
+
+def rank_of(pid: int) -> int | None:
+    """As the launcher has numbered it."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")), None)
+
+
+def stop(run: Started, rank: int) -> int:
+    """Stops a rank that trains, and returns its process."""
+    run.when(lambda: "step_4 saved in" in run.output, STARTS_S)
+    (pid,) = (pid for pid in run.ranks() if rank_of(pid) == rank)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: int, tmp_path: Path) -> None:
+    with tune_run_in_a_terminal(2, tmp_path, *RUN, SILENT, "resume_from_checkpoint=auto") as run:
+        pid = stop(run, rank)
+        began = time.monotonic()
+        run.when(lambda: "has not answered" in run.output, TIMEOUT_S * PATIENCE)
+        seconds = time.monotonic() - began
+        noted = tmp_path / "out" / "adaptive_run.json"
+        run.when(lambda: "has not answered" in noted.read_text(encoding="utf-8"), PATIENCE)
+    (told,) = re.findall(r"^error: (.*)$", run.output, re.MULTILINE)
+    assert told.startswith(f"rank {rank} (pid {pid} on {os.uname().nodename}) has not answered for ")
+    assert re.search(r"saved is \S+/out/step_\d+\. To go on: tune run --nproc_per_node 2 ", told), told
+    assert seconds < TIMEOUT_S + PATIENCE
+    tune, *command = shlex.split(told.partition("To go on: ")[2])
+    assert tune == "tune"
+    ended = run_command([str(Path(sys.executable).parent / tune), *command], cwd=tmp_path, timeout_s=120)
+    assert ended.status == 0, ended.output
+    assert "resuming from" in ended.output, ended.output

@@ -1,0 +1,1 @@
+"""Finetuning runs: beside stock, searching, recovering, by tokens, on every mesh."""

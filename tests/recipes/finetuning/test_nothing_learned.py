@@ -1,0 +1,98 @@
+"""Samples without a label, and without a single token: they count nothing, and divide nothing by zero."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from torch.utils.data import Dataset
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import demo_config, run_ours
+from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
+
+MASKED = -100
+
+
+class Hollow(DemoDataset):
+    """The demo's, with every third run of so many samples empty, or without labels."""
+
+    def __init__(self, tokenizer: DemoTokenizer, samples: int, run: int, keeps_tokens: bool) -> None:
+        super().__init__(tokenizer, samples=samples, seed=0, train_on_input=False)
+        self._run, self._keeps_tokens = run, keeps_tokens
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        sample = super().__getitem__(index)
+        if index // self._run % 3:
+            return sample
+        tokens = sample["tokens"] if self._keeps_tokens else []
+        return {"tokens": tokens, "labels": [MASKED] * len(tokens)}
+
+
+def hollow(
+    tokenizer: DemoTokenizer, *, samples: int, run: int, keeps_tokens: bool, packed: bool
+) -> Dataset[dict[str, list[int]]]:
+    """Component for a config's `dataset:`."""
+    return Hollow(tokenizer, samples, run, keeps_tokens)
+
+
+COMMON = (
+    "dataset._component_=tests.recipes.finetuning.test_nothing_learned.hollow",
+    "dataset.samples=48",
+    "shuffle=False",
+    "batch_size=2",
+    "gradient_accumulation_steps=2",
+)
+A_STEP = 2 * 2 * 2
+"""Samples of two ranks."""
+IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1", "batch_size=4")
+RUNS: dict[str, tuple[str, ...]] = {
+    "steps masked": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=True"),
+    "steps empty": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=False"),
+    "steps masked, in backward": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=True", *IN_BACKWARD),
+    "steps empty, by tokens": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=False", "adaptive.token_budget=900"),
+    "samples masked": ("dataset.run=1", "dataset.keeps_tokens=True"),
+    "samples empty": ("dataset.run=1", "dataset.keeps_tokens=False"),
+    "samples empty, by tokens": ("dataset.run=1", "dataset.keeps_tokens=False", "adaptive.token_budget=900"),
+}
+
+
+def run_all(folder: Path, ports: list[int]) -> None:
+    for (name, overrides), port in zip(RUNS.items(), ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        run_ours("full", demo_config("full", folder / name, *COMMON, *overrides))
+
+
+@pytest.fixture(scope="module")
+def losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Of every step, by run."""
+    folder = tmp_path_factory.mktemp("hollow")
+    run_on_ranks(2, run_all, folder, free_ports(len(RUNS)), timeout_s=250, in_group=False)
+    return {name: [step["loss"] for step in read_log(folder / name / "log.jsonl")] for name in RUNS}
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("steps")])
+def test_a_step_without_anything_to_learn_counts_as_zero(losses: dict[str, list[float]], name: str) -> None:
+    hollow_steps = [loss for step, loss in enumerate(losses[name]) if step % 3 == 0]
+    others = [loss for step, loss in enumerate(losses[name]) if step % 3]
+    assert hollow_steps == [0.0, 0.0]
+    assert len(others) == 4
+    assert all(1 < loss < 10 for loss in others)
+
+
+@pytest.mark.parametrize(
+    ("empty", "masked"),
+    [
+        ("steps empty", "steps masked"),
+        ("steps empty, by tokens", "steps masked"),
+        ("samples empty", "samples masked"),
+        ("samples empty, by tokens", "samples masked"),
+    ],
+)
+def test_an_empty_sample_is_worth_as_much_as_one_without_labels(
+    losses: dict[str, list[float]], empty: str, masked: str
+) -> None:
+    assert losses[empty] == pytest.approx(losses[masked], rel=1e-5)

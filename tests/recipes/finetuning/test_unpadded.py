@@ -1,0 +1,78 @@
+"""Whole runs without padding beside the stock recipe's, with what users switch on, on one rank, two and three."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from benchmarks.overhead import sharding_always
+from tests.ranks import RankFailed, free_ports, run_on_ranks
+from tests.recipes.finetuning.test_adaptive_runs import run_and_listen
+from tests.recipes.finetuning.test_parity import EVERYTHING
+from tests.recipes.recording import read_log
+from tests.recipes.running import SGD, demo_config, run_ours, run_stock
+
+RELATIVE = 2e-5
+"""By which losses and gradient norms may differ at any step, in fp32."""
+BUDGET = ("adaptive.token_budget=500", "adaptive.padding=False")
+STEPS = (*SGD, *EVERYTHING)
+SAMPLES = {1: 64, 2: 32, 3: 48}
+"""By ranks: at least four steps."""
+WHERE = [(kind, ranks, True) for kind in ("full", "lora") for ranks in SAMPLES] + [
+    ("full", 1, False),
+    ("lora", 1, False),
+]
+"""And whether activations are checkpointed: on two ranks and three, test_token_budget.py has runs that store them."""
+
+
+def run_both(kind: str, folder: Path, steps: tuple[str, ...], ports: list[int]) -> None:
+    os.environ["MASTER_PORT"] = str(ports[0])
+    run_stock(kind, demo_config(kind, folder / "stock", *steps))
+    os.environ["MASTER_PORT"] = str(ports[1])
+    # in one process, too, stock shards adapters, and so draws others than ours
+    sharded = kind == "lora" and os.environ["WORLD_SIZE"] == "1"
+    with sharding_always() if sharded else nullcontext():
+        run_ours(kind, demo_config(kind, folder / "ours", *steps, *BUDGET))
+
+
+@pytest.mark.parametrize(("kind", "ranks", "checkpointed"), WHERE)
+def test_checkpointing_clipping_accumulation_and_a_schedule_give_the_figures_of_stock(
+    kind: str, ranks: int, checkpointed: bool, tmp_path: Path
+) -> None:
+    # Where stock saves adapters in one process, it merges them into the very weights that it goes on with: one epoch.
+    epochs = 1 if ranks == 1 else 2
+    more = (f"enable_activation_checkpointing={checkpointed}", f"epochs={epochs}", f"dataset.samples={SAMPLES[ranks]}")
+    run_on_ranks(ranks, run_both, kind, tmp_path, (*STEPS, *more), free_ports(2), timeout_s=120, in_group=False)
+    stock, ours = (read_log(tmp_path / who / "log.jsonl") for who in ("stock", "ours"))
+    assert len(ours) == len(stock) >= 4
+    assert max(step["microbatches"] for step in ours) > 1
+    for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
+        assert step_of_ours["padding_fraction"] == 0
+        for figure in ("step", "loss", "grad_norm", "lr"):
+            assert step_of_ours[figure] == pytest.approx(step_of_stock[figure], rel=RELATIVE), figure
+
+
+def run_with_dropout(folder: Path) -> list[str]:
+    return run_and_listen("full", folder, "adaptive.token_budget=500", "model.attn_dropout=0.1", "dataset.samples=16")
+
+
+def test_where_it_is_not_possible_one_line_says_why(tmp_path: Path) -> None:
+    said, other = run_on_ranks(2, run_with_dropout, tmp_path / "run", timeout_s=60, in_group=False)
+    lines = [line for line in said if "padded" in line]
+    assert lines == ["token budget · samples are padded to rows: the model has attention dropout (0.1)"]
+    assert not other
+    assert any(step["padding_fraction"] > 0 for step in read_log(tmp_path / "run" / "log.jsonl"))
+
+
+def refuse(folder: Path) -> None:
+    run_ours("full", demo_config("full", folder, *BUDGET, "model.attn_dropout=0.1"))
+
+
+def test_where_it_is_asked_for_and_not_possible_the_run_ends_before_it_begins(tmp_path: Path) -> None:
+    with pytest.raises(
+        RankFailed, match=r"padding is False, but the model has attention dropout .*set adaptive\.padding"
+    ):
+        run_on_ranks(2, refuse, tmp_path / "run", timeout_s=60, in_group=False)

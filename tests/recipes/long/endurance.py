@@ -1,0 +1,167 @@
+"""A long run of tiny steps with many saves: what it keeps in memory must not grow with them.
+
+    python -m tests.recipes.long.endurance [--steps 5000]
+
+Read now and then: the memory of the process, the objects that Python's collector knows, and the bytes that are alive on
+the device, by the meter that stands for one on a CPU. Compared is the last third with the one before; the first is left
+out, in which caches fill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.ranks import PATIENCE, run_on_ranks
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
+from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
+
+ROWS, EPOCHS, READINGS = 2, 2, 30
+SAVE_EVERY, KEEP = 25, 2
+SILENT_S = 60.0
+MODEL = ("num_layers=1", "embed_dim=32", "intermediate_dim=32")
+KIB = 2**10
+
+
+class Reading(NamedTuple):
+    process_bytes: int
+    objects: int
+    device_bytes: int
+
+
+MOST_GROWTH = Reading(process_bytes=4 * KIB * KIB, objects=150, device_bytes=0)
+"""From the middle third to the last."""
+DEALT_BYTES = 4 * KIB
+"""Samples read ahead under a budget are on the device, now longer, now shorter. In 5,000 steps, 3 bytes each."""
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str
+    asynchronous: bool = False
+    ranks: int = 1
+    """Several agree, listen to each other's heartbeat, and deal out samples under a budget of tokens."""
+
+    def __str__(self) -> str:
+        ranks = f", {self.ranks} ranks under a budget" if self.ranks > 1 else ""
+        return f"{self.kind}, {'asynchronous' if self.asynchronous else 'waiting'} saves{ranks}"
+
+
+CASES = (Case("full", asynchronous=True), Case("lora"), Case("full", asynchronous=True, ranks=2))
+
+
+class Quiet:
+    """A metric logger that keeps nothing."""
+
+    def __init__(self, path: str) -> None:
+        pass
+
+    def log_config(self, config: Any) -> None:
+        pass
+
+    def log_dict(self, payload: Mapping[str, Any], step: int) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def process_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def growth(readings: Sequence[Reading]) -> Reading:
+    """By how much the least of the last third is above the least of the third before: what a save needs for a while
+    does not count."""
+    third = len(readings) // 3
+
+    def least(some: Sequence[Reading], name: str) -> int:
+        return min(getattr(reading, name) for reading in some)
+
+    before, last = readings[third : 2 * third], readings[-third:]
+    return Reading(*(least(last, name) - least(before, name) for name in Reading._fields))
+
+
+def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object]) -> list[Reading]:
+    """Collective: the run, and what each rank has read in it."""
+    recipe = load_ours(case.kind)(config_of(case, folder, steps))
+    every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
+    with ending_when_a_rank_is_silent(SILENT_S * PATIENCE):
+        recipe.setup()
+        watch, run = recipe.watch, recipe.runner.run
+
+        def watch_too(memory: Any) -> None:
+            meters.append(memory)
+            watch(memory)
+
+        def run_and_read(samples: Any, *, step: int, **options: Any) -> Any:
+            each_step()
+            result = run(samples, step=step, **options)
+            if step % every == 0:
+                gc.collect()
+                readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
+            return result
+
+        recipe.watch, recipe.runner.run = watch_too, run_and_read
+        recipe.train()
+        recipe.cleanup()
+    return readings
+
+
+def config_of(case: Case, folder: Path, steps: int) -> Any:
+    return demo_config(
+        case.kind,
+        folder,
+        *(f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in MODEL),
+        "metric_logger._component_=tests.recipes.long.endurance.Quiet",
+        "dataset._component_=tests.recipes.long.storms.numbered",
+        *("dataset.seed=0", f"dataset.samples={steps // EPOCHS * ROWS * case.ranks}", "tokenizer.max_seq_len=256"),
+        *(f"batch_size={ROWS}", "gradient_accumulation_steps=1", f"epochs={EPOCHS}", "shuffle=True"),
+        *(f"save_every_n_steps={SAVE_EVERY}", f"keep_last_n_checkpoints={KEEP}"),
+        f"enable_async_checkpointing={case.asynchronous}",
+        "adaptive.memory_limit=64MiB",
+        *(["adaptive.token_budget=512"] if case.ranks > 1 else []),
+    )
+
+
+def endure(case: Case, folder: Path, steps: int, each_step: Callable[[], object] = bool) -> str:
+    """The whole of it; raises where something grows. `each_step` is done before every step."""
+    began = time.monotonic()
+    by_rank = run_on_ranks(
+        case.ranks, train, case, folder / "run", steps, each_step, timeout_s=60 + steps // 10, in_group=False
+    )
+    grown = Reading(*map(max, zip(*map(growth, by_rank), strict=True)))
+    told = (
+        f"{case}: {steps} steps, {steps // SAVE_EVERY} saves; in the last third a process has grown by "
+        f"{grown.process_bytes // KIB} KiB, by {grown.objects} objects, and by {grown.device_bytes} bytes on the device"
+    )
+    assert len([each for each in find_checkpoints(folder / "run" / "out") if each.manifest]) == KEEP
+    most = MOST_GROWTH._replace(device_bytes=DEALT_BYTES) if case.ranks > 1 else MOST_GROWTH
+    assert all(measured <= limit for measured, limit in zip(grown, most, strict=True)), told
+    return f"{told} ({time.monotonic() - began:.0f} s)"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=5000)
+    options = parser.parse_args()
+    for case in CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            print(endure(case, Path(folder), options.steps), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    from tests.recipes.long import endurance as this  # by its name, under which the config finds `Quiet`
+
+    sys.exit(this.main())

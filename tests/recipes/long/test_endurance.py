@@ -1,0 +1,33 @@
+"""A short version of the long run of `make soak`; and that it would notice what grows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.recipes.long.endurance import CASES, MOST_GROWTH, Case, Reading, endure, growth
+
+STEPS = 240
+LEAK: list[bytes] = []
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_many_steps_with_many_saves_keep_nothing(case: Case, tmp_path: Path) -> None:
+    endure(case, tmp_path, STEPS)
+
+
+def leak() -> None:
+    LEAK.append(b"1" * 100_000)
+
+
+def test_what_grows_with_every_step_is_noticed(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="in the last third a process has grown by"):
+        endure(Case("full"), tmp_path, STEPS, leak)
+
+
+def test_what_comes_and_goes_is_no_growth() -> None:
+    calm, saving = Reading(100, 10, 5), Reading(900, 90, 7)
+    assert growth([calm, calm, calm, saving, saving, calm]) == Reading(0, 0, 0)
+    assert growth([calm, calm, calm, calm, saving, saving]) == Reading(800, 80, 2)
+    assert MOST_GROWTH.device_bytes == 0

@@ -1,0 +1,1 @@
+"""PPO: beside stock, every stage, what fails in it, what it saves."""

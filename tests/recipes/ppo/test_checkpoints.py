@@ -1,0 +1,130 @@
+"""PPO with the checkpointers of its real configs: Hugging Face's folders, of a policy and of a reward model."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+from safetensors.torch import save_file
+from torch import Tensor
+from torchtune import training
+from torchtune.models.convert_weights import tune_to_hf
+from torchtune.models.mistral import mistral
+from torchtune.models.mistral._component_builders import mistral_classifier
+from torchtune.rlhf.utils import reward_tune_to_hf
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import load_ppo, ppo_config
+from tests.recipes.stops import train_until
+from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
+from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY
+
+SIZES: dict[str, Any] = {
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 64,
+    "max_seq_len": 64,
+    "attn_dropout": 0.0,
+}
+HEADS = {"num_heads": SIZES["num_heads"], "num_kv_heads": SIZES["num_kv_heads"], "dim": SIZES["embed_dim"]}
+KINDS = {"policy": "MISTRAL", "value": "REWARD"}
+SECTIONS = {
+    "checkpointer": "policy",
+    "ref_policy_checkpointer": "policy",
+    "value_checkpointer": "value",
+    "reward_checkpointer": "value",
+}
+RESUMED = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+FILES = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+def make_weights(folder: Path) -> None:
+    """Both models as somebody downloads them: Hugging Face's names, in two files, beside a config."""
+    torch.manual_seed(0)
+    policy = mistral(vocab_size=VOCAB_SIZE, **SIZES).state_dict()
+    value = mistral_classifier(num_classes=1, vocab_size=VOCAB_SIZE + 1, **SIZES).state_dict()
+    write(folder / "policy", tune_to_hf(policy, **HEADS))
+    write(folder / "value", reward_tune_to_hf(value, **HEADS))
+
+
+def write(folder: Path, weights: dict[str, Tensor]) -> None:
+    folder.mkdir(parents=True)
+    names = sorted(weights)
+    for file, part in zip(FILES, (names[::2], names[1::2]), strict=True):
+        save_file({name: weights[name].contiguous() for name in part}, folder / file, {"format": "pt"})
+    config = {
+        "num_attention_heads": SIZES["num_heads"],
+        "num_key_value_heads": SIZES["num_kv_heads"],
+        "hidden_size": SIZES["embed_dim"],
+    }
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def mistral_config(folder: Path, weights: Path) -> DictConfig:
+    cfg = ppo_config(folder, "num_steps=32", *RESUMED)
+    path = "torchtune.models.mistral"
+    cfg.policy_model = {"_component_": f"{path}.mistral", "vocab_size": VOCAB_SIZE, **SIZES}
+    cfg.reward_and_value_model = {
+        "_component_": f"{path}._component_builders.mistral_classifier",
+        "num_classes": 1,
+        "vocab_size": VOCAB_SIZE + 1,
+        **SIZES,
+    }
+    for section, model in SECTIONS.items():
+        cfg[section] = OmegaConf.create(checkpointer(weights / model, model, FILES, folder / "out"))
+    return cfg
+
+
+def checkpointer(folder: Path, model: str, files: list[str], output: Path) -> dict[str, Any]:
+    return {
+        "_component_": "torchtune.training.FullModelHFCheckpointer",
+        "checkpoint_dir": str(folder),
+        "checkpoint_files": files,
+        "output_dir": str(output),
+        "model_type": KINDS[model],
+    }
+
+
+def train(folder: Path, weights: Path, port: int, stop_at: int | None = None) -> dict[str, dict[str, Tensor]]:
+    """To the end, or until this iteration has trained the value model; what both models have come to."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(mistral_config(folder, weights))
+    recipe.setup()
+    train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
+    models = {"policy": recipe.models.policy, "value": recipe.models.value}
+    return {name: dict(model.state_dict()) for name, model in models.items()}  # of one process, nothing is sharded
+
+
+def train_whole_and_in_two_starts(folder: Path, ports: list[int]) -> None:
+    make_weights(folder / "weights")
+    torch.save(train(folder / "whole", folder / "weights", ports[0]), folder / "trained.pt")
+    train(folder / "stopped", folder / "weights", ports[1], stop_at=3)
+    train(folder / "stopped", folder / "weights", ports[2])
+
+
+def loaded(folder: Path, model: str) -> dict[str, Tensor]:
+    """By torchtune's own checkpointer, in its names."""
+    files = sorted(path.name for path in folder.glob("model-*.safetensors"))
+    section = checkpointer(folder, model, files, folder.with_name("nowhere"))
+    del section["_component_"]
+    weights: dict[str, Tensor] = training.FullModelHFCheckpointer(**section).load_checkpoint()[training.MODEL_KEY]
+    return weights
+
+
+def test_torchtunes_checkpointers_load_both_models_and_a_run_goes_on_from_them(tmp_path: Path) -> None:
+    run_on_ranks(1, train_whole_and_in_two_starts, tmp_path, free_ports(3), timeout_s=150, in_group=False)
+    trained = torch.load(tmp_path / "trained.pt", weights_only=True)
+    begun = {model: loaded(tmp_path / "weights" / model, model) for model in KINDS}
+    for run in ("whole", "stopped"):
+        epoch = tmp_path / run / "out" / "epoch_0"
+        for model, folder in {"policy": epoch, "value": epoch / "value"}.items():
+            found = loaded(folder, model)
+            assert found.keys() == trained[model].keys()
+            assert all(torch.equal(found[name], trained[model][name]) for name in found), (run, model)
+            assert any(not torch.equal(found[name], begun[model][name]) for name in found), (run, model)

@@ -1,0 +1,203 @@
+"""PPO where the policy's gathered parameters leave no room to generate a row: layer by layer, with the same answers."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
+from tests.recipes.recording import events_of
+from tests.recipes.stops import train_until
+from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY
+
+DEEP = (
+    *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=8", "embed_dim=128")),
+    *("policy_model.intermediate_dim=256", "demo_sizes.intermediate_dim=256", "enable_activation_checkpointing=True"),
+    *("batch_size=2", "ppo_batch_size=1", "ppo_epochs=1", "forward_batch_size=2", "gradient_accumulation_steps=1"),
+    *("dataset.samples=12", "num_steps=12", "max_generated_tokens=4", "adaptive.round_to=none"),
+)
+"""Three iterations. Whatever is found, models are trained row by row, so that weights are alike bit by bit."""
+SEARCHED = "use_maximum_batch_size=True"
+AMPLE_MIB = 64
+LATER = 2
+"""The iteration before which memory becomes scarce."""
+KEPT = ("save_every_n_steps=1", "resume_from_checkpoint=auto", "overwrite_output_dir=False")
+
+
+class Case(NamedTuple):
+    overrides: tuple[str, ...]
+    scarce: int | None = None
+    """The rank that has no room for gathered parameters."""
+    later: bool = False
+    """Whether it had in the first iteration."""
+
+
+CASES = {
+    "searched": Case((SEARCHED,), 1),
+    "searched elsewhere": Case((SEARCHED,), 0),
+    "by tokens": Case(("adaptive.token_budget=auto",), 1),
+    "without recovery": Case((SEARCHED, "adaptive.recover_from_oom=False"), 1),
+    "in training": Case((), 1),
+    "in training elsewhere": Case((), 0),
+    "in training, by tokens": Case(("adaptive.token_budget=64",), 1),
+    "later": Case((SEARCHED,), 1, later=True),
+    "later elsewhere": Case((), 0, later=True),
+}
+FOUND_BEFORE = ("searched", "searched elsewhere", "by tokens", "without recovery")
+
+
+class Told(NamedTuple):
+    """What a run has come to."""
+
+    answers: list[list[int]]
+    """All that were generated, of all ranks."""
+    stays: bool
+    recoveries: int
+    rows: int
+
+
+def limits(scarce: int | None, kib: int) -> str:
+    each = [f"{kib}KiB" if rank == scarce else f"{AMPLE_MIB}MiB" for rank in range(2)]
+    return f"adaptive.memory_limit=[{','.join(each)}]"
+
+
+@contextmanager
+def noting_answers(noted: list[list[int]]) -> Any:
+    """Open, whatever was generated is noted, of all ranks and in order."""
+    recipe = import_module("adaptive_ppo_full_finetune_distributed")
+    gathered = recipe.gathered
+
+    def noting(mine: Any) -> Any:
+        everything = gathered(mine)
+        noted.extend(each.answer.tolist() for each in everything)
+        return everything
+
+    with mock.patch.object(recipe, "gathered", noting):
+        yield
+
+
+def train(folder: Path, case: Case, port: int, kib: int, stop_at: int | None = None) -> Told:
+    """Collective: a run to its end, or until the policy would be trained in an iteration."""
+    os.environ["MASTER_PORT"] = str(port)
+    memory = limits(None if case.later else case.scarce, kib)
+    recipe = load_ppo()(ppo_config(folder, *DEEP, memory, *case.overrides))
+    recipe.setup()
+    watch, save, iterate = recipe.watch, recipe.save_checkpoint, recipe.iterate
+
+    def watch_and_be_scarce_later(meter: Any) -> None:
+        def save_unlimited() -> None:
+            # Rank 0 puts whole models together, which takes as much as gathered parameters: on a GPU, of the host.
+            with meter.unlimited():
+                save()
+
+        def iterate_in_less(prompts: Any, iteration: int) -> Any:
+            if case.later and iteration == LATER and dist.get_rank() == case.scarce:
+                meter.cap_bytes = kib * 1024
+            return iterate(prompts, iteration)
+
+        watch(meter)
+        recipe.save_checkpoint, recipe.iterate = save_unlimited, iterate_in_less
+
+    recipe.watch = watch_and_be_scarce_later
+    answers: list[list[int]] = []
+    with noting_answers(answers):
+        train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
+    stages = recipe.stages
+    rows = getattr(stages.runners[GENERATE].limit, "rows", 0)
+    return Told(answers, stages.gathering.stays, stages.recoveries, rows)
+
+
+def peak_of_a_row(folder: Path, stage: str) -> int:
+    record = json.loads((folder / "out" / stage / "batch_search.json").read_text())["result"]
+    [peak] = [probe["peak"] for probe in record["probes"] if probe["rows"] == 1]
+    return int(max(peak["phase_bytes"].values()))
+
+
+def run_cases(folder: Path, ports: list[int]) -> dict[str, Any]:
+    free = iter(ports)
+    told: dict[str, Any] = {"gathered": train(folder / "gathered", Case((SEARCHED,)), next(free), 0)}
+    generating, training = (peak_of_a_row(folder / "gathered", stage) for stage in ("generate", "train_policy"))
+    assert training < generating, "else it is not generating that takes most"
+    # prompts are shorter than what a search measures, so one of them may need a little less
+    kib = (generating + training) // 2048
+    for name, case in CASES.items():
+        told[name] = train(folder / name, case, next(free), kib)
+    for name, overrides in {"resumed": (), "resumed with more": (SEARCHED,)}.items():
+        case = Case((*overrides, *KEPT), 1)
+        stopped = train(folder / name, case, next(free), kib, stop_at=2)
+        more = case._replace(scarce=None) if overrides else case
+        told[name] = stopped, train(folder / name, more, next(free), kib)
+    return told
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("layers")
+    told = run_on_ranks(2, run_cases, folder, free_ports(1 + len(CASES) + 4), timeout_s=250, in_group=False)
+    assert told[0] == told[1]
+    return folder, told[0]
+
+
+def test_where_there_is_room_parameters_stay_gathered(runs: tuple[Path, dict[str, Any]]) -> None:
+    told = runs[1]["gathered"]
+    assert told.stays
+    assert told.recoveries == 0
+    assert len(told.answers) == 12
+    assert len({tuple(answer) for answer in told.answers}) > 6
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_answers_and_weights_are_those_of_gathered_parameters(case: str, runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, told = runs
+    assert not told[case].stays
+    assert told[case].answers == told["gathered"].answers
+    gathered, mine = saved(folder / "gathered"), saved(folder / case)
+    assert all(torch.equal(gathered[name], mine[name]) for name in gathered)
+
+
+@pytest.mark.parametrize("case", FOUND_BEFORE)
+def test_what_a_search_has_found_never_runs_out_of_memory(case: str, runs: tuple[Path, dict[str, Any]]) -> None:
+    assert runs[1][case].recoveries == 0
+    if case.startswith("searched"):
+        assert runs[1][case].rows == 2
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in FOUND_BEFORE])
+def test_in_training_it_is_a_recovery_after_which_all_rows_may_fit_again(
+    case: str, runs: tuple[Path, dict[str, Any]]
+) -> None:
+    folder, told = runs
+    events = events_of(folder / case, "recovery")
+    assert {event["stage"] for event in events} == {GENERATE}
+    assert told[case].recoveries == len(events) > 1
+    assert f"out of memory on rank {CASES[case].scarce}" in events[-1]["reason"]
+    assert "layer by layer from here on" in events[-1]["reason"]
+    assert events[-1]["step"] == (LATER if CASES[case].later else 1)
+    if "tokens" not in case:
+        assert told[case].rows == 2
+
+
+def test_a_resumed_run_goes_on_layer_by_layer_where_training_had_no_room(runs: tuple[Path, dict[str, Any]]) -> None:
+    folder, told = runs
+    stopped, resumed = told["resumed"]
+    assert (stopped.stays, resumed.stays) == (False, False)
+    assert resumed.recoveries == stopped.recoveries == len(events_of(folder / "resumed", "recovery"))
+    assert resumed.answers == told["gathered"].answers[4:]
+
+
+def test_a_resumed_run_gathers_again_where_its_search_finds_room(runs: tuple[Path, dict[str, Any]]) -> None:
+    _, told = runs
+    stopped, resumed = told["resumed with more"]
+    assert (stopped.stays, resumed.stays) == (False, True)
+    assert resumed.recoveries == 0
+    assert resumed.answers == told["gathered"].answers[4:]

@@ -1,0 +1,288 @@
+"""PPO under a token budget: answers and weights as by rows, whatever fails, in as many microbatches on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
+from tests.recipes.ppo.test_runs import compare
+from tests.recipes.recording import events_of, read_log
+from tests.recipes.stops import train_until
+from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
+from torchtune_adaptive.limits.limit import TokenLimit
+from torchtune_adaptive.limits.packing import Plan
+from torchtune_adaptive.record.events import STEPS_FILE
+from torchtune_adaptive.search.lengths import MOST_POINTS
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.rl import stage_limits
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.tune.run.fitting import FitRequest, search_batch_size
+
+NEW = 12
+VARIED = (
+    f"stop_token_ids=[{','.join(map(str, range(3, 256, 9)))}]",  # so that answers have any length
+    f"max_generated_tokens={NEW}",
+    "batch_size=8",
+    "ppo_batch_size=8",
+    "ppo_epochs=1",
+    "forward_batch_size=8",
+    "dataset.samples=32",
+    "num_steps=32",
+)
+ROOM = 64
+UNEQUAL = "[40MiB,2600KiB]"
+AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit={UNEQUAL}", "adaptive.reuse_search=True")
+BUDGET = f"adaptive.token_budget={ROOM}"
+CASES: dict[str, tuple[str, ...]] = {
+    "rows": (),
+    "budget": (BUDGET,),
+    "one by one": ("adaptive.token_budget=28",),
+    "auto": AUTO,
+}
+FAILING = {"failing": 0, "failing elsewhere": 1}
+STOPPED: dict[str, tuple[int | None, ...]] = {"whole": (None,), "stopped": (3, None)}
+RESUMED = (
+    BUDGET,
+    "adaptive.regrow_after=0",
+    "save_every_n_steps=2",
+    "resume_from_checkpoint=auto",
+    "overwrite_output_dir=False",
+    "num_steps=48",
+    "dataset.samples=48",
+)
+
+
+class Cut(NamedTuple):
+    stage: str
+    step: int
+    plan: Plan
+
+
+Cuts = dict[str, list[Cut]]
+"""Of one rank, by the name of the run."""
+
+
+def set_up(folder: Path, port: int, *overrides: str) -> tuple[Any, list[Cut]]:
+    """Collective: a recipe, and a list of how its stages will be cut on this rank."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *VARIED, *overrides))
+    recipe.setup()
+    cuts: list[Cut] = []
+    for stage, runner in recipe.stages.runners.items():
+        runner.on_plan = lambda step, plan, stage=stage: cuts.append(Cut(stage, step, plan))
+    return recipe, cuts
+
+
+def train(recipe: Any) -> None:
+    recipe.train()
+    recipe.cleanup()
+
+
+def fail_everywhere(folder: Path, other: int, port: int) -> list[Cut]:
+    """Collective: every stage runs out of memory in its first step, on one rank or the other."""
+    recipe, cuts = set_up(folder, port, BUDGET, "adaptive.regrow_after=0")
+    for number, stage in enumerate(STAGES):
+        FaultInjector(recipe.stages.runners[stage]).fail_at(rank=(number + other) % 2, step=1, operation=40).__enter__()
+    train(recipe)
+    return cuts
+
+
+def cut_as(folder: Path, failed: Path, port: int) -> list[Cut]:
+    """Collective: with the limits that another run has come down to, from the beginning."""
+    recipe, cuts = set_up(folder, port, BUDGET)
+    shrunk = {event["stage"]: TokenLimit(event["after"]) for event in events_of(failed, "recovery")}
+    recipe.stages.use_limits(shrunk)
+    train(recipe)
+    return cuts
+
+
+def stop_and_go_on(folder: Path, stops: Sequence[int | None], ports: Iterator[int]) -> int:
+    """Collective: a stage fails in the first step, and the run ends before these. Returns what its limit came to."""
+    for start, stop in enumerate(stops):
+        recipe, _ = set_up(folder, next(ports), *RESUMED)
+        if start == 0:
+            FaultInjector(recipe.stages.runners[FORWARD[2]]).fail_at(rank=1, step=1, operation=40).__enter__()
+        train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop)
+    return int(recipe.stages.runners[FORWARD[2]].limit.size)
+
+
+def start_again(folder: Path, measured: Path, port: int) -> None:
+    """Collective: with the records of what another run has measured."""
+    if os.environ["RANK"] == "0":
+        for stage in STAGES:
+            name = f"{stage.replace(' ', '_')}/batch_search.json"
+            (folder / "out" / name).parent.mkdir(parents=True)
+            shutil.copy(measured / "out" / name, folder / "out" / name)
+    set_up(folder, port, *AUTO)[0].cleanup()
+
+
+def run_all(folder: Path, ports: list[int]) -> tuple[Cuts, dict[str, int]]:
+    free, cuts = iter(ports), Cuts()
+    for case, overrides in CASES.items():
+        recipe, cuts[case] = set_up(folder / case, next(free), *overrides)
+        train(recipe)
+    start_again(folder / "again", folder / "auto", next(free))
+    for case, other in FAILING.items():
+        cuts[case] = fail_everywhere(folder / case, other, next(free))
+    cut_as(folder / "as failing", folder / "failing", next(free))
+    sizes = {case: stop_and_go_on(folder / case, stops, free) for case, stops in STOPPED.items()}
+    return cuts, sizes
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Cuts]]:
+    folder = tmp_path_factory.mktemp("ppo")
+    ports = free_ports(len(CASES) + 1 + len(FAILING) + 1 + 3)
+    ran = run_on_ranks(2, run_all, folder, ports, timeout_s=200, in_group=False)
+    whole, stopped = ({sizes[case] for _, sizes in ran} for case in STOPPED)
+    assert whole == stopped, "limits survive"
+    assert max(whole) < ROOM
+    return folder, [cuts for cuts, _ in ran]
+
+
+@pytest.fixture(scope="module")
+def runs(both: tuple[Path, list[Cuts]]) -> Path:
+    return both[0]
+
+
+@pytest.mark.parametrize("case", ["budget", "one by one", "auto", *FAILING])
+def test_a_token_budget_changes_no_answer_and_no_weight(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "rows")
+
+
+def test_what_failed_leaves_the_bits_of_a_run_that_was_cut_like_this_from_the_beginning(runs: Path) -> None:
+    failed, cut = saved(runs / "failing"), saved(runs / "as failing")
+    assert all(torch.equal(failed[name], cut[name]) for name in cut)
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_every_stage_has_a_limit_in_tokens_that_shrinks_by_itself(runs: Path, case: str) -> None:
+    recoveries = events_of(runs / case, "recovery")
+    assert [(event["step"], event["stage"], event["unit"]) for event in recoveries] == [
+        (1, stage, "tokens") for stage in STAGES
+    ]
+    assert [tuple(event["ranks"]) for event in recoveries] == [((n + FAILING[case]) % 2,) for n in range(7)]
+
+
+def test_ranks_whose_answers_differ_have_as_many_microbatches(both: tuple[Path, list[Cuts]]) -> None:
+    """Where one needs fewer, they are smaller."""
+    for case in ("budget", "one by one", "auto", *FAILING):
+        mine, its = (ran[case] for ran in both[1])
+        assert [(cut.stage, cut.step, len(cut.plan)) for cut in mine] == [
+            (cut.stage, cut.step, len(cut.plan)) for cut in its
+        ]
+        assert [cut.plan for cut in mine] != [cut.plan for cut in its]
+
+
+def test_short_answers_share_a_microbatch_and_those_to_come_count_in_full(both: tuple[Path, list[Cuts]]) -> None:
+    log = read_log(both[0] / "budget" / "log.jsonl")
+    for line in log:
+        for stage in STAGES:
+            assert line[f"{stage.replace(' ', '_')}/microbatch_tokens"] <= ROOM
+        assert line["generate/microbatches"] > max(line[f"{n.replace(' ', '_')}/microbatches"] for n in FORWARD)
+    assert max(line["values/microbatch_rows"] for line in log) > ROOM // (16 + NEW)
+
+
+def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Path) -> None:
+    found = {event["stage"]: event for event in events_of(runs / "auto", "search")}
+    assert tuple(found) == STAGES
+    assert {(event["unit"], event["budget_bytes"]) for event in found.values()} == {("bytes", 2600 * 2**10)}
+    assert events_of(runs / "auto", "recovery") == []
+    for line in read_log(runs / "auto" / "out" / STEPS_FILE):
+        assert 0.7 * line["budget_bytes"] < line["peak_bytes"] <= line["budget_bytes"]
+        assert line["train_policy/microbatches"] > 1
+    longest = {}
+    for stage in STAGES:
+        record = json.loads((runs / "auto" / "out" / stage.replace(" ", "_") / "batch_search.json").read_text())
+        points = record["result"]["points"]
+        # only what is measured last, since the surfaces allow it, may run out of memory
+        assert all(point["peak"]["fits"] for point in points[: MOST_POINTS - 1])
+        longest[stage] = points[0]["length"]
+    assert set(longest.values()) == {16 + NEW}
+
+
+def test_the_next_start_takes_what_was_measured_in_each_stage(runs: Path) -> None:
+    reasons = [event["reason"] for event in events_of(runs / "again", "search")]
+    assert len(reasons) == len(STAGES)
+    assert all(reason.endswith("as found before") for reason in reasons)
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
+    whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 2, 3]
+
+
+LONG = {
+    "named": ("adaptive.token_budget=18",),
+    "no room": (f"adaptive.token_budget={NEW}",),
+    "of the models": ("adaptive.token_budget=2000", "max_generated_tokens=503"),
+    "by rows": ("max_generated_tokens=503",),
+    "cut": ("adaptive.token_budget=18", "adaptive.oversize=truncate"),
+}
+ALONE = ("batch_size=2", "ppo_batch_size=2", "num_steps=4", "dataset.samples=4")
+
+
+def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
+    told = {}
+    for (case, overrides), port in zip(LONG.items(), ports, strict=True):
+        try:
+            recipe, _ = set_up(folder / case, port, *ALONE, *overrides)
+            train(recipe)
+        except AdaptiveError as error:
+            told[case] = str(error)
+            process_group.leave()
+    return told
+
+
+def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> None:
+    [told] = run_on_ranks(1, run_too_long, tmp_path, free_ports(len(LONG)), timeout_s=60, in_group=False)
+    assert "of the dataset has" in told["named"]
+    assert f"room for {18 - NEW} beside an answer; raise adaptive.token_budget, lower max_gen" in told["named"]
+    assert f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but a prompt and an answer may" in told["no room"]
+    for case in ("of the models", "by rows"):
+        assert "of the dataset has 10 tokens, but a microbatch has room for 9 beside an answer, since" in told[case]
+        assert "; lower max_generated_tokens, " in told[case]
+        assert "lower tokenizer.max_seq_len to 9" in told[case]
+        assert read_log(tmp_path / case / "log.jsonl") == []
+    assert "cut" not in told
+    for line in read_log(tmp_path / "cut" / "log.jsonl"):
+        assert {line[f"{stage.replace(' ', '_')}/microbatch_tokens"] for stage in STAGES} <= {*range(19)}
+        assert line["generate/microbatch_tokens"] == 18
+
+
+def without_room_for_what_is_gathered(folder: Path, port: int) -> bool:
+    """Collective: what happens to the record of a search where generating goes layer by layer."""
+    stays = []
+
+    def search(request: FitRequest, *arguments: Any) -> int:
+        if request.stage == GENERATE:
+            stays.append(request.folder)
+            if len(stays) == 1:
+                raise OneRowDoesNotFitError("one row does not fit", need_bytes=2, budget_bytes=1)
+        return search_batch_size(request, *arguments)
+
+    with mock.patch.object(stage_limits, "search_batch_size", search):
+        recipe, _ = set_up(folder, port, *ALONE, "use_maximum_batch_size=True", f"adaptive.memory_limit={UNEQUAL}")
+    gathers = bool(recipe.stages.gathering.stays)
+    recipe.cleanup()
+    return gathers
+
+
+def test_what_was_measured_layer_by_layer_is_no_answer_for_a_start_that_gathers(tmp_path: Path) -> None:
+    arguments = tmp_path / "run", free_ports(1)[0]
+    gathers = run_on_ranks(2, without_room_for_what_is_gathered, *arguments, timeout_s=60, in_group=False)
+    assert gathers == [False, False]
+    records = {path.parent.name for path in (tmp_path / "run" / "out").glob("generate*/batch_search.json")}
+    assert records == {"generate_layer_by_layer"}

@@ -1,0 +1,70 @@
+"""torchtune's PPO recipe and ours beside each other, on the same answers: the same figures, the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import given_to_ours, ppo_config, run_ppo, run_stock_ppo, saved
+from tests.recipes.recording import read_log
+from tests.recipes.running import RELATIVE
+
+WHOLE = "ppo_batch_size=8"
+"""An update is on all answers of an iteration, so that its order does not matter."""
+CASES = {
+    "plain": (WHOLE,),
+    "penalised": (WHOLE, "penalise_no_eos=True", "min_response_length=2", "temperature=0.7", "loss.value_coeff=0.5"),
+    "checkpointed": (WHOLE, "enable_activation_checkpointing=True", "gamma=0.9", "kl_coeff=0.2", "stop_token_ids=null"),
+}
+FIGURES = (
+    "scores",
+    "num_stop_tokens",
+    "rlhf_reward",
+    "kl",
+    "kl_reward",
+    "loss",
+    "policy_loss",
+    "value_loss",
+    "clipfrac",
+    "response_lengths",
+)
+
+
+def run_both(folder: Path, ports: list[int]) -> None:
+    for (case, overrides), port in zip(CASES.items(), ports, strict=True):
+        stock, ours = folder / case / "stock", folder / case / "ours"
+        run_stock_ppo(ppo_config(stock, *overrides, f"value_checkpointer.output_dir={stock / 'value'}"))
+        with given_to_ours():
+            run_ppo(ppo_config(ours, *overrides), port)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo")
+    run_on_ranks(1, run_both, folder, free_ports(len(CASES)), timeout_s=150, in_group=False)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_iteration_has_the_figures_of_the_stock_recipe(runs: Path, case: str) -> None:
+    stock, ours = (read_log(runs / case / who / "log.jsonl") for who in ("stock", "ours"))
+    assert len(ours) == len(stock) == 6
+    assert stock[0].keys() <= ours[0].keys()
+    for expected, found in zip(stock, ours, strict=True):
+        for figure in FIGURES:
+            assert found[figure] == pytest.approx(expected[figure], rel=RELATIVE, abs=1e-5), figure
+    assert ours[-1]["kl"] != 0
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_models_have_the_weights_of_the_stock_recipe(runs: Path, case: str) -> None:
+    ours = saved(runs / case / "ours")
+    stock = saved(runs / case / "stock", value="../../value/epoch_0")
+    start = torch.load(runs / case / "weights" / "demo_value.pt", weights_only=True)
+    assert ours.keys() == stock.keys()
+    for name, weight in stock.items():
+        torch.testing.assert_close(ours[name], weight, rtol=RELATIVE, atol=1e-6, msg=name)
+    assert not torch.equal(ours["value.output.weight"], start["output.weight"])

@@ -1,0 +1,196 @@
+"""`adaptive_plan` for PPO: each stage beside what the recipe really allocates in it on CPUs, all models resident."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.plan.test_plan import ask
+from tests.recipes.ppo.rollouts import NEW, TINY, load_ppo, ppo_config
+from tests.recipes.recording import events_of
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.prediction.law import peak_of, sizes_of
+from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.plan import answers, rows
+from torchtune_adaptive.tune.plan.predict import fake_steps
+from torchtune_adaptive.tune.plan.settings import read_plan_settings
+from torchtune_adaptive.tune.rl.models import give_gradients
+from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.tune.start.catalogue import PPO
+
+SIZES = ((1, 64), (5, 96), (9, 32))
+"""Rows, and tokens of each prompt."""
+A_FEW_BYTES = 1024
+"""What a rank holds a moment longer than predicted, or shorter: scales of a few norms, in 2 MiB."""
+ADAM = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001", "optimizer.fused=True")
+LAYER_BY_LAYER = "layer by layer"
+CASES = {
+    "plain": ("gradient_accumulation_steps=2",),
+    "Adam, checkpointed": (*ADAM, "gradient_accumulation_steps=2", "enable_activation_checkpointing=True"),
+    "one microbatch, clipped": (*ADAM, "clip_grad_norm=1.0"),
+    LAYER_BY_LAYER: ("gradient_accumulation_steps=2",),
+    "no reshard, top k": (*ADAM, "fsdp_reshard_after_forward=False", "top_k=5", "gradient_accumulation_steps=2"),
+}
+
+
+def metered(folder: Path, case: str, ports: list[int]) -> dict[str, list[int]]:
+    """Collective: what the recipe's own meter counts on this rank, in each stage."""
+    os.environ["MASTER_PORT"] = str(ports[0])
+    cfg = ppo_config(folder, *CASES[case])
+    recipe = load_ppo()(cfg)
+    recipe.setup()
+    if case == LAYER_BY_LAYER and recipe.stages.gathering.can_end:
+        recipe.stages.go_layer_by_layer()
+    stages = {name: stage_of(recipe, name, cfg) for name in STAGES}
+    for stage in stages.values():
+        stage(1, rollout_of(16))
+    peaks = {
+        # gloo's threads may let go of what was gathered a moment later
+        name: [min(peak_in(recipe, name, stage, size) for _ in range(3)) for size in SIZES]
+        for name, stage in stages.items()
+    }
+    recipe.cleanup()
+    return peaks
+
+
+def rollout_of(tokens: int) -> Rollout:
+    return worst_rollout(torch.zeros(tokens, dtype=torch.long), NEW)
+
+
+def stage_of(recipe: Any, name: str, cfg: DictConfig) -> Callable[[int, Rollout], None]:
+    """Collective: this stage as training runs it, of so many rollouts."""
+    runner = recipe.stages.runners[name]
+    trains = name in (TRAIN_POLICY, TRAIN_VALUE) and cfg.gradient_accumulation_steps > 1
+
+    def run(rows: int, rollout: Rollout) -> None:
+        result = runner.attempt([*([[rollout.stand_in()]] if trains else []), [rollout] * rows]).result
+        if name == TRAIN_POLICY:
+            recipe.optimization.update({"policy": result.target_tokens, "value": result.target_tokens})
+
+    return run
+
+
+def peak_in(recipe: Any, name: str, stage: Callable[[int, Rollout], None], size: tuple[int, int]) -> int:
+    models, optimizers = recipe.models, recipe.optimization.optimizers
+    resident = [*resident_tensors(models.trained, optimizers)]
+    resident += [tensor for each in (models.reference, models.reward) for tensor in resident_tensors(each, ())]
+    models.trained.zero_grad(set_to_none=True)
+    if name == TRAIN_POLICY:
+        give_gradients(models.value)
+        resident += [parameter.grad for parameter in models.value.parameters()]
+    rows, rollout = size[0], rollout_of(size[1])
+    gc.collect()
+    with MemoryMeter() as meter:
+        meter.count(resident)
+        stage(rows, rollout)
+    return meter.peak_bytes
+
+
+def predicted(cfg: DictConfig, world_size: int, *, layer_by_layer: bool) -> dict[str, list[int]]:
+    with fake_steps(cfg, world_size) as steps:
+        if layer_by_layer and (go := steps[GENERATE].otherwise) is not None:
+            go()
+            steps[GENERATE].run_first()
+        recordings = {name: [step.record(*size) for size in SIZES] for name, step in steps.items()}
+    return {
+        name: [peak_of(each.phases, sizes_of(each), caches=False).peak_bytes or 0 for each in of_stage]
+        for name, of_stage in recordings.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_each_stage_allocates_what_was_predicted(case: str, world_size: int, tmp_path: Path) -> None:
+    real = run_on_ranks(world_size, metered, tmp_path / "run", case, free_ports(1), timeout_s=120, in_group=False)
+    expected = predicted(ppo_config(tmp_path / "run", *CASES[case]), world_size, layer_by_layer=case == LAYER_BY_LAYER)
+    for rank in real:
+        for stage, peaks in rank.items():
+            assert expected[stage] == [pytest.approx(peak, rel=0, abs=A_FEW_BYTES) for peak in peaks], stage
+
+
+SEARCHED = (
+    *(each for each in TINY if not each.startswith("adaptive")),
+    "use_maximum_batch_size=True",
+    "adaptive.memory_limit=4MiB",
+    "adaptive.round_to=none",
+    "adaptive.sequence_length=64",
+)
+
+
+def set_up(folder: Path, ports: list[int]) -> None:
+    os.environ["MASTER_PORT"] = str(ports[0])
+    recipe = load_ppo()(ppo_config(folder, *SEARCHED))
+    recipe.setup()
+    recipe.cleanup()
+
+
+def test_the_command_answers_what_the_searches_of_a_run_find(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask("adaptive/demo/ppo", "format=json", *SEARCHED)
+    rows = json.loads(capsys.readouterr().out)["predictions"]
+    run_on_ranks(1, set_up, tmp_path / "run", free_ports(1), timeout_s=60, in_group=False)
+    found = {event["stage"]: event["after"] for event in events_of(tmp_path / "run", "search")}
+    assert {row["stage"]: row["rows"] for row in rows if row["chosen"]} == found
+    assert found[TRAIN_POLICY] < found[GENERATE]
+
+
+def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_no_room(tmp_path: Path) -> None:
+    cfg = ppo_config(tmp_path / "run", "policy_model.num_layers=12")
+    with fake_steps(cfg, 4) as steps:
+        step = steps[GENERATE]
+        gathered = step.record(1, 16)
+        peak = peak_of(gathered.phases, sizes_of(gathered), caches=False).peak_bytes or 0
+        asked = OmegaConf.create({"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": 16})
+        static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.answer_tokens, peak - 1, GENERATE
+        with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            assert rows.most_rows(*static) == 0
+        with mock.patch.object(answers, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            plan = read_plan_settings(asked)
+            found = answers.predict(cfg, plan, lambda: None)
+        assert [note for note in found.notes if note.startswith("generate: gathered parameters leave no room")]
+        with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            assert rows.most_rows(*static, fallen_back=True) >= found.batch_size(0) >= 1
+
+
+def test_settings_of_ppo_are_not_compared() -> None:
+    with pytest.raises(ConfigError, match="advise is True, but settings of PPO are not compared"):
+        ask("adaptive/demo/ppo", "advise=True")
+
+
+@pytest.mark.parametrize(
+    ("budget", "sizes"),
+    [("null", "use_maximum_batch_size=True"), ("400", "use_maximum_batch_size=False adaptive.token_budget=auto")],
+)
+def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, sizes: str) -> None:
+    cfg = ppo_config(tmp_path / "run", f"adaptive.token_budget={budget}")
+    plan = read_plan_settings(OmegaConf.create({"world_size": 2, "memory_limit": "4MiB"}))
+    told = answers.command(cfg, plan, "adaptive/demo/ppo", rows=1)
+    assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo adaptive.memory_limit=4MiB {sizes}"
+
+
+def test_the_table_has_a_line_for_each_stage_and_says_what_to_run_next(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"  {stage:<28}" for stage in STAGES]
+    ask("adaptive/demo/ppo", *SEARCHED)
+    output = capsys.readouterr().out
+    assert all(line in output for line in lines)
+    assert "PPO · 1 rank · prompts of 64 tokens, answers of 6 · 4.0 MiB usable" in output
+    (command,) = re.findall(rf"{PPO} --config adaptive/demo/ppo (.*)", output)
+    assert set(shlex.split(command)) == {*SEARCHED} - {
+        "use_maximum_batch_size=False"
+    }  # each key once, as it was said last

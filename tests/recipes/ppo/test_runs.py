@@ -1,0 +1,188 @@
+"""PPO with everything that adapts: the same answers and weights as a run that has nothing to adapt to."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo, saved
+from tests.recipes.recording import events_of, read_log
+from tests.recipes.stops import train_until
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
+
+RELATIVE = 1e-5
+ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")
+"""As many samples an iteration, and an update, as one rank has with twice these sizes."""
+SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=12MiB", "adaptive.round_to=none")
+WIDER = ("ppo_batch_size=4",)
+TIGHT = "2200KiB"
+"""Of four rows, room for all in stages without a backward, and for one or two where the policy is trained."""
+LONGER = ("dataset.samples=56", "num_steps=56")
+"""An iteration for each stage."""
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "one by one": ("forward_batch_size=1", "gradient_accumulation_steps=2"),
+    "searched": SEARCHED,
+    "wider": WIDER,
+    "unequal": (*WIDER, *SEARCHED, f"adaptive.memory_limit=[12MiB,{TIGHT}]"),
+    "scarce": (*WIDER, f"adaptive.memory_limit=[{TIGHT},12MiB]"),
+    "clipped": ("clip_grad_norm=0.01", "whiten_rewards=True"),
+    "longer": LONGER,
+}
+FAILING = {"failing": 0, "failing elsewhere": 1}
+"""Cases in which every stage runs out of memory, on one rank and on the other."""
+STOPS = (2, 4)
+"""Iterations in which a run ends between two stages, one after the other: before the first checkpoint, after it."""
+RESUMED = ("save_every_n_steps=3", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "shuffle=True")
+
+
+def train_failing(folder: Path, other: int, port: int) -> None:
+    """Collective: in each iteration another stage runs out of memory, on one rank or the other."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *LONGER, "adaptive.regrow_after=0"))
+    recipe.setup()
+    for number, stage in enumerate(STAGES, start=1):
+        faults = FaultInjector(recipe.stages.runners[stage])
+        faults.fail_at(rank=(number + other) % 2, step=number, operation=40).__enter__()
+    recipe.train()
+    recipe.cleanup()
+
+
+def train_and_stop(folder: Path, stop_at: int | None, port: int, *overrides: str) -> None:
+    """Collective: to the end, or until the value model has been trained in this iteration."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED, *overrides))
+    recipe.setup()
+    train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
+
+
+def run_all(folder: Path, ports: list[int]) -> None:
+    free = iter(ports)
+    for case, overrides in CASES.items():
+        run_ppo(ppo_config(folder / case, *ON_TWO, *overrides), next(free))
+    for case, other in FAILING.items():
+        train_failing(folder / case, other, next(free))
+    for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
+        for stop in stops:
+            train_and_stop(folder / case, stop, next(free))
+    train_and_stop(folder / "split anew", STOPS[1], next(free))
+    train_and_stop(folder / "split anew", None, next(free), "gradient_accumulation_steps=2")
+
+
+def run_alone(folder: Path, ports: list[int]) -> None:
+    for case, port in zip(("plain", "clipped"), ports, strict=True):
+        run_ppo(ppo_config(folder / "alone" / case, *CASES[case]), port)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ppo")
+    run_on_ranks(
+        2, run_all, folder, free_ports(len(CASES) + len(FAILING) + 4 + len(STOPS)), timeout_s=250, in_group=False
+    )
+    run_on_ranks(1, run_alone, folder, free_ports(2), timeout_s=100, in_group=False)
+    return folder
+
+
+def compare(ours: Path, others: Path) -> None:
+    """The answers by what was said of them, and the weights of both models."""
+    for mine, its in zip(read_log(ours / "log.jsonl"), read_log(others / "log.jsonl"), strict=True):
+        for figure in ("scores", "response_lengths", "kl", "policy_loss", "value_loss", "clipfrac"):
+            assert mine[figure] == pytest.approx(its[figure], rel=RELATIVE, abs=1e-6), figure
+    expected = saved(others)
+    for name, weight in saved(ours).items():
+        torch.testing.assert_close(weight, expected[name], rtol=RELATIVE, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("case", ["one by one", "searched"])
+def test_how_an_iteration_is_split_changes_no_answer_and_no_weight(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "plain")
+
+
+@pytest.mark.parametrize("case", ["unequal", "scarce"])
+def test_nor_does_it_that_ranks_have_unequal_memory(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "wider")
+
+
+@pytest.mark.parametrize("case", FAILING)
+def test_nor_does_what_fails_in_any_stage_on_either_rank(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "longer")
+
+
+@pytest.mark.parametrize("case", ["plain", "clipped"])
+def test_two_ranks_train_what_one_trains(runs: Path, case: str) -> None:
+    compare(runs / case, runs / "alone" / case)
+
+
+def test_clipping_and_whitening_do_something(runs: Path) -> None:
+    plain, clipped = (saved(runs / case) for case in ("plain", "clipped"))
+    assert any(not torch.allclose(plain[name], clipped[name]) for name in plain)
+    assert all(line["grad_norm"] > 0 for line in read_log(runs / "clipped" / "log.jsonl"))
+
+
+def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
+    whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
+    assert whole.keys() == stopped.keys()
+    assert all(torch.equal(whole[name], stopped[name]) for name in whole)
+    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 1, 2, 3, 4, 5, 6]
+
+
+def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
+    whole, split = saved(runs / "whole"), saved(runs / "split anew")
+    for name, weight in split.items():
+        torch.testing.assert_close(weight, whole[name], rtol=RELATIVE, atol=1e-6, msg=name)
+    microbatches = [line["train_policy/microbatches"] for line in read_log(runs / "split anew" / "log.jsonl")]
+    assert microbatches == [*[microbatches[0]] * 3, *[2 * microbatches[0]] * 3]
+
+
+def go_on_alone(folder: Path, port: int) -> str:
+    """What a run on one rank says of the checkpoint of two."""
+    os.environ["MASTER_PORT"] = str(port)
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=96"))
+    with pytest.raises(ConfigError) as error:
+        recipe.setup()
+    return str(error.value)
+
+
+def test_another_number_of_ranks_is_refused_since_iterations_would_have_other_samples(runs: Path) -> None:
+    [told] = run_on_ranks(1, go_on_alone, runs / "stopped", free_ports(1)[0], timeout_s=60, in_group=False)
+    assert "that of 2 ranks, and there are 1 now" in told
+    assert told.endswith("go on with 2")
+
+
+def test_every_stage_is_measured_for_itself(runs: Path) -> None:
+    found = {event["stage"]: event for event in events_of(runs / "searched", "search")}
+    assert tuple(found) == STAGES
+    assert found[GENERATE]["after"] == 4
+    assert all(0 < event["peak_bytes"] <= event["budget_bytes"] for event in found.values())
+    assert events_of(runs / "searched", "recovery") == []
+
+
+def test_ranks_with_unequal_memory_have_one_answer_in_each_stage(runs: Path) -> None:
+    found = {event["stage"]: event for event in events_of(runs / "unequal", "search")}
+    assert {event["budget_bytes"] for event in found.values()} == {2200 * 2**10}
+    assert found[TRAIN_POLICY]["after"] == 1
+    assert {found[stage]["after"] for stage in STAGES[:5]} == {4}
+    assert events_of(runs / "unequal", "recovery") == []
+
+
+def test_what_is_scarce_on_one_rank_makes_all_of_them_run_less_at_a_time(runs: Path) -> None:
+    recoveries = events_of(runs / "scarce", "recovery")
+    assert TRAIN_POLICY in {event["stage"] for event in recoveries} <= {TRAIN_VALUE, TRAIN_POLICY}
+    assert {tuple(event["ranks"]) for event in recoveries} == {(0,)}
+
+
+@pytest.mark.parametrize(("case", "other"), FAILING.items())
+def test_every_stage_recovers_by_itself(runs: Path, case: str, other: int) -> None:
+    recoveries = events_of(runs / case, "recovery")
+    assert [(event["step"], event["stage"]) for event in recoveries] == list(enumerate(STAGES, start=1))
+    assert [tuple(event["ranks"]) for event in recoveries] == [((n + other) % 2,) for n in range(1, 8)]
+    last = read_log(runs / case / "log.jsonl")[-1]
+    assert last["oom_recoveries"] == len(STAGES)
+    assert {last[f"{stage.replace(' ', '_')}/recoveries"] for stage in STAGES} == {1}

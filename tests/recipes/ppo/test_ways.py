@@ -1,0 +1,60 @@
+"""PPO compiled and in bf16, beside the same run that is neither."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.ppo.rollouts import ppo_config, run_ppo, saved
+from tests.recipes.recording import read_log
+
+SMALL = (
+    "batch_size=2",
+    "ppo_batch_size=2",
+    "ppo_epochs=1",
+    "forward_batch_size=2",
+    "num_steps=8",
+    "dataset.samples=8",
+    "max_generated_tokens=4",
+)
+WAYS = {"plain": (), "compiled": ("compile=True",), "bf16": ("dtype=bf16",)}
+RELATIVE = 1e-5
+
+
+def train(folder: Path, ports: list[int]) -> None:
+    """Collective: two iterations in each way."""
+    os.environ["TORCH_COMPILE_BACKEND"] = "aot_eager"
+    for (way, overrides), port in zip(WAYS.items(), ports, strict=True):
+        run_ppo(ppo_config(folder / way, *SMALL, *overrides), port)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ways")
+    run_on_ranks(2, train, folder, free_ports(len(WAYS)), timeout_s=200, in_group=False)
+    return folder
+
+
+def test_a_compiled_run_answers_and_trains_as_one_that_is_not(runs: Path) -> None:
+    expected = saved(runs / "plain")
+    for name, weight in saved(runs / "compiled").items():
+        torch.testing.assert_close(weight, expected[name], rtol=RELATIVE, atol=1e-6, msg=name)
+    for mine, plain in zip(*(read_log(runs / way / "log.jsonl") for way in ("compiled", "plain")), strict=True):
+        for figure in ("scores", "kl", "policy_loss", "value_loss", "response_lengths"):
+            assert mine[figure] == pytest.approx(plain[figure], rel=RELATIVE, abs=1e-6), figure
+
+
+def test_a_run_in_bf16_trains_both_models_and_stays_near(runs: Path) -> None:
+    weights, expected = saved(runs / "bf16"), saved(runs / "plain")
+    assert {weight.dtype for weight in weights.values()} == {torch.bfloat16}
+    of_heads = [name for name in weights if name.endswith("output.weight")]
+    assert len(of_heads) == 2
+    for name in of_heads:
+        torch.testing.assert_close(weights[name].float(), expected[name], rtol=0.05, atol=0.02, msg=name)
+    first = read_log(runs / "bf16" / "log.jsonl")[0]
+    assert first["kl"] == 0.0
+    assert first["value_loss"] == pytest.approx(read_log(runs / "plain" / "log.jsonl")[0]["value_loss"], rel=0.3)

@@ -1,0 +1,1 @@
+"""Preference training: beside stock, both stages, the reference asked before."""

@@ -1,0 +1,167 @@
+"""Preference runs with everything that adapts: the same losses and rewards as a run that has nothing to adapt to."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.commands import tune_run_here
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import events_of, read_log
+from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights
+from tests.recipes.stops import train_until
+from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+
+RELATIVE = 5e-5
+BASE = (
+    *SGD,
+    "optimizer.lr=0.01",
+    "batch_size=16",
+    "gradient_accumulation_steps=1",
+    "tokenizer.max_seq_len=128",
+    "epochs=2",
+    "clip_grad_norm=inf",
+)
+MEASURED = "adaptive.memory_limit=40MiB"
+CASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "searched": (MEASURED, "use_maximum_batch_size=True"),
+    "starved": ("adaptive.memory_limit=17MiB", "adaptive.regrow_after=0"),
+    "padded": (MEASURED, "adaptive.token_budget=auto", "adaptive.padding=True"),
+    "joined": (MEASURED, "adaptive.token_budget=auto", "adaptive.padding=False"),
+    "tokens": ("adaptive.token_budget=700", "adaptive.padding=True", "adaptive.deal=False"),
+}
+FIGURES = (
+    "loss",
+    "grad_norm",
+    *(f"{what}/{answer}" for what in ("rewards", "log_probs") for answer in ("chosen", "rejected")),
+)
+RESUMED = (
+    *SGD,
+    "optimizer.lr=0.01",
+    "epochs=2",
+    "tokenizer.max_seq_len=64",
+    "resume_from_checkpoint=auto",
+    "overwrite_output_dir=False",
+    "save_every_n_steps=3",
+    "batch_increase_function=tests.recipes.preferences.test_runs.grow",
+    "adaptive.max_batch_size=8",
+)
+STOPS = (2, 4, 5)
+"""Steps in which a run ends between the two stages, one after the other: before the first checkpoint, after it."""
+
+
+def grow(epoch: int, current_batch_size: int) -> int:
+    return current_batch_size if epoch == 1 else 0
+
+
+def train_and_stop(kind: str, cfg: Any, stop_at: int | None) -> None:
+    """Collective: our recipe to its end, or until the reference has been asked in this step."""
+    recipe = load_ours(kind)(cfg)
+    recipe.setup()
+    train_until(recipe, recipe.stages.policy, stop_at)
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+    free = iter(ports)
+    for case, overrides in CASES.items():
+        os.environ["MASTER_PORT"] = str(next(free))
+        run_ours(kind, demo_config(kind, folder / case, *BASE, *overrides))
+    for case, stops in {"whole": (None,), "stopped": (*STOPS, None)}.items():
+        for stop in stops:
+            os.environ["MASTER_PORT"] = str(next(free))
+            train_and_stop(kind, demo_config(kind, folder / case, *RESUMED), stop)
+
+
+@pytest.fixture(scope="module", params=["full_dpo", "lora_dpo"])
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    ports = free_ports(len(CASES) + 2 + len(STOPS))
+    run_on_ranks(2, run_all, request.param, folder, ports, timeout_s=200, in_group=False)
+    return folder
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "plain"])
+def test_losses_and_rewards_are_those_of_a_run_that_has_nothing_to_adapt_to(runs: Path, case: str) -> None:
+    plain, ours = (read_log(runs / each / "log.jsonl") for each in ("plain", case))
+    assert len(ours) == len(plain) == 4
+    for expected, found in zip(plain, ours, strict=True):
+        for figure in FIGURES:
+            assert found[figure] == pytest.approx(expected[figure], rel=RELATIVE, abs=1e-5), figure
+    assert plain[-1]["rewards/margins"] > plain[0]["rewards/margins"]
+
+
+def test_each_stage_is_searched_for_its_own_rows_and_the_record_names_it(runs: Path) -> None:
+    found = {event["stage"]: event["after"] for event in events_of(runs / "searched", "search")}
+    assert found.keys() == {POLICY, REFERENCE}
+    assert found[REFERENCE] > found[POLICY] >= 1
+    for step in read_log(runs / "searched" / "log.jsonl"):
+        assert (step["microbatch_rows"], step["reference_microbatch_rows"]) == (found[POLICY], found[REFERENCE])
+        assert step["oom_recoveries"] == 0
+    assert {event["stage"]: event["after"] for event in events_of(runs / "searched", "epoch")} == found
+
+
+def test_a_search_measures_the_phases_that_its_stage_has(runs: Path) -> None:
+    phases = {}
+    for place in ("", "reference"):
+        result = json.loads((runs / "searched" / "out" / place / "batch_search.json").read_text())["result"]
+        phases[place] = list(result["probes"][-1]["peak"]["phase_bytes"])
+    assert phases["reference"] == ["layers forward", "loss"]
+    assert {"layers forward", "layers backward", "update"} < set(phases[""])
+
+
+def test_both_stages_recover_and_the_record_names_them(runs: Path) -> None:
+    recoveries = events_of(runs / "starved", "recovery")
+    assert {event["stage"] for event in recoveries} == {POLICY, REFERENCE}
+    for event in recoveries:
+        assert event["reason"].startswith(f"step {event['step']}, {event['stage']}: out of memory on rank")
+    assert read_log(runs / "starved" / "log.jsonl")[-1]["oom_recoveries"] == len(recoveries)
+    state = torch.load(runs / "starved" / "out" / "epoch_1" / "recipe_state.pt", weights_only=True)
+    saved = json.loads(state["adaptive"])["limit"]
+    of_stages = [each["counters"]["recoveries"] for each in (saved, saved[REFERENCE])]
+    assert min(of_stages) > 0
+    assert sum(of_stages) == len(recoveries)
+
+
+def test_a_token_budget_takes_pairs_with_and_without_padding(runs: Path) -> None:
+    for case in ("padded", "joined"):
+        found = {event["stage"]: event["after"] for event in events_of(runs / case, "search")}
+        assert found.keys() == {POLICY, REFERENCE}
+    steps = {case: read_log(runs / case / "log.jsonl") for case in ("joined", "padded", "plain", "tokens")}
+    assert all(step["padding_fraction"] == 0 for step in steps["joined"])
+    assert all(step["rank_imbalance"] < 1.1 for step in steps["joined"])
+    wasted = {case: sum(step["padding_fraction"] for step in each) for case, each in steps.items()}
+    assert 0 < wasted["padded"] < wasted["plain"]
+    assert all(step["microbatch_tokens"] <= 700 for step in steps["tokens"])
+    assert all(step["microbatches"] > 1 for step in steps["tokens"])
+
+
+def test_a_run_that_ends_between_its_stages_goes_on_to_the_same_weights(runs: Path) -> None:
+    whole, stopped = (saved_weights(runs / case, epoch=1) for case in ("whole", "stopped"))
+    assert all(torch.equal(stopped[name], weight) for name, weight in whole.items())
+    steps = [step["step"] for step in read_log(runs / "whole" / "log.jsonl")]
+    assert steps == [1, 2, 3, 4, 5, 6]  # the second epoch has half as many, of twice the pairs
+
+
+@pytest.mark.parametrize(
+    ("recipe", "config"),
+    [("adaptive_full_dpo_distributed", "dpo"), ("adaptive_lora_dpo_distributed", "lora_dpo")],
+)
+def test_the_demo_runs_as_a_user_calls_it(recipe: str, config: str, tmp_path: Path) -> None:
+    short = ("dataset.samples=64", "max_steps_per_epoch=3", "tokenizer.max_seq_len=96", "adaptive.sequence_length=96")
+    ended = tune_run_here(recipe, "--config", f"adaptive/demo/{config}", *short, ranks=2, cwd=tmp_path, timeout_s=90)
+    assert ended.status == 0, ended.output
+    assert "batch search · reference log-probabilities · linear" in ended.output
+    assert "batch search · policy · linear" in ended.output
+    assert "trained: loss 0.6931 -> " in ended.output
+    [log] = (tmp_path / "runs" / "demo" / config / "logs").glob("log_*.txt")
+    margins = [float(margin) for margin in re.findall(r"rewards/margins:(\S+)", log.read_text())]
+    assert len(margins) == 3
+    assert margins[0] == 0  # the policy is its reference still
+    assert margins[-1] > 0

@@ -1,0 +1,71 @@
+"""A run whose batch grows, stopped after every epoch in turn and resumed, is the run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
+from tests.recipes.stops import stopped_before, to_resume
+
+EPOCHS = 6
+GROWING = (
+    f"epochs={EPOCHS}",
+    "dataset.samples=48",
+    "batch_size=1",
+    "gradient_accumulation_steps=2",
+    "tokenizer.max_seq_len=256",
+    "adaptive.max_batch_size=8",
+    "adaptive.lr_scaling=sqrt",
+    "clip_grad_norm=inf",
+    "batch_increase_function=tests.recipes.stopping.test_growing_resume.grow_at_2_and_4",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=4",
+    "optimizer.lr=0.001",
+)
+BATCH_SIZES = [1, 1, 2, 2, 4, 4]
+ASYNC = ("enable_async_checkpointing=True",)
+
+
+def grow_at_2_and_4(epoch: int, current_batch_size: int) -> int:
+    return current_batch_size if epoch in (2, 4) else 0
+
+
+def run_one_epoch(kind: str, folder: Path, epoch: int, *overrides: str) -> None:
+    """Collective: a new run, or the next epoch of the one in `folder`; it ends as if it had been stopped there."""
+    resume = to_resume(kind, epoch, asynchronous=overrides == ASYNC) if epoch else []
+    with stopped_before(epoch + 1) if epoch + 1 < EPOCHS else nullcontext():
+        run_ours(kind, demo_config(kind, folder, *GROWING, *overrides, *resume))
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+    os.environ["MASTER_PORT"] = str(ports.pop())
+    run_ours(kind, demo_config(kind, folder / "whole", *GROWING))
+    for name, overrides in (("stopped", ()), ("stopped-async", ASYNC if kind == "full" else ())):
+        for epoch in range(EPOCHS):
+            os.environ["MASTER_PORT"] = str(ports.pop())
+            run_one_epoch(kind, folder / name, epoch, *overrides)
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    run_on_ranks(2, run_all, request.param, folder, free_ports(1 + 2 * EPOCHS), timeout_s=240, in_group=False)
+    return folder
+
+
+@pytest.mark.parametrize("how", ["stopped", "stopped-async"])
+def test_losses_sizes_and_rates_are_those_of_the_run_that_never_stopped(folder: Path, how: str) -> None:
+    whole, stopped = read_log(folder / "whole" / "log.jsonl"), read_log(folder / how / "log.jsonl")
+    steps = [24 // (2 * size) for size in BATCH_SIZES]
+    assert [step["microbatch_rows"] for step in whole] == [
+        size for size, count in zip(BATCH_SIZES, steps, strict=True) for _ in range(count)
+    ]
+    for one, other in zip(stopped, whole, strict=True):
+        for figure in ("step", "loss", "grad_norm", "lr", "microbatch_rows"):
+            assert one[figure] == pytest.approx(other[figure], rel=RELATIVE_AFTER_ADAM, abs=1e-12), figure

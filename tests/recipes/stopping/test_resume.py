@@ -1,0 +1,189 @@
+"""A run that was stopped and resumed, by our recipe or by the stock one, is the run that was never stopped."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtune.training import FullModelTorchTuneCheckpointer
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import (
+    RELATIVE,
+    RELATIVE_AFTER_ADAM,
+    SGD,
+    demo_config,
+    run_ours,
+    run_stock,
+    saved_weights,
+)
+from tests.recipes.stops import stopped_before
+
+EPOCHS, STEPS_PER_EPOCH = 3, 3
+WHOLE_RUN = (
+    f"epochs={EPOCHS}",
+    f"max_steps_per_epoch={STEPS_PER_EPOCH}",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
+ADAMW: tuple[str, ...] = ()
+"""As in the demo's config."""
+SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+ASYNC = ("enable_async_checkpointing=True",)
+IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
+UNPADDED = ("adaptive.token_budget=500", "adaptive.padding=False")
+ADAPTER_ONLY = ("save_adapter_weights_only=True",)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Who trains the first epoch, and who the others; with what besides; and what is given only to resume."""
+
+    first: str = "ours"
+    then: str = "ours"
+    overrides: tuple[str, ...] = ()
+    to_resume: tuple[str, ...] = ()
+    optimizer: tuple[str, ...] = SGD
+    like: str = "never-stopped"
+
+
+FULL = {
+    "ours": Case(to_resume=(SAVED_WEIGHTS,)),
+    "ours-by-stock": Case(then="stock", to_resume=(SAVED_WEIGHTS,)),
+    "stock-by-ours": Case(first="stock", to_resume=(SAVED_WEIGHTS,)),
+    "async": Case(overrides=ASYNC),
+    "async-stock-by-ours": Case(first="stock", overrides=ASYNC),
+    "adamw-ours-by-stock": Case(then="stock", optimizer=ADAMW, to_resume=(SAVED_WEIGHTS,), like="never-stopped-adamw"),
+    "adamw-stock-by-ours": Case(first="stock", optimizer=ADAMW, to_resume=(SAVED_WEIGHTS,), like="never-stopped-adamw"),
+    "in-backward": Case(overrides=IN_BACKWARD, to_resume=(SAVED_WEIGHTS,), like="never-stopped-in-backward"),
+    "async-in-backward": Case(overrides=(*ASYNC, *IN_BACKWARD), like="never-stopped-in-backward"),
+    "in-backward-stock-by-ours": Case(
+        first="stock", overrides=IN_BACKWARD, to_resume=(SAVED_WEIGHTS,), like="never-stopped-in-backward"
+    ),
+    "unpadded": Case(overrides=UNPADDED, to_resume=(SAVED_WEIGHTS,), like="never-stopped-stock"),
+    "unpadded-stock-by-ours": Case(
+        first="stock", overrides=UNPADDED, to_resume=(SAVED_WEIGHTS,), like="never-stopped-stock"
+    ),
+}
+LORA = {
+    "ours": Case(),
+    "ours-by-stock": Case(then="stock"),
+    "stock-by-ours": Case(first="stock"),
+    "adapter-only": Case(overrides=ADAPTER_ONLY),
+    "adamw-stock-by-ours": Case(first="stock", optimizer=ADAMW, like="never-stopped-adamw"),
+    "unpadded": Case(overrides=UNPADDED, like="never-stopped-stock"),
+    "unpadded-stock-by-ours": Case(first="stock", overrides=UNPADDED, like="never-stopped-stock"),
+}
+CASES = {"full": FULL, "lora": LORA}
+UNPADDED_CASES = [name for name, case in FULL.items() if case.overrides == UNPADDED]
+WHOLE = {
+    "never-stopped": Case(),
+    "never-stopped-stock": Case(first="stock"),
+    "never-stopped-adamw": Case(optimizer=ADAMW),
+}
+"""Who trains the first epoch of these trains the others, too."""
+NEVER_STOPPED = {"full": {**WHOLE, "never-stopped-in-backward": Case(overrides=IN_BACKWARD)}, "lora": WHOLE}
+ALL = [(kind, case) for kind, cases in CASES.items() for case in cases]
+WEIGHTS = [(kind, case) for kind, case in ALL if case != "adapter-only" and CASES[kind][case].optimizer == SGD]
+
+
+def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+    """Collective: everything that the tests of one recipe compare."""
+    free = iter(ports)
+    for name, case in NEVER_STOPPED[kind].items():
+        run(kind, case.first, folder / name, (*case.optimizer, *case.overrides), next(free))
+    for name, case in CASES[kind].items():
+        overrides = (*case.optimizer, *case.overrides)
+        with stopped_before(1):
+            run(kind, case.first, folder / name, overrides, next(free))
+        resume = (*overrides, *case.to_resume, "resume_from_checkpoint=True")
+        run(kind, case.then, folder / name, resume, next(free))
+
+
+def run(kind: str, who: str, folder: Path, overrides: tuple[str, ...], port: int) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+    start = run_ours if who == "ours" else run_stock
+    start(kind, demo_config(kind, folder, *WHOLE_RUN, *overrides))
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    folders: dict[str, Path] = {}
+
+    def of(kind: str) -> Path:
+        if kind not in folders:
+            folders[kind] = tmp_path_factory.mktemp(kind)
+            count = len(NEVER_STOPPED[kind]) + 2 * len(CASES[kind])
+            run_on_ranks(2, run_all, kind, folders[kind], free_ports(count), timeout_s=300, in_group=False)
+        return folders[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "case"), ALL)
+def test_every_step_is_that_of_the_run_that_was_never_stopped(runs: Any, kind: str, case: str) -> None:
+    folder = runs(kind)
+    whole, resumed = (read_log(folder / name / "log.jsonl") for name in (CASES[kind][case].like, case))
+    assert [step["step"] for step in resumed] == [step["step"] for step in whole]
+    relative = RELATIVE_AFTER_ADAM if CASES[kind][case].optimizer == ADAMW else RELATIVE
+    assert len(whole) == EPOCHS * STEPS_PER_EPOCH
+    assert len({step["lr"] for step in whole}) == len(whole)
+    for step_of_whole, step in zip(whole, resumed, strict=True):
+        for figure in {"loss", "lr", "grad_norm"} & step_of_whole.keys():
+            assert step[figure] == pytest.approx(step_of_whole[figure], rel=relative), (step["step"], figure)
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_what_is_resumed_without_padding_is_compared_with_stock_and_has_none(runs: Any, kind: str) -> None:
+    stock, *ours = (read_log(runs(kind) / name / "log.jsonl") for name in ("never-stopped-stock", *UNPADDED_CASES))
+    assert all({"loss", "lr", "grad_norm"} <= step.keys() and "microbatches" not in step for step in stock)
+    for log in ours:
+        resumed = log[STEPS_PER_EPOCH:]
+        assert all(step["padding_fraction"] == 0 for step in resumed)
+        assert max(step["microbatches"] for step in resumed) > 1
+
+
+@pytest.mark.parametrize(("kind", "case"), WEIGHTS)
+def test_the_last_weights_are_those_of_the_run_that_was_never_stopped(runs: Any, kind: str, case: str) -> None:
+    folder = runs(kind)
+    whole, resumed = (saved_weights(folder / name, EPOCHS - 1) for name in (CASES[kind][case].like, case))
+    assert resumed.keys() == whole.keys()
+    for name, weight in whole.items():
+        torch.testing.assert_close(resumed[name], weight, rtol=RELATIVE, atol=1e-6, msg=name)
+
+
+def test_only_the_adapter_is_saved_when_only_the_adapter_is_asked_for(runs: Any) -> None:
+    whole, adapter_only = (runs("lora") / case / "out" / f"epoch_{EPOCHS - 1}" for case in ("ours", "adapter-only"))
+    assert list(whole.glob("model*.bin"))
+    assert not list(adapter_only.glob("model*"))
+    expected, saved = (torch.load(epoch / "adapter_model.pt", weights_only=True) for epoch in (whole, adapter_only))
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(saved[name], weight, rtol=RELATIVE, atol=1e-6, msg=name)
+
+
+def test_an_unfinished_checkpoint_is_what_torchtunes_checkpointer_expects(runs: Any) -> None:
+    ours, stock = (load(runs("full") / case / "out") for case in ("ours", "stock-by-ours"))
+    assert ours.keys() == stock.keys()
+    assert ours["model"].keys() == stock["model"].keys()
+    assert ours["optimizer"].keys() == stock["optimizer"].keys()
+    assert [ours[key] for key in ("seed", "total_epochs", "max_steps_per_epoch")] == [0, EPOCHS, STEPS_PER_EPOCH]
+
+
+def load(output_dir: Path) -> dict[str, Any]:
+    """What torchtune's own checkpointer reads of the last epoch that a run can be resumed from."""
+    checkpointer = FullModelTorchTuneCheckpointer(
+        checkpoint_dir=str(output_dir.parent.parent / "weights"),
+        checkpoint_files=[f"epoch_{EPOCHS - 2}/model-00001-of-00001.bin"],
+        model_type="LLAMA3",
+        output_dir=str(output_dir),
+        should_load_recipe_state=True,
+    )
+    loaded: dict[str, Any] = checkpointer.load_checkpoint()
+    return loaded

@@ -1,0 +1,245 @@
+"""A run that ends anywhere goes on by the same command, and is in the end the run that was never disturbed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchao.optim import AdamW8bit
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import demo_config, load_ours
+from tests.recipes.stops import train_until
+from torchtune_adaptive.errors import RunFinished
+from torchtune_adaptive.tune.parts import process_group
+
+EPOCHS, STEPS = 2, 4
+EVERY = 3
+RUN = (
+    f"epochs={EPOCHS}",
+    "resume_from_checkpoint=auto",
+    "overwrite_output_dir=False",
+    f"save_every_n_steps={EVERY}",
+    "shuffle=True",
+    "seed=1",
+    "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+    "lr_scheduler.num_warmup_steps=2",
+)
+IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1", "batch_size=8")
+GROWING = ("batch_increase_function=tests.recipes.stopping.test_step_checkpoints.grow", "adaptive.max_batch_size=8")
+EIGHT_BIT = (
+    "optimizer._component_=tests.recipes.stopping.test_step_checkpoints.eight_bit",
+    "adaptive.memory_limit=64MiB",
+)
+"""Under a limit nothing is compiled, which torchao's step else is."""
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "full": ("full", ("model.attn_dropout=0.1",)),
+    "full-tokens": ("full", ("adaptive.token_budget=1024", "model.attn_dropout=0.1")),
+    "full-async": ("full", ("enable_async_checkpointing=True",)),
+    "full-8-bit": ("full", EIGHT_BIT),
+    "full-async-8-bit": ("full", ("enable_async_checkpointing=True", *EIGHT_BIT)),
+    "full-in-backward": ("full", IN_BACKWARD),
+    "full-growing": ("full", GROWING),
+    "lora": ("lora", ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
+    "lora-adapter-only": ("lora", ("save_adapter_weights_only=True",)),
+}
+STOPS = (2, 4, 5, 6)
+"""Steps before which the run ends, one after the other: before the first checkpoint, in an epoch, right after one."""
+
+
+def grow(epoch: int, current_batch_size: int) -> int:
+    return current_batch_size if epoch == 1 else 0
+
+
+def eight_bit(parameters: Iterable[torch.nn.Parameter], lr: float, fused: bool) -> torch.optim.Optimizer:
+    return AdamW8bit(parameters, lr=lr)
+
+
+def train(kind: str, cfg: Any, stop_before: int | None = None, watch: Callable[[Any], None] | None = None) -> None:
+    """Collective: our recipe to its end, or until it would train this step."""
+    recipe = load_ours(kind)(cfg)
+    recipe.setup()
+    if watch is not None:
+        watch(recipe)
+    train_until(recipe, recipe.runner, stop_before)
+
+
+def run_kind(name: str, folder: Path, ports: list[int]) -> None:
+    """Collective: a run that is never disturbed, and one that ends several times."""
+    kind, overrides = KINDS[name]
+    free = iter(ports)
+    os.environ["MASTER_PORT"] = str(next(free))
+    train(kind, demo_config(kind, folder / "whole", *RUN, *overrides))
+    for stop in (*STOPS, None):
+        os.environ["MASTER_PORT"] = str(next(free))
+        train(kind, demo_config(kind, folder / "stopped", *RUN, *overrides), stop_before=stop)
+
+
+@pytest.fixture(scope="module", params=[(name, ranks) for name in KINDS for ranks in (1, 2)], ids=str)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    name, ranks = request.param
+    folder = tmp_path_factory.mktemp(name)
+    run_on_ranks(ranks, run_kind, name, folder, free_ports(2 + len(STOPS)), timeout_s=240, in_group=False)
+    return folder
+
+
+def last_weights(folder: Path) -> dict[str, torch.Tensor]:
+    [path] = [
+        *(folder / "out" / f"epoch_{EPOCHS - 1}").glob("model*.bin"),
+        *(folder / "out" / f"epoch_{EPOCHS - 1}").glob("adapter_model.pt"),
+    ][:1]
+    loaded: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
+    return loaded
+
+
+def test_the_last_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path) -> None:
+    whole, stopped = last_weights(folder / "whole"), last_weights(folder / "stopped")
+    assert whole.keys() == stopped.keys()
+    assert [name for name in whole if not torch.equal(whole[name], stopped[name])] == []
+
+
+def test_every_step_is_in_the_record_once_with_the_figures_of_the_undisturbed_run(folder: Path) -> None:
+    records = {}
+    for name in ("whole", "stopped"):
+        lines = (folder / name / "out" / "adaptive_steps.jsonl").read_text(encoding="utf-8").splitlines()
+        records[name] = [json.loads(line) for line in lines]
+    steps = [record["step"] for record in records["whole"]]
+    assert steps == list(range(1, len(steps) + 1))
+    assert [record["step"] for record in records["stopped"]] == steps
+    for one, other in zip(records["whole"], records["stopped"], strict=True):
+        for figure in ("loss", "lr", "microbatch_rows", "samples"):
+            assert one[figure] == other[figure], (one["step"], figure)
+
+
+def test_nothing_is_left_of_what_was_half_done(folder: Path) -> None:
+    assert [path.name for path in (folder / "stopped" / "out").glob(".*")] == []
+
+
+class Numbers:
+    """Notes which samples each step of this rank has."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self, recipe: Any) -> None:
+        run = recipe.runner.run
+
+        def noting(samples: Sequence[Any], *, step: int, **options: Any) -> Any:
+            result = run(samples, step=step, **options)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, "numbers": [sample["number"] for sample in samples]}) + "\n")
+            return result
+
+        recipe.runner.run = noting
+
+
+SAMPLES = 96  # which 1, 2 and 3 ranks share without padding
+NUMBERED = (
+    "dataset._component_=tests.recipes.long.storms.numbered",
+    "dataset.seed=0",
+    f"dataset.samples={SAMPLES}",
+    "batch_size=2",
+    "gradient_accumulation_steps=1",
+    "save_every_n_steps=5",
+    "tokenizer.max_seq_len=256",
+)
+
+
+def train_numbered(folder: Path, stop_before: int | None, options: Sequence[str]) -> None:
+    """Collective: with a note for each rank."""
+    notes = Numbers(folder / f"numbers-{os.environ['WORLD_SIZE']}-{os.environ['RANK']}.jsonl")
+    train("full", demo_config("full", folder, *RUN, *NUMBERED, *options), stop_before, notes)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("options", [(), ("adaptive.token_budget=512",)], ids=["rows", "dealt"])
+def test_another_number_of_ranks_trains_on_the_rest_of_the_epoch_and_on_nothing_twice(
+    tmp_path: Path, ranks: int, options: tuple[str, ...]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_on_ranks(2, train_numbered, folder, 13, options, timeout_s=120, in_group=False)
+    run_on_ranks(ranks, train_numbered, folder, None, options, timeout_s=120, in_group=False)
+    before, after = numbers(folder, 2), numbers(folder, ranks)
+    first = Counter(number for step, found in before if step <= 10 for number in found)
+    epoch_ends = 10 + (SAMPLES - 40) // (2 * ranks)
+    first.update(number for step, found in after if step <= epoch_ends for number in found)
+    assert max(first.values()) == 1
+    assert len(first) == 40 + (SAMPLES - 40) // (2 * ranks) * 2 * ranks
+    second = Counter(number for step, found in after if step > epoch_ends for number in found)
+    assert max(second.values()) == 1
+    assert len(second) == SAMPLES // (2 * ranks) * 2 * ranks
+
+
+def numbers(folder: Path, ranks: int) -> list[tuple[int, list[int]]]:
+    lines = [
+        json.loads(line)
+        for path in folder.glob(f"numbers-{ranks}-*.jsonl")
+        for line in path.read_text(encoding="utf-8").splitlines()
+    ]
+    return [(line["step"], line["numbers"]) for line in lines]
+
+
+def finished_and_prolonged(folder: Path, ports: list[int]) -> dict[str, Any]:
+    """Collective: a run to its end, started again, and started again with more epochs."""
+    os.environ["MASTER_PORT"] = str(ports[0])
+    train("full", demo_config("full", folder, *RUN))
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*")}
+    os.environ["MASTER_PORT"] = str(ports[1])
+    try:
+        train("full", demo_config("full", folder, *RUN))
+        message = None
+    except RunFinished as finished:
+        message = str(finished)
+    process_group.leave()
+    after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*")}
+    os.environ["MASTER_PORT"] = str(ports[2])
+    train("full", demo_config("full", folder, *RUN, f"epochs={EPOCHS + 1}"))
+    return {"message": message, "untouched": before == after}
+
+
+def test_a_finished_run_is_left_alone_and_goes_on_where_epochs_is_raised(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    told = run_on_ranks(2, finished_and_prolonged, folder, free_ports(3), timeout_s=120, in_group=False)
+    for each in told:
+        assert "nothing left to train" in each["message"]
+        assert f"epoch_{EPOCHS - 1}" in each["message"]
+    assert told[0]["untouched"]  # rank 0 draws the picture of the first run when the others may have looked already
+    assert [step["step"] for step in read_log(folder / "log.jsonl")] == list(range(1, STEPS * (EPOCHS + 1) + 1))
+    assert (folder / "out" / f"epoch_{EPOCHS}").is_dir()
+
+
+def base_weights_while_saving(folder: Path) -> list[str]:
+    """Collective: names of the frozen weights that saving has changed."""
+    recipe = load_ours("lora")(demo_config("lora", folder))
+    recipe.setup()
+    before = {name: weight.detach().clone() for name, weight in recipe.model.named_parameters()}
+    for parameter in recipe.model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.constant_(parameter, 0.5)
+    trained = {name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad}
+    recipe.progress = recipe.progress.after_epoch(recipe.course.epochs[0])
+    recipe.save_checkpoint()
+    after = dict(recipe.model.named_parameters())
+    changed = [name for name in before if name not in trained and not _same(before[name], after[name])]
+    dist.barrier()
+    recipe.cleanup()
+    return changed
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(getattr(one, "_local_tensor", one), getattr(other, "_local_tensor", other).detach())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_saving_a_merged_adapter_leaves_the_frozen_weights_as_they_are(tmp_path: Path, ranks: int) -> None:
+    for changed in run_on_ranks(ranks, base_weights_while_saving, tmp_path / "run", timeout_s=60, in_group=False):
+        assert changed == []
