@@ -5,10 +5,16 @@ import signal
 
 import pytest
 
-# A shell starts what it puts into the background with SIGINT ignored, and whatever is started from there inherits that:
-# runs that are to be ended by Ctrl-C would not hear it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell starts what it puts into the background with SIGINT and SIGQUIT ignored, nohup with SIGHUP, and whatever is
+# started from there inherits that: runs that are to be ended by them would not hear it.
+DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGQUIT: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+for number, default in DEFAULTS.items():
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, default)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

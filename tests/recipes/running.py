@@ -125,6 +125,12 @@ def join_with_gloo(join: Callable[[str], None], _: str) -> None:
     join("gloo")
 
 
+def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+    """Averaging, gloo divides in a thread of its own, and corrupts the heap where the tensor has a graph: the DPO
+    recipe's loss."""
+    return reduce(tensor.detach(), *args, **options)
+
+
 @contextmanager
 def stock_on_cpu() -> Iterator[None]:
     """Without what exists on accelerators only."""
@@ -134,6 +140,7 @@ def stock_on_cpu() -> Iterator[None]:
         mock.patch("torchtune.training.cleanup_before_training"),
         # for asynchronous checkpoints it asks for gloo beside the device's backend, which here is gloo already
         mock.patch("torch.distributed.init_process_group", partial(join_with_gloo, dist.init_process_group)),
+        mock.patch("torch.distributed.all_reduce", partial(reduce_without_graph, dist.all_reduce)),
     ):
         yield
 

@@ -22,7 +22,6 @@ from tests.searching import Shape, Trained
 from torchtune_adaptive.tune.check.config import check_config
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import read_full_settings
 
 
@@ -173,7 +172,7 @@ def test_ours_is_compared_under_tensor_parallelism_where_it_could_recover(tmp_pa
     assert check_config(cfg, OURS[case.recipe][0], case.ranks, here=False).wrong == []
     settings = read_full_settings(cfg)
     assert settings.tensor_parallel_dim == case.ranks
-    assert obstacle_to_recovery(settings, read_adaptive(cfg.adaptive)) is None
+    assert obstacle_to_recovery(settings) is None
     assert case.config(tmp_path / "run").adaptive is None, "stock's is the same but for that"
 
 
