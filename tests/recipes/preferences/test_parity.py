@@ -42,8 +42,8 @@ BETA = 0.1
 
 
 def exactness(figure: str, of: dict[str, float]) -> float:
-    """How exact a figure can be. A reward is a difference between sums of log-probabilities, times beta: what fp32 rounds
-    off is of their size and not of its own."""
+    """How exact a figure can be. A reward is beta times a difference of sums of log-probabilities: what fp32 rounds off
+    is of their size and not of its own."""
     if not figure.startswith("rewards/"):
         return 1e-6
     magnitude = abs(of["log_probs/chosen"]) + abs(of["log_probs/rejected"])
