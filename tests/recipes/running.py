@@ -128,7 +128,12 @@ def join_with_gloo(join: Callable[[str], None], _: str) -> None:
 def reduce_without_graph(reduce: Callable[..., Any], tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
     """Averaging, gloo divides in a thread of its own, and corrupts the heap where the tensor has a graph: the DPO
     recipe's loss."""
-    return reduce(tensor.detach(), *args, **options)
+    if not tensor.requires_grad:
+        return reduce(tensor, *args, **options)
+    plain = tensor.detach().clone()
+    reduced = reduce(plain, *args, **options)
+    tensor.data.copy_(plain)
+    return reduced
 
 
 @contextmanager
