@@ -29,7 +29,6 @@ SECTIONS = (
     "profiler",
     "tensor_parallel_plan",
     "batch_increase_function",
-    "adaptive",
 )
 COMPONENT = "_component_"
 OF_PPO = "policy_model"
