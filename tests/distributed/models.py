@@ -22,6 +22,7 @@ from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.unpadded.documents import joined as join
 from torchtune_adaptive.tune.parts.unpadded.documents import taking_long_rows
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
+from torchtune_adaptive.tune.parts.unpadded.targets import scoring_only, targets_of
 
 VOCABULARY = 64
 
@@ -161,9 +162,10 @@ def forward_backward_of(model: nn.Module, *, joined: bool = False) -> Callable[[
 def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Totals:
     batch = join([{"tokens": sample, "labels": sample} for sample in samples], -100)
     labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
-    with taking_long_rows(model, batch):
+    targets = targets_of(batch, labels, -100)
+    with taking_long_rows(model, batch), scoring_only(model, targets):
         logits = model(**batch)
-    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+    loss = F.cross_entropy(logits.flatten(0, 1).float(), labels[:, targets].flatten(), reduction="sum")
     loss.backward()
     return Totals(loss.detach(), int((labels != -100).sum()))
 

@@ -34,6 +34,7 @@ from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, longest_of, taking_long_rows
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
+from torchtune_adaptive.tune.parts.unpadded.targets import scoring_only, targets_of
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
@@ -49,7 +50,9 @@ class Prepared(NamedTuple):
 
     batch: Batch
     labels: Tensor
-    """The token that follows each position."""
+    """The token that follows each position; without padding, of targets only."""
+    targets: Tensor | None
+    """Positions that need logits; None for all."""
     target_tokens: int
     learns: bool
     """Whether any label counts."""
@@ -84,13 +87,17 @@ class ForwardBackward:
         labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
         learned_tokens = int(labels.ne(ignored).sum())
         target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
-        return Prepared(batch, labels, target_tokens, learned_tokens > 0)
+        targets = targets_of(batch, labels, ignored)
+        if targets is not None:
+            labels = labels[:, targets]
+        return Prepared(batch, labels, targets, target_tokens, learned_tokens > 0)
 
     def run(self, prepared: Prepared) -> Totals:
         """Forward and backward."""
-        batch, labels, target_tokens, learns = prepared
+        batch, labels, targets, target_tokens, learns = prepared
         batch_to_device(batch, self.device)
-        with self.activations, taking_long_rows(self.model, batch):
+        targets = None if targets is None else targets.to(self.device)
+        with self.activations, taking_long_rows(self.model, batch), scoring_only(self.model, targets):
             logits = self.model(**batch)
         loss = self._loss(logits, labels.to(self.device)) * target_tokens if learns else _zero_of(logits)
         del logits  # or they would live through the backward

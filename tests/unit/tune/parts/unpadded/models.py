@@ -88,11 +88,12 @@ def totals_and_gradients(
     collate: Callable[[list[dict[str, Any]]], dict[str, Any]],
     *microbatches: list[dict[str, Any]],
     device: torch.device = CPU,
+    loss_fn: nn.Module | None = None,
 ) -> tuple[Totals, dict[str, Tensor]]:
     """Of these microbatches, summed."""
     step = ForwardBackward(
         model=model,
-        loss_fn=CEWithChunkedOutputLoss(),
+        loss_fn=loss_fn or CEWithChunkedOutputLoss(),
         collate=collate,
         device=device,
         activations=nullcontext(),
