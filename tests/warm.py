@@ -15,7 +15,7 @@ for name in (
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
     "tests.commands",
-    "tests.distributed.faults",
+    "tests.distributed.faults.sweeps",
     "tests.recipes.recording",
     "tests.recipes.ppo.rollouts",
     "tests.recipes.running",

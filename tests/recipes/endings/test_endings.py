@@ -13,7 +13,7 @@ import torch
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 
 from tests.commands import tune_run_here
-from tests.distributed.kinds import as_dtensor_does
+from tests.distributed.faults.kinds import as_dtensor_does
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.running import Finished, demo_config, run_ours, start_here

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.faults import Outcome
+from tests.distributed.faults.sweeps import Outcome
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.long.tensor_sweep import RANKS, RECOVERING, TENSOR, sweep
 from tests.recipes.recording import read_log

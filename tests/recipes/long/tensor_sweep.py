@@ -25,8 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.distributed.failing import over_ranks
-from tests.distributed.faults import Outcome, outcome_of
+from tests.distributed.faults.failing import over_ranks
+from tests.distributed.faults.sweeps import Outcome, outcome_of
 from tests.distributed.models import Gradients, gradients_of, same_gradients
 from tests.recipes.running import SGD, demo_config, load_ours
 from torchtune_adaptive.comm.tensor import TensorLedger

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.faults import Outcome, sweep
-from tests.distributed.models import ModelConfig, gradients_of, same_gradients
-from tests.distributed.preferences import (
+from tests.distributed.faults.preferences import (
     PREFERENCE_CASES,
     PreferenceCase,
     models_of,
@@ -24,6 +22,8 @@ from tests.distributed.preferences import (
     settings_of,
     stages_of,
 )
+from tests.distributed.faults.sweeps import Outcome, sweep
+from tests.distributed.models import ModelConfig, gradients_of, same_gradients
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.record.events import Event

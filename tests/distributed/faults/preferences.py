@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune.data import padded_collate_sft
 from torchtune.rlhf.loss import DPOLoss
 
-from tests.distributed.failing import fail_there
+from tests.distributed.faults.failing import fail_there
+from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
-from tests.distributed.stages import Outcome, frozen
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed.faults import sweep
+from tests.distributed.faults.stages import STAGE_CASES, TRAIN, StageBench, StageCase, preferring_at_once
+from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import ModelConfig, build
-from tests.distributed.stages import STAGE_CASES, TRAIN, StageBench, StageCase, preferring_at_once
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.limits.change import Change

@@ -13,9 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.rlhf.loss import PPOLoss
 
-from tests.distributed.failing import fail_there, over_ranks
+from tests.distributed.faults.failing import fail_there, over_ranks
+from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of, shard
-from tests.distributed.stages import Outcome, frozen
 from tests.recipes.ppo.rollouts import ppo_config
 from torchtune_adaptive.demo.rewards import demo_classifier
 from torchtune_adaptive.step.runner import StepRunner

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from benchmarks.results import save
-from tests.distributed.failing import over_ranks
-from tests.distributed.finetuning import CASES, Case
-from tests.distributed.preferences import PREFERENCE_CASES, PreferenceCase
-from tests.distributed.rollouts import ROLLOUT_CASES, RolloutCase
-from tests.distributed.stages import STAGE_CASES, StageCase
+from tests.distributed.faults.failing import over_ranks
+from tests.distributed.faults.finetuning import CASES, Case
+from tests.distributed.faults.preferences import PREFERENCE_CASES, PreferenceCase
+from tests.distributed.faults.rollouts import ROLLOUT_CASES, RolloutCase
+from tests.distributed.faults.stages import STAGE_CASES, StageCase
 from tests.ranks import RankFailed, RanksHung, run_on_ranks
 
 AnyCase: TypeAlias = Case | StageCase | PreferenceCase | RolloutCase

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.modules.peft import disable_adapter
 
-from tests.distributed.failing import fail_there, over_ranks
+from tests.distributed.faults.failing import fail_there, over_ranks
 from tests.distributed.models import Gradients, ModelConfig, build, gradients_of, same_gradients, samples_of
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit

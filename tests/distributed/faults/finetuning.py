@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import tensors
-from tests.distributed.failing import fail_there
-from tests.distributed.kinds import KINDS
+from tests.distributed.faults.failing import fail_there
+from tests.distributed.faults.kinds import KINDS
 from tests.distributed.models import (
     Gradients,
     ModelConfig,

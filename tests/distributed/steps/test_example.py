@@ -6,7 +6,7 @@ import pytest
 
 from tests.commands import run_here
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def output_of(example: str) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.failing import over_ranks
+from tests.distributed.faults.failing import over_ranks
 from tests.distributed.models import ModelConfig, build, forward_backward_of, mesh_of, samples_of
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.comm import make_replicas_alike

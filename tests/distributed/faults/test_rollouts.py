@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.distributed.faults import Outcome, sweep
-from tests.distributed.rollouts import ROLLOUT_CASES, RolloutCase
+from tests.distributed.faults.rollouts import ROLLOUT_CASES, RolloutCase
+from tests.distributed.faults.sweeps import Outcome, sweep
 from tests.ranks import run_on_ranks
 
 SAMPLED = 2  # operations of each stage

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.distributed import tensors
-from tests.distributed.finetuning import TENSOR, Bench, Case
+from tests.distributed.faults.finetuning import TENSOR, Bench, Case
 from tests.distributed.models import build, mesh_of, samples_of
 from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
@@ -55,7 +55,7 @@ def test_without_emptying_the_masks_they_could_not():
         run_on_ranks(2, fail_in_the_lookup_then_train_on_other_tokens, True)
 
 
-PROGRAM = Path(__file__).parents[2] / "docs" / "upstream" / "mask_buffer.py"
+PROGRAM = Path(__file__).parents[3] / "docs" / "upstream" / "mask_buffer.py"
 
 
 def test_the_program_for_upstream_shows_it():

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks import PATIENCE
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 BUSY_GLOO = '''
 import sys

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.faults import sweep
-from tests.distributed.finetuning import CASES, Bench, Case
-from tests.distributed.kinds import KINDS
+from tests.distributed.faults.finetuning import CASES, Bench, Case
+from tests.distributed.faults.kinds import KINDS
+from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import (
     ModelConfig,
     build,

@@ -1,0 +1,1 @@
+"""What the tests themselves rely on: ranks and commands in processes that are forked."""
