@@ -31,6 +31,10 @@ from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+ROOMS_OF_TESTS = sorted(
+    {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
+)
 
 GROUND = {"errors", "replacing", "sizes", "wording"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
@@ -319,10 +323,14 @@ def test_nothing_in_the_package_imports_a_recipe() -> None:
 
 
 def test_no_folder_is_too_full() -> None:
-    tests = {path.parent for path in (ROOT / "tests" / "recipes").rglob("*.py")}
-    assert len(tests) > 5
-    folders = [PACKAGE, *(PACKAGE / room for room in ROOMS), *tests]
+    folders = {path.parent for path in (*FILES, *TESTS)}
+    assert {PACKAGE / room for room in ROOMS} < folders
     assert {folder for folder in folders if len(list(folder.glob("*.py"))) > FULLEST_FOLDER} == set()
+
+
+@pytest.mark.parametrize("room", ROOMS_OF_TESTS, ids=lambda room: room.relative_to(ROOT).as_posix())
+def test_a_folder_of_tests_says_what_lives_there(room: Path) -> None:
+    assert ast.get_docstring(tree_of(room / "__init__.py"))
 
 
 def test_the_unit_tests_have_the_same_folders() -> None:

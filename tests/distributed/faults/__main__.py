@@ -1,8 +1,45 @@
-"""`make faults`."""
+"""`make faults`: runs out of memory at every operation of a step, and compares the gradients that come out.
 
+python -m tests.distributed.faults                     every operation of every case
+python -m tests.distributed.faults --at-most 50        50 operations of every case, evenly spread
+python -m tests.distributed.faults --case lora         only the cases whose name contains "lora"
+python -m tests.distributed.faults --case stages       only the steps of several stages
+python -m tests.distributed.faults --case preferences  only the stages of DPO, as its recipes have them
+python -m tests.distributed.faults --case rollouts     only the stages of PPO, as its recipe has them
+"""
+
+import argparse
 import sys
+import time
 
-from tests.distributed.faults.sweeps import main
+from benchmarks.results import save
+from tests.distributed.faults.finetuning import CASES
+from tests.distributed.faults.preferences import PREFERENCE_CASES
+from tests.distributed.faults.rollouts import ROLLOUT_CASES
+from tests.distributed.faults.stages import STAGE_CASES
+from tests.distributed.faults.sweeps import FIGURES, AnyCase, Outcome, outcome_of, sweep
+
+ALL_CASES: tuple[AnyCase, ...] = (*CASES, *STAGE_CASES, *PREFERENCE_CASES, *ROLLOUT_CASES)
+
+
+def main() -> int:
+    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    arguments.add_argument("--at-most", type=int, default=sys.maxsize, help="operations to try in one case")
+    arguments.add_argument("--case", default="", help="only cases whose name contains this")
+    arguments.add_argument("--timeout", type=float, default=900, help="seconds of one case, on an idle machine")
+    options = arguments.parse_args()
+    total, rows = Outcome(), []
+    for case in (case for case in ALL_CASES if options.case in case.name):
+        started = time.monotonic()
+        outcome = outcome_of(case.name, case.world_size, sweep, case, options.at_most, timeout_s=options.timeout)
+        total = Outcome(*map(sum, zip(total, outcome, strict=True)))
+        rows.append({"case": case.name, "every": case.stride, **dict(zip(FIGURES, outcome, strict=True))})
+        print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
+    print(total)
+    if not options.case and options.at_most == sys.maxsize:
+        save("faults", rows, "every: 1 is every operation of a step, 3 every third")
+    return 0 if total.all_recovered else 1
+
 
 if __name__ == "__main__":
     sys.exit(main())
