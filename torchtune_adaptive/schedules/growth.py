@@ -71,18 +71,22 @@ class EpochSizes:
     """The batch size that was asked for and not taken, since it does not fit."""
 
 
-def steady(
-    step: Accumulation,
-    *,
-    epochs: int,
-    samples_per_rank: int,
-    max_steps_per_epoch: int | None = None,
-    lr_scaling: str = "none",
-    past: Sequence[EpochSizes] = (),
-) -> tuple[EpochSizes, ...]:
-    """Every epoch of a run whose steps are all alike, after the `past` epochs of a resumed one."""
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A run without its batch sizes."""
+
+    epochs: int
+    samples_per_rank: int
+    max_steps_per_epoch: int | None = None
+    lr_scaling: str = "none"
+    past: Sequence[EpochSizes] = ()
+    """The epochs of a resumed run, as they were."""
+
+
+def steady(step: Accumulation, outline: Outline) -> tuple[EpochSizes, ...]:
+    """Every epoch of a run whose steps are all alike, after the past epochs of a resumed one."""
     return (
-        *past[:epochs],
+        *outline.past[: outline.epochs],
         *(
             EpochSizes(
                 epoch=epoch,
@@ -90,37 +94,33 @@ def steady(
                 microbatches=step.microbatches,
                 microbatch_rows=step.rows,
                 samples_per_step=step.samples_per_step,
-                steps=_steps(epoch, step.samples_per_step, samples_per_rank, max_steps_per_epoch),
-                lr_factor=lr_factor(step.growth, lr_scaling),
+                steps=_steps(epoch, step.samples_per_step, outline),
+                lr_factor=lr_factor(step.growth, outline.lr_scaling),
             )
-            for epoch in range(len(past), epochs)
+            for epoch in range(len(outline.past), outline.epochs)
         ),
     )
 
 
 def simulate(
     function: Increase,
+    outline: Outline,
     *,
-    epochs: int,
     batch_size: int,
     gradient_accumulation_steps: int,
-    samples_per_rank: int,
     max_batch_size: int | None = None,
     beyond_memory: str = "skip",
-    max_steps_per_epoch: int | None = None,
-    lr_scaling: str = "none",
-    past: Sequence[EpochSizes] = (),
 ) -> tuple[EpochSizes, ...]:
     """Every epoch of the run, in order.
 
     `max_batch_size` is what fits; an increase above it is refused (`skip`), taken with more microbatches
-    (`accumulate`) or an error. `past` are the epochs of a resumed run as they were: the function is not asked
-    for them again, so that what fits today does not change what was trained.
+    (`accumulate`) or an error. The function is not asked again for the past epochs of a resumed run, so that what fits
+    today does not change what was trained.
     """
     configured = batch_size * gradient_accumulation_steps
-    course = list(past[:epochs])
+    course = list(outline.past[: outline.epochs])
     current = course[-1].batch_size if course else batch_size
-    for epoch in range(len(course), epochs):
+    for epoch in range(len(course), outline.epochs):
         asked = _ask(function, epoch, current)
         taken = _admit(asked, current, max_batch_size, beyond_memory, epoch)
         samples = taken * gradient_accumulation_steps
@@ -130,8 +130,8 @@ def simulate(
                 batch_size=taken,
                 **_microbatches(taken, gradient_accumulation_steps, max_batch_size),
                 samples_per_step=samples,
-                steps=_steps(epoch, samples, samples_per_rank, max_steps_per_epoch),
-                lr_factor=lr_factor(samples / configured, lr_scaling),
+                steps=_steps(epoch, samples, outline),
+                lr_factor=lr_factor(samples / configured, outline.lr_scaling),
                 refused_batch_size=None if taken == asked else asked,
             )
         )
@@ -189,15 +189,15 @@ def _microbatches(batch_size: int, gradient_accumulation_steps: int, max_batch_s
     return {"microbatches": step.microbatches, "microbatch_rows": step.rows}
 
 
-def _steps(epoch: int, samples_per_step: int, samples_per_rank: int, most: int | None) -> int:
+def _steps(epoch: int, samples_per_step: int, outline: Outline) -> int:
     """Steps of one epoch; the last incomplete one is dropped, as torchtune's loaders do."""
-    steps = samples_per_rank // samples_per_step
+    steps = outline.samples_per_rank // samples_per_step
     if steps == 0:
         raise ConfigError(
-            f"epoch {epoch}: {samples_per_step} samples a step, and a rank has only {samples_per_rank}; "
+            f"epoch {epoch}: {samples_per_step} samples a step, and a rank has only {outline.samples_per_rank}; "
             "lower batch_size, gradient_accumulation_steps or the increase"
         )
-    return steps if most is None else min(steps, most)
+    return steps if outline.max_steps_per_epoch is None else min(steps, outline.max_steps_per_epoch)
 
 
 def _require_int(function: str, name: str, value: Any, least: int | None = None) -> None:

@@ -18,7 +18,7 @@ from torchtune_adaptive.record.tables import (
     write_search,
 )
 from torchtune_adaptive.schedules.accumulation import accumulate
-from torchtune_adaptive.schedules.growth import double_every, simulate
+from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
 from torchtune_adaptive.search.lengths import Profile, profile
 from torchtune_adaptive.search.rows import SearchResult, search
 
@@ -96,12 +96,10 @@ def test_ranks_that_share_their_samples_are_told_from_those_that_do_not() -> Non
 def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> None:
     plans = simulate(
         double_every(2),
-        epochs=6,
+        Outline(epochs=6, samples_per_rank=1000, lr_scaling="sqrt"),
         batch_size=4,
         gradient_accumulation_steps=2,
-        samples_per_rank=1000,
         max_batch_size=8,
-        lr_scaling="sqrt",
     )
     assert schedule_table(plans, ranks=8) == (
         "batch schedule · 6 epochs · 498 steps\n"
@@ -221,5 +219,6 @@ def test_a_profile_is_read_back_and_is_not_taken_for_a_search(tmp_path: Path) ->
 
 
 def test_a_schedule_under_a_token_budget_does_not_promise_rows() -> None:
-    plans = simulate(double_every(1), epochs=2, batch_size=2, gradient_accumulation_steps=3, samples_per_rank=24)
+    outline = Outline(epochs=2, samples_per_rank=24)
+    plans = simulate(double_every(1), outline, batch_size=2, gradient_accumulation_steps=3)
     assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])

@@ -1,3 +1,4 @@
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torchtune_adaptive.schedules.accumulation import LR_SCALINGS, Accumulation,
 from torchtune_adaptive.schedules.growth import (
     EpochSizes,
     Increase,
+    Outline,
     add_every,
     double_every,
     function_name,
@@ -25,8 +27,9 @@ def sizes_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options
 
 
 def plans_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options: Any) -> tuple[EpochSizes, ...]:
-    defaults = {"gradient_accumulation_steps": 2, "samples_per_rank": 100_000}
-    return simulate(function, epochs=epochs, batch_size=batch_size, **{**defaults, **options})
+    own = {field.name: options.pop(field.name) for field in fields(Outline) if field.name in options}
+    outline = Outline(**{"epochs": epochs, "samples_per_rank": 100_000, **own})
+    return simulate(function, outline, **{"batch_size": batch_size, "gradient_accumulation_steps": 2, **options})
 
 
 @pytest.mark.parametrize(
@@ -95,10 +98,9 @@ def test_no_microbatch_is_ever_above_what_fits(
 ) -> None:
     plans = simulate(
         lambda epoch, _: increases[epoch],
-        epochs=len(increases),
+        Outline(epochs=len(increases), samples_per_rank=10**6),
         batch_size=batch_size,
         gradient_accumulation_steps=accumulation,
-        samples_per_rank=10**6,
         max_batch_size=most,
         beyond_memory=beyond_memory,
     )
@@ -225,7 +227,7 @@ def test_a_built_in_refuses_what_it_cannot_do(make: Any, named: str) -> None:
 def test_a_step_that_does_not_grow_is_the_same_in_every_epoch_after_the_past_ones() -> None:
     step = Accumulation(rows=4, microbatches=3, samples_per_step=10, growth=1.0)
     past = plans_of(double_every(1), epochs=2)
-    plans = steady(step, epochs=4, samples_per_rank=95, max_steps_per_epoch=8, past=past)
+    plans = steady(step, Outline(epochs=4, samples_per_rank=95, max_steps_per_epoch=8, past=past))
     assert plans[:2] == past
     assert [(plan.epoch, plan.samples_per_step, plan.microbatch_rows, plan.steps) for plan in plans[2:]] == [
         (2, 10, 4, 8),

@@ -18,7 +18,7 @@ from torchtune_adaptive.errors import ConfigError, IncreaseError
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
-from torchtune_adaptive.schedules.growth import EpochSizes, Increase, simulate, steady
+from torchtune_adaptive.schedules.growth import EpochSizes, Increase, Outline, simulate, steady
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -36,23 +36,23 @@ def size_epochs(
 ) -> tuple[EpochSizes, ...]:
     """Every epoch of the run. With a function the configured size is the start and what fits is the bound."""
     begun = () if progress.begun is None else (progress.begun,)
-    common: dict[str, Any] = {
-        "epochs": progress.total_epochs,
-        "samples_per_rank": samples_per_rank,
-        "max_steps_per_epoch": progress.max_steps_per_epoch,
-        "lr_scaling": settings.adaptive.lr_scaling,
-        "past": (*progress.past, *begun),
-    }
+    outline = Outline(
+        epochs=progress.total_epochs,
+        samples_per_rank=samples_per_rank,
+        max_steps_per_epoch=progress.max_steps_per_epoch,
+        lr_scaling=settings.adaptive.lr_scaling,
+        past=(*progress.past, *begun),
+    )
     if function is None:
-        return steady(_step(settings, rows_that_fit), **common)
+        return steady(_step(settings, rows_that_fit), outline)
     with _naming_the_key():
         return simulate(
             function,
+            outline,
             batch_size=settings.batch_size,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
             max_batch_size=rows_that_fit or settings.adaptive.max_batch_size,
             beyond_memory=settings.adaptive.beyond_memory,
-            **common,
         )
 
 
@@ -61,13 +61,11 @@ def check_growth(function: Increase, settings: Settings) -> None:
     with _naming_the_key():
         simulate(
             function,
-            epochs=settings.epochs,
+            Outline(epochs=settings.epochs, samples_per_rank=sys.maxsize, max_steps_per_epoch=1),
             batch_size=settings.batch_size,
             gradient_accumulation_steps=settings.gradient_accumulation_steps,
             max_batch_size=settings.adaptive.max_batch_size,
             beyond_memory=settings.adaptive.beyond_memory,
-            samples_per_rank=sys.maxsize,
-            max_steps_per_epoch=1,
         )
 
 

@@ -12,9 +12,11 @@ import pytest
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.record.events import EPOCH, SCHEDULE
 from torchtune_adaptive.record.timeline import read_timeline
-from torchtune_adaptive.schedules.growth import EpochSizes, double_every, simulate
+from torchtune_adaptive.schedules.growth import EpochSizes, Outline, double_every, simulate
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.run.journal import RunJournal
+
+OUTLINE = Outline(epochs=2, samples_per_rank=8)
 
 
 def progress(plans: tuple[EpochSizes, ...], step: int) -> Progress:
@@ -27,7 +29,7 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the second epoch began and resumed where it begins; then again, in the middle of it."""
-    plans = simulate(double_every(1), epochs=2, batch_size=2, gradient_accumulation_steps=1, samples_per_rank=8)
+    plans = simulate(double_every(1), OUTLINE, batch_size=2, gradient_accumulation_steps=1)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     settings: Any = mock.Mock(output_dir=str(tmp_path))
     for steps_done in (0, 4, 5):
@@ -45,7 +47,7 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
 
 
 def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = simulate(double_every(1), epochs=2, batch_size=2, gradient_accumulation_steps=1, samples_per_rank=8)
+    plans = simulate(double_every(1), OUTLINE, batch_size=2, gradient_accumulation_steps=1)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     settings: Any = mock.Mock(output_dir=str(tmp_path))
     journal = RunJournal(settings)
