@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.peaks import Room
 from torchtune_adaptive.search.refusal import one_row_error
 from torchtune_adaptive.search.rows import SearchResult, search
 
@@ -46,7 +47,7 @@ class Device:
         return Peak(phases, fits=True, retries=int(rows > self.retries_above))
 
     def search(self, **options: Any) -> SearchResult:
-        return search(self.measure, self.budget_bytes, refuse=self.refuse, **options)
+        return search(self.measure, Room(self.budget_bytes), refuse=self.refuse, **options)
 
     def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
         need_bytes = max(self.law(1).values()) if self.soft else None

@@ -10,7 +10,7 @@ from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
-from torchtune_adaptive.search.lengths import Profile, profile
+from torchtune_adaptive.search.lengths import Profile, SampleLengths, profile
 from torchtune_adaptive.search.probe import Prober, TrainingStep
 from torchtune_adaptive.search.rows import SearchResult, search
 
@@ -39,16 +39,15 @@ def find_max_batch_size(
     `search`. Raises OneRowDoesNotFitError, the same on every rank.
     """
     with _probing(steps, memory, strategy) as prober:
-        budget_bytes, resident_bytes = prober.warm_up()
+        room = prober.warm_up()
         return search(
             partial(_measure, prober, progress),
-            budget_bytes,
+            room,
             refuse=prober.refuse,
             strategy=strategy,
             round_to=round_to,
             max_rows=max_rows,
             samples_per_step=samples_per_step,
-            resident_bytes=resident_bytes,
             expected_rows=expected_rows,
         )
 
@@ -66,21 +65,22 @@ def profile_memory(
     As `find_max_batch_size`, but every step needs a `cut`. `shorten` is that of `profile`.
     """
     named = steps if isinstance(steps, Mapping) else {"": steps}
-    longest = max(step.length for step in named.values())
+    lengths = SampleLengths(
+        longest=max(step.length for step in named.values()),
+        shortest=max(step.shortest for step in named.values()),
+        knee=max(step.knee for step in named.values()),
+        padded=all(step.runner.padded for step in named.values()),
+    )
     # "linear", since a profile never runs out of memory on purpose either, and so asks for no recovery.
     with _probing(named, memory, "linear") as prober:
-        budget_bytes, resident_bytes = prober.warm_up()
+        room = prober.warm_up()
         return profile(
             partial(_measure, prober, progress),
-            budget_bytes,
+            room,
+            lengths,
             refuse=prober.refuse,
-            longest=longest,
             most_rows=most_rows,
-            resident_bytes=resident_bytes,
             shorten=shorten,
-            padded=all(step.runner.padded for step in named.values()),
-            shortest=max(step.shortest for step in named.values()),
-            knee=max(step.knee for step in named.values()),
         )
 
 

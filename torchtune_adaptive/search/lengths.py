@@ -24,7 +24,7 @@ from torchtune_adaptive.limits.limit import SurfaceLimit
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search import records
-from torchtune_adaptive.search.peaks import Probe, phase_points
+from torchtune_adaptive.search.peaks import Probe, Room, phase_points
 from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Refuse
 
 MOST_POINTS = 8
@@ -96,16 +96,24 @@ class Profile:
 
 
 @dataclass(frozen=True)
+class SampleLengths:
+    """Which lengths samples have, and how memory grows with them."""
+
+    longest: int
+    shortest: int = _LEAST_LENGTH
+    knee: int = 0
+    """Up to here samples need memory in another way than beyond it; 0: in one way throughout."""
+    padded: bool = True
+    """Whether rows are padded to the longest."""
+
+
+@dataclass(frozen=True)
 class _Known:
     """What the next measurement is decided from, the same on every rank."""
 
-    budget_bytes: int
-    resident_bytes: int
-    longest: int
+    room: Room
+    lengths: SampleLengths
     most_rows: int
-    padded: bool = True
-    shortest: int = _LEAST_LENGTH
-    knee: int = 0
     points: tuple[Probe, ...] = ()
     checks: tuple[Probe, ...] = ()
     """Probes of what the surfaces allow, after all others."""
@@ -118,25 +126,24 @@ class _Known:
         Behind a knee a token may need less than before it: then only those before it are counted on.
         """
         bounding = [point for point in self.points if point.length >= length]
-        if not self.padded:
+        if not self.lengths.padded:
             bounding = [point for point in bounding if point.length == length] or bounding
-        free_bytes = self.budget_bytes - self.resident_bytes
         proven = [
-            point.rows * self._bounding(point.length) * free_bytes / (peak_bytes - self.resident_bytes)
+            point.rows * self._bounding(point.length) * self.room.free_bytes / (peak_bytes - self.room.resident_bytes)
             for point in bounding
-            if (peak_bytes := point.peak.peak_bytes or 0) > self.resident_bytes
+            if (peak_bytes := point.peak.peak_bytes or 0) > self.room.resident_bytes
         ]
         return max(1, min(self.most_rows, int(_FILL * max(proven, default=0.0) / self._bounding(length))))
 
     def _bounding(self, length: int) -> int:
-        return min(length, self.knee) if self.knee > self.shortest else length
+        return min(length, self.lengths.knee) if self.lengths.knee > self.lengths.shortest else length
 
     def next(self) -> tuple[int, int, bool] | None:
         """Rows, length and whether it is held out, of the next measurement."""
-        for part, share, held_out in (_PADDED if self.padded else _JOINED)[len(self.points) - 1 :]:
-            length = max(self.shortest, self.longest // part)
+        for part, share, held_out in (_PADDED if self.lengths.padded else _JOINED)[len(self.points) - 1 :]:
+            length = max(self.lengths.shortest, self.lengths.longest // part)
             # a second row shows what is fixed, and is measured whatever the limit: with a knee, little may be proven
-            least = min(2, self.most_rows) if self.knee and part > 1 and share == 1 else 1
+            least = min(2, self.most_rows) if self.lengths.knee and part > 1 and share == 1 else 1
             rows = max(least, int(share * self.full_rows(length)))
             if self.measured(rows, length) is None:
                 return rows, length, held_out
@@ -144,10 +151,10 @@ class _Known:
 
     def next_check(self, limit: SurfaceLimit, trusted: float) -> tuple[int, int] | None:
         """Rows and length to measure next, where more than `trusted` times what was measured may be."""
-        for length in (self.longest, self.longest // 2, self.longest // 4):
-            rows = self._rows_to_check(max(length, self.shortest), limit, trusted)
+        for length in (self.lengths.longest, self.lengths.longest // 2, self.lengths.longest // 4):
+            rows = self._rows_to_check(max(length, self.lengths.shortest), limit, trusted)
             if rows is not None:
-                return rows, max(length, self.shortest)
+                return rows, max(length, self.lengths.shortest)
         return None
 
     def _rows_to_check(self, length: int, limit: SurfaceLimit, trusted: float) -> int | None:
@@ -161,13 +168,13 @@ class _Known:
 
     def _refused_rows(self, length: int) -> float:
         """The fewest rows of this length, or of a shorter one, that a check was refused with."""
-        refused = [each for each in self.checks if not each.accepted(self.budget_bytes) and each.length <= length]
+        refused = [each for each in self.checks if not each.accepted(self.room.budget_bytes) and each.length <= length]
         return min((each.rows for each in refused), default=math.inf)
 
     def proven_rows(self, length: int) -> float:
         """The most rows of this length that need no more than some that were measured to fit, at least as long."""
         probes = [each for each in (*self.points, *self.checks) if each.length >= length]
-        fit = [each.rows * self._bounding(each.length) for each in probes if each.accepted(self.budget_bytes)]
+        fit = [each.rows * self._bounding(each.length) for each in probes if each.accepted(self.room.budget_bytes)]
         return max(fit, default=self._bounding(length)) / self._bounding(length)
 
     def measured(self, rows: int, length: int) -> Probe | None:
@@ -176,45 +183,43 @@ class _Known:
 
     def short_check(self) -> tuple[int, int]:
         """Rows and length of a microbatch of short rows, with the tokens that fit in the longest."""
-        length = max(self.shortest, self.longest // 4)
-        return min(self.most_rows, int(self.proven_rows(self.longest)) * self.longest // length), length
+        longest = self.lengths.longest
+        length = max(self.lengths.shortest, longest // 4)
+        return min(self.most_rows, int(self.proven_rows(longest)) * longest // length), length
 
     def bound(self, knee: int, limit_bytes: int) -> Surface:
         """Reaches the limit where what was measured ends, in tokens: none needs more in a shorter row, save that
         tokens up to a knee may need more than late ones."""
-        tokens = int(self.proven_rows(self.longest)) * (min(self.longest, knee) if knee else self.longest)
+        longest = self.lengths.longest
+        tokens = int(self.proven_rows(longest)) * (min(longest, knee) if knee else longest)
         return Surface(0.0, bytes_per_token=limit_bytes / tokens, knee=knee)
 
 
 def profile(
     measure: Callable[[int, int], Peak],
-    budget_bytes: int,
+    room: Room,
+    lengths: SampleLengths,
     *,
     refuse: Refuse,
-    longest: int,
     most_rows: int,
-    resident_bytes: int = 0,
     shorten: bool = False,
-    padded: bool = True,
-    shortest: int = _LEAST_LENGTH,
-    knee: int = 0,
 ) -> Profile:
-    """Measures microbatches of up to `longest` tokens a row, and fits surfaces over rows and length.
+    """Measures microbatches of up to the longest samples, and fits surfaces over rows and length.
 
     `measure` is called with the same rows and length on every rank and returns the same agreed Peak on each. With
     `shorten`, a longest sample that does not fit alone is halved until it does. Where one row does not fit, raises
-    what `refuse` makes of it. `padded` says whether rows are padded to the longest, and `shortest` how short samples
-    get. Up to the length `knee` they need memory in another way than beyond it; 0: in one way throughout.
+    what `refuse` makes of it.
     """
-    known = _Known(budget_bytes, resident_bytes, longest, most_rows, padded, shortest, knee)
+    known = _Known(room, lengths, most_rows)
     refused: list[Probe] = []
     while not known.points:
-        alone = Probe(rows=1, length=known.longest, peak=measure(1, known.longest))
-        if alone.accepted(budget_bytes) or (alone.peak.retries and alone.peak.fits):
+        longest = known.lengths.longest
+        alone = Probe(rows=1, length=longest, peak=measure(1, longest))
+        if alone.accepted(room.budget_bytes) or (alone.peak.retries and alone.peak.fits):
             known = replace(known, points=(alone,))
-        elif shorten and known.longest // 2 >= shortest and len(refused) < MOST_POINTS // 2:
+        elif shorten and longest // 2 >= lengths.shortest and len(refused) < MOST_POINTS // 2:
             refused.append(alone)
-            known = replace(known, longest=known.longest // 2)
+            known = replace(known, lengths=replace(lengths, longest=longest // 2))
         else:
             raise refuse(*(NEEDS_LESS if shorten else NEEDS_LESS_OR_IS_CUT))
     while len(refused) + len(known.points) < MOST_POINTS and (at := known.next()) is not None:
@@ -229,7 +234,7 @@ def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
     found, trusted = _fitted(known, refused), _FAR
     while (at := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
         check = Probe(rows=at[0], length=at[1], peak=measure(*at))
-        if not check.accepted(known.budget_bytes) or _miss(found.surfaces, check) > _SURPRISE:
+        if not check.accepted(known.room.budget_bytes) or _miss(found.surfaces, check) > _SURPRISE:
             trusted = _NEAR
         known = replace(known, checks=(*known.checks, check))
         found = _fitted(known, refused)
@@ -238,14 +243,14 @@ def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
 
 def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
     """The answer, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
-    knee = known.knee
+    knee = known.lengths.knee
     if knee:
         rows, length = known.short_check()
         check = known.measured(rows, length)
         if check is None:
             check = Probe(rows=rows, length=length, peak=measure(rows, length))
             known = replace(known, checks=(*known.checks, check))
-        knee = 0 if check.accepted(known.budget_bytes) else knee
+        knee = 0 if check.accepted(known.room.budget_bytes) else knee
     found = _fitted(known, refused)
     bound = known.bound(knee, found.limit_bytes)
     bounded = replace(found, surfaces={**found.surfaces, BEYOND: bound})
@@ -255,20 +260,20 @@ def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
 def _fitted(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     unchecked = (*refused, *known.points)
     points = (*unchecked, *known.checks)
-    knee, not_held_out = known.knee, [point for point in points if not point.held_out]
+    knee, not_held_out = known.lengths.knee, [point for point in points if not point.held_out]
     seen = {name: fit_surface(at, knee) for name, at in phase_points(not_held_out).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
     surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(points).items()}
-    alone_bytes = max(surface.bytes_at(1, known.longest) for surface in surfaces.values())
+    alone_bytes = max(surface.bytes_at(1, known.lengths.longest) for surface in surfaces.values())
     # However far off the surfaces are: the longest sample was measured, and fits.
-    room_bytes = max(known.budget_bytes * (1 - error), min(alone_bytes, known.budget_bytes))
+    room_bytes = max(known.room.budget_bytes * (1 - error), min(alone_bytes, known.room.budget_bytes))
     limit = SurfaceLimit(surfaces, round(room_bytes))
     for point in unchecked:
         # Below every microbatch that was refused, save one row: what is longer than fits is not the limit's to say.
-        if point.rows > 1 and not point.accepted(known.budget_bytes) and limit.fits(point.rows, point.length):
+        if point.rows > 1 and not point.accepted(known.room.budget_bytes) and limit.fits(point.rows, point.length):
             limit = limit.after_oom(point.rows, point.length)
     return Profile(
-        budget_bytes=known.budget_bytes,
+        budget_bytes=known.room.budget_bytes,
         points=points,
         surfaces=surfaces,
         held_out_error=error,

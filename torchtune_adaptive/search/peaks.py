@@ -1,10 +1,23 @@
-"""What probes measured, and the straight lines through it."""
+"""What probes have room for and measured, and the straight lines through it."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
+
+
+class Room(NamedTuple):
+    """What a rank has for its training steps."""
+
+    budget_bytes: int
+    resident_bytes: int = 0
+    """What stays between two steps: weights and optimizer state."""
+
+    @property
+    def free_bytes(self) -> int:
+        return self.budget_bytes - self.resident_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

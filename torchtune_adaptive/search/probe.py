@@ -19,6 +19,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy, RunStopped,
 from torchtune_adaptive.memory.device import MemorySource, fatal_where_memory_runs_out, release
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
+from torchtune_adaptive.search.peaks import Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, one_row_error
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
@@ -64,18 +65,6 @@ class TrainingStep(Generic[Sample]):
         if self.cut is None:
             raise ValueError("a profile measures several lengths: give TrainingStep a `cut`")
         return self.cut(self.sample, length)
-
-
-class Room(NamedTuple):
-    """What a rank has for its training steps."""
-
-    budget_bytes: int
-    resident_bytes: int
-    """What stays between two steps: weights and optimizer state."""
-
-    @property
-    def free_bytes(self) -> int:
-        return self.budget_bytes - self.resident_bytes
 
 
 class RankReport(NamedTuple):

@@ -15,7 +15,7 @@ from torchtune_adaptive.limits.rungs import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search import records
-from torchtune_adaptive.search.peaks import Probe, fit_lines
+from torchtune_adaptive.search.peaks import Probe, Room, fit_lines
 from torchtune_adaptive.search.refusal import NEEDS_LESS, Refuse
 from torchtune_adaptive.search.strategies import STRATEGIES, History
 
@@ -59,31 +59,31 @@ class SearchResult:
 
 def search(
     measure: Callable[[int], Peak],
-    budget_bytes: int,
+    room: Room,
     *,
     refuse: Refuse,
     strategy: str = "linear",
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
-    resident_bytes: int = 0,
     expected_rows: int = 0,
 ) -> SearchResult:
-    """The largest rows, rounded down, that `measure` accepts within the budget.
+    """The largest rows, rounded down, that `measure` accepts within the room's budget.
 
     `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
-    `samples_per_step` is what `divisor` divides. `resident_bytes`, which every point of a step needs whatever its rows,
+    `samples_per_step` is what `divisor` divides. What is resident, which every point of a step needs whatever its rows,
     lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
     Where one row does not fit, raises what `refuse` makes of it.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
-    history = History(budget_bytes, rungs, MAX_ROWS if max_rows is None else max_rows, resident_bytes, expected_rows)
+    most = MAX_ROWS if max_rows is None else max_rows
+    history = History(room.budget_bytes, rungs, most, room.resident_bytes, expected_rows)
     while (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
         history = history.plus(probe)
-        if rows == 1 and not probe.accepted(budget_bytes):
+        if rows == 1 and not probe.accepted(room.budget_bytes):
             raise refuse(*NEEDS_LESS)
     return _result(history, strategy, round_to, samples_per_step)
 

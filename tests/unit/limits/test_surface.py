@@ -12,7 +12,8 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.limit import UNBOUNDED_ROWS
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.lengths import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, profile
+from torchtune_adaptive.search.lengths import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
+from torchtune_adaptive.search.peaks import Room
 from torchtune_adaptive.search.refusal import one_row_error
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
@@ -72,14 +73,11 @@ class Device:
     ) -> Profile:
         return profile(
             self.measure,
-            self.budget_bytes,
+            Room(self.budget_bytes, self.resident_bytes),
+            SampleLengths(longest, padded=padded, **grows),
             refuse=self.refuse,
-            longest=longest,
             most_rows=most_rows,
-            resident_bytes=self.resident_bytes,
             shorten=shorten,
-            padded=padded,
-            **grows,
         )
 
 
@@ -198,7 +196,7 @@ def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> Non
         strange = 1.1 if length in (512, 2048) else 1.0  # the lengths that are held out
         return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
 
-    found = profile(measure, 10_000_000, refuse=refuse_nothing, longest=4096, most_rows=4096)
+    found = profile(measure, Room(10_000_000), SampleLengths(4096), refuse=refuse_nothing, most_rows=4096)
     assert found.held_out_error == pytest.approx(0.1 / 1.1, rel=0.01)
     assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
 
@@ -207,7 +205,7 @@ def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
 
-    limit = profile(measure, 10_000_000, refuse=refuse_nothing, longest=1024, most_rows=4096).limit
+    limit = profile(measure, Room(10_000_000), SampleLengths(1024), refuse=refuse_nothing, most_rows=4096).limit
     assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
 
 

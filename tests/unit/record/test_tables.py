@@ -19,7 +19,8 @@ from torchtune_adaptive.record.tables import (
 )
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
-from torchtune_adaptive.search.lengths import Profile, profile
+from torchtune_adaptive.search.lengths import Profile, SampleLengths, profile
+from torchtune_adaptive.search.peaks import Room
 from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30
@@ -33,7 +34,7 @@ def measured(rows: int) -> Peak:
 
 
 def example() -> SearchResult:
-    return search(measured, int(75.2 * GIB), refuse=refuse_nothing)
+    return search(measured, Room(int(75.2 * GIB)), refuse=refuse_nothing)
 
 
 def failing() -> SearchResult:
@@ -44,7 +45,7 @@ def failing() -> SearchResult:
             return Peak({}, fits=False, seconds=12.34)
         return Peak({"step": rows * GIB, "update": GIB // 2}, fits=True, retries=2 * (rows == 8), seconds=0.5)
 
-    return search(measure, int(11.5 * GIB), refuse=refuse_nothing, strategy="decrease", max_rows=16)
+    return search(measure, Room(int(11.5 * GIB)), refuse=refuse_nothing, strategy="decrease", max_rows=16)
 
 
 def test_the_table_is_the_one_that_users_are_promised() -> None:
@@ -71,7 +72,7 @@ def test_a_probe_over_a_soft_budget_is_told_apart_from_one_that_ran_out() -> Non
     def measure(rows: int) -> Peak:
         return Peak({"step": rows * GIB}, fits=True)
 
-    result = search(measure, 3 * GIB, refuse=refuse_nothing, strategy="binary")
+    result = search(measure, Room(3 * GIB), refuse=refuse_nothing, strategy="binary")
     assert search_table(result, 128).endswith("  4       4.0 GiB     133 %      0.0 s   over budget")
 
 
@@ -199,7 +200,7 @@ def profiled() -> Profile:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
 
-    return profile(measure, 6 * GIB, refuse=refuse_nothing, longest=1024, most_rows=512, resident_bytes=GIB)
+    return profile(measure, Room(6 * GIB, GIB), SampleLengths(1024), refuse=refuse_nothing, most_rows=512)
 
 
 def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -> None:

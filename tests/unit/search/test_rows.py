@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, refuse_nothing, roundings
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.peaks import Room
 from torchtune_adaptive.search.rows import SearchResult, search
 from torchtune_adaptive.search.strategies import STRATEGIES
 
@@ -80,7 +81,7 @@ def test_phases_that_come_and_go_are_refused() -> None:
         return Peak(names, fits=True)
 
     with pytest.raises(ValueError, match="same phases"):
-        search(measure, 10, refuse=refuse_nothing)
+        search(measure, Room(10), refuse=refuse_nothing)
 
 
 @given(phases, headrooms, st.sampled_from(list(STRATEGIES)), roundings)

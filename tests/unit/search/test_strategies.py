@@ -20,6 +20,7 @@ from tests.laws import (
 )
 from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.search.peaks import Room
 from torchtune_adaptive.search.rows import search
 from torchtune_adaptive.search.strategies import STRATEGIES
 
@@ -175,7 +176,7 @@ def test_ranks_of_equal_memory_with_different_budgets_answer_with_the_tightest(
         return Peak(most, fits=all(peak.fits for peak in peaks))
 
     budget_bytes = min(device.budget_bytes for device in devices)
-    result = search(agreed, budget_bytes, refuse=refuse_nothing, strategy=strategy, round_to=round_to)
+    result = search(agreed, Room(budget_bytes), refuse=refuse_nothing, strategy=strategy, round_to=round_to)
     alone = [device.search(strategy=strategy, round_to=round_to).rows for device in devices]
     assert result.rows == min(alone)
 
