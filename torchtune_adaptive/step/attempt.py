@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from torch import nn
@@ -64,28 +65,35 @@ def _check_recovery(models: Sequence[nn.Module], why_it_is_off: Callable[[nn.Mod
         )
 
 
+@dataclass(frozen=True)
+class Passes(Generic[Sample]):
+    """What runs samples, and what is run in the place of one."""
+
+    forward_backward: Callable[[Sequence[Sample]], Totals]
+    stand_in: Callable[[Sample], Sample]
+    """For a rank that failed."""
+    filler: Callable[[Sample], Sample] | None
+    """For a rank that has no sample left; None: every rank has as many microbatches."""
+
+
 class PlanRunner(Generic[Sample]):
     """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        forward_backward: Callable[[Sequence[Sample]], Totals],
+        passes: Passes[Sample],
         ledger: Ledger | None,
         *,
-        stand_in: Callable[[Sample], Sample],
-        filler: Callable[[Sample], Sample] | None,
         recover: bool,
         stage: str = "",
     ) -> None:
         if recover:
             _check_recovery(models, (ledger or CollectiveLedger).why_recovery_is_off)
         self.around_pass: AroundPass = lambda _: nullcontext()
-        self._forward_backward = forward_backward
+        self._passes = passes
         self.ledger: Ledger = ledger or CollectiveLedger(*models, watches=recover)
         self._models = models
-        self._stand_in = stand_in
-        self._filler = filler
         self._recover = recover
         self._stage = stage
         self._compared = False
@@ -129,19 +137,19 @@ class PlanRunner(Generic[Sample]):
 
     def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
         """An empty microbatch: it communicates like any other, and counts nothing."""
-        if self._filler is None:
+        if self._passes.filler is None:
             raise ValueError(
                 f"rank {rank()} has fewer samples than its peers need microbatches for theirs; "
                 "give StepRunner a `filler`: a stand-in without any label"
             )
-        return [self._filler(samples[0])]
+        return [self._passes.filler(samples[0])]
 
     def _run_microbatch(self, number: int, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
         try:
             self.ledger.begin_microbatch(number)
             with self.around_pass("microbatch"), self.ledger.listening():
-                totals = self._forward_backward(samples).widened()
+                totals = self._passes.forward_backward(samples).widened()
             self.ledger.end_microbatch()
             return totals if before is None else before.plus(totals)
         except Exception as error:
@@ -176,7 +184,7 @@ class PlanRunner(Generic[Sample]):
             # Any sample will do, since FSDP communicates parameters only; and it is run only where no record says what
             # comes next. Under tensor parallelism, where the batch matters, the ledger rehearses the real microbatch.
             with self.around_pass("drain"):
-                self.ledger.drain(lambda: self._forward_backward([self._stand_in(sample)]))
+                self.ledger.drain(lambda: self._passes.forward_backward([self._passes.stand_in(sample)]))
             return True
         except Exception as error:
             if not is_oom(error):

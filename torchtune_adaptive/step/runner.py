@@ -22,7 +22,7 @@ from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState, fatal_where_memory_runs_out
 from torchtune_adaptive.memory.gauge import Gauge
-from torchtune_adaptive.step.attempt import AroundPass, Ledger, PlanRunner
+from torchtune_adaptive.step.attempt import AroundPass, Ledger, Passes, PlanRunner
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
@@ -102,8 +102,8 @@ class StepRunner(Generic[Sample]):
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self.otherwise: Callable[[], str | None] = lambda: None
-        roles: Any = {"stand_in": stand_in, "filler": filler}
-        self._plans = PlanRunner((model, *frozen), forward_backward, ledger, **roles, recover=recover, stage=stage)
+        passes = Passes(forward_backward, stand_in, filler)
+        self._plans = PlanRunner((model, *frozen), passes, ledger, recover=recover, stage=stage)
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement, padded=padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
