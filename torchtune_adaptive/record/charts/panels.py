@@ -111,19 +111,19 @@ def _draw_marks(axes: Axes, course: LimitCourse, end: float, *, explained: bool)
             continue
         axes.plot(at, sizes, marker, color=colour, markersize=6, zorder=4, clip_on=False, linestyle="none")
         if explained:
-            _say(axes, at[0], sizes[0], f"{means} ({len(at)})", colour, row=row, end=end)
+            _say(axes, (at[0], sizes[0]), f"{means} ({len(at)})", colour, row=row, end=end)
         row += 1
 
 
-def _say(axes: Axes, x: float, y: float, text: str, colour: str, *, row: int, end: float) -> None:
+def _say(axes: Axes, mark: tuple[float, float], text: str, colour: str, *, row: int, end: float) -> None:
     """Above the line, where nothing else is, with a thin leader down to the mark."""
-    height = 0.97 - 0.13 * row
+    at, height = mark[0], 0.97 - 0.13 * row
     # The longest takes more than half of the width: from a mark in the middle it goes both ways.
-    side, towards = ("left", 0.0) if x < 0.42 * end else ("right", 1.0) if x > 0.58 * end else ("center", 0.5)
+    side, towards = ("left", 0.0) if at < 0.42 * end else ("right", 1.0) if at > 0.58 * end else ("center", 0.5)
     axes.annotate(
         text,
-        xy=(x, y),
-        xytext=(x, height),
+        xy=mark,
+        xytext=(at, height),
         textcoords=("data", "axes fraction"),
         horizontalalignment=side,
         verticalalignment="top",
