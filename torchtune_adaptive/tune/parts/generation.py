@@ -6,8 +6,9 @@ microbatch of every rank communicates the same under FSDP.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,32 +17,38 @@ from torchtune.modules import TransformerDecoder
 from torchtune_adaptive.step.draws import choose
 
 
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """How the tokens of an answer are chosen, and where it ends."""
+
+    temperature: float = 1.0
+    """0 takes the most probable tokens and draws nothing."""
+    top_k: int | None = None
+    pad_id: int = 0
+    """What follows a stop token."""
+    stop_tokens: tuple[int, ...] = ()
+
+
 def generate(
     model: TransformerDecoder,
     prompts: Sequence[Tensor],
     drawn: Tensor,
+    answering: Answering,
     *,
     device: torch.device,
     dtype: torch.dtype,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    pad_id: int = 0,
-    stop_tokens: Collection[int] = (),
 ) -> Tensor:
-    """Collective: the new tokens, rows × columns of `drawn`: one number for each token, from 0 up to 1, as of `draws`.
-
-    After a stop token there is only padding. A temperature of 0 takes the most probable tokens and draws nothing.
-    """
+    """Collective: the new tokens, rows × columns of `drawn`: one number for each token, from 0 to 1, as of `draws`."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.full((rows, longest + new), pad_id, device=device)
+    tokens = torch.full((rows, longest + new), answering.pad_id, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) : longest] = prompt
     places = torch.arange(longest + new, device=device)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     real = places >= padding[:, None]  # by place and not by token: a prompt may contain the padding's
     positions = (real.cumsum(-1) - 1).clamp(min=0)
-    stops = torch.tensor(sorted(stop_tokens), dtype=tokens.dtype, device=device)
+    stops = torch.tensor(sorted(answering.stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
     with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
@@ -51,8 +58,8 @@ def generate(
             # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
             mask = (real[:, None] & (places <= asking[:, None])) | (places == asking[:, None])
             logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1]
-            found = _next(logits.float(), drawn[:, end - longest], temperature, top_k)
-            tokens[:, end] = torch.where(ended, pad_id, found)
+            found = _next(logits.float(), drawn[:, end - longest], answering)
+            tokens[:, end] = torch.where(ended, answering.pad_id, found)
             ended |= torch.isin(found, stops)
             begin = end
     return tokens[:, longest:]
@@ -63,13 +70,13 @@ def places_of_answers(longest: int, new: int) -> range:
     return range(longest, longest + new)
 
 
-def _next(logits: Tensor, drawn: Tensor, temperature: float, top_k: int | None) -> Tensor:
-    if temperature == 0:
+def _next(logits: Tensor, drawn: Tensor, answering: Answering) -> Tensor:
+    if answering.temperature == 0:
         return logits.argmax(-1)
-    if top_k is not None:
-        least = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+    if answering.top_k is not None:
+        least = logits.topk(min(answering.top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return choose((logits / temperature).softmax(-1), drawn)
+    return choose((logits / answering.temperature).softmax(-1), drawn)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.reports import Totals
-from torchtune_adaptive.tune.parts.generation import generate
+from torchtune_adaptive.tune.parts.generation import Answering, generate
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
@@ -51,10 +51,7 @@ class Generate:
     device: torch.device
     dtype: torch.dtype
     seed: int
-    temperature: float
-    top_k: int | None
-    pad_id: int
-    stop_tokens: tuple[int, ...]
+    answering: Answering
     gathered: Callable[[], AbstractContextManager[object]]
     """Opened around a microbatch: whether parameters stay gathered from one token to the next."""
 
@@ -70,14 +67,11 @@ class Generate:
                 self.model,
                 [each.prompt for each in rollouts],
                 drawn,
+                self.answering,
                 device=self.device,
                 dtype=self.dtype,
-                temperature=self.temperature,
-                top_k=self.top_k,
-                pad_id=self.pad_id,
-                stop_tokens=self.stop_tokens,
             ).cpu()
-        keep_answers(rollouts, answers, self.stop_tokens)
+        keep_answers(rollouts, answers, self.answering.stop_tokens)
         return _nothing(answer_tokens(rollouts), self.device)
 
 

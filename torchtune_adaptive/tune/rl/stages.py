@@ -23,13 +23,13 @@ from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.generation import Answering
 from torchtune_adaptive.tune.parts.microbatch import recovers
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.run.fitting import restore_limit, say
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
@@ -190,15 +190,8 @@ def build_stages(
     """Collective: what runs each stage. They share one ledger, which watches all models."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
     passes = passes_of(models, loss, tokenizer, settings, ppo, device, seed, gathering)
-    recover = recovers(settings)
-    ledger = CollectiveLedger(*models.everything, watches=recover)
-    build = partial(_runner, adaptive=settings.adaptive, on_event=on_event, recover=recover, ledger=ledger)
-    limits = configured_limits(ppo)
-    stand_ins = {GENERATE: gathering.stand_in}
-    runners = {
-        name: build(name, model, run, limits[name], stand_ins.get(name, Rollout.stand_in))
-        for name, (model, run) in passes.items()
-    }
+    ledger = CollectiveLedger(*models.everything, watches=recovers(settings))
+    runners = _runners(passes, configured_limits(ppo), gathering, ledger, settings, on_event)
     stages = RolloutStages(runners, ledger, gathering)
     runners[GENERATE].otherwise = stages.give_up_gathering
     return stages
@@ -221,10 +214,12 @@ def passes_of(
         device=device,
         dtype=dtype_of(settings, device),
         seed=seed,
-        temperature=ppo.temperature,
-        top_k=ppo.top_k,
-        pad_id=tokenizer.pad_id,
-        stop_tokens=stop_tokens_of(tokenizer, ppo),
+        answering=Answering(
+            temperature=ppo.temperature,
+            top_k=ppo.top_k,
+            pad_id=tokenizer.pad_id,
+            stop_tokens=stop_tokens_of(tokenizer, ppo),
+        ),
         gathered=gathering,
     )
     return {
@@ -238,34 +233,44 @@ def passes_of(
     }
 
 
-def _runner(
-    name: str,
-    model: nn.Module,
-    run: RolloutPass,
-    limit: Limit,
-    stand_in: Callable[[Rollout], Rollout],
-    *,
-    adaptive: AdaptiveConfig,
-    on_event: Callable[[Event], None],
-    recover: bool,
+def _runners(
+    passes: Mapping[str, tuple[nn.Module, RolloutPass]],
+    limits: Mapping[str, Limit],
+    gathering: Gathering,
     ledger: CollectiveLedger,
-) -> StepRunner[Rollout]:
-    return StepRunner(
-        model,
-        run,
-        limit=limit,
-        # answers come to be while they are generated, so lengths there go by what may be
-        length_of=lambda rollout: rollout.most_length if name == GENERATE else rollout.whole_length,
-        stand_in=stand_in,
+    settings: Settings,
+    on_event: Callable[[Event], None],
+) -> dict[str, StepRunner[Rollout]]:
+    build: Callable[..., StepRunner[Rollout]] = partial(
+        StepRunner,
         filler=Rollout.filler,
-        recover=recover,
-        regrow_after=adaptive.regrow_after,
+        recover=recovers(settings),
+        regrow_after=settings.adaptive.regrow_after,
         ledger=ledger,
-        stage=name,
-        trains=name in (TRAIN_VALUE, TRAIN_POLICY),
         on_change=lambda change: on_event(event_of(change)),
         asked_to_stop=THIS_RUN.asked_to_stop,
     )
+    return {
+        name: build(
+            model,
+            run,
+            limit=limits[name],
+            # answers come to be while they are generated, so lengths there go by what may be
+            length_of=_most_length if name == GENERATE else _whole_length,
+            stand_in=gathering.stand_in if name == GENERATE else Rollout.stand_in,
+            stage=name,
+            trains=name in (TRAIN_VALUE, TRAIN_POLICY),
+        )
+        for name, (model, run) in passes.items()
+    }
+
+
+def _most_length(rollout: Rollout) -> int:
+    return rollout.most_length
+
+
+def _whole_length(rollout: Rollout) -> int:
+    return rollout.whole_length
 
 
 def stop_tokens_of(tokenizer: Any, ppo: PPOSettings) -> tuple[int, ...]:
