@@ -117,10 +117,10 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
             sizes = ours.course.epochs[0]
             ours.progress = ours.progress.after_epoch(replace(sizes, epoch=epoch))
             by_us = timed(ours.save_checkpoint, group)
-            ours._checkpoints._settle_background()
+            ours.checkpoints.wait()
             rounds.append(Pauses(by_stock, by_us, timed(lambda: _copied(ours), group)))
             _remove_older(folder)
-    newest = ours._checkpoints.last
+    newest = ours.checkpoints.last
     saved_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     ours.cleanup()
     return rounds[1:], saved_bytes

@@ -51,7 +51,7 @@ class AdaptiveFullDPODistributed:
         self._start = find_start(self._settings, recipe="full_dpo")
         contents = FullContents(recipe="full_dpo")
         stops = self._settings.adaptive.on_save_error == "stop"
-        self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
         self._preferences = PreferenceFigures(self._settings)
         self.progress = start_progress(self._settings, self._ranks)
 
@@ -61,13 +61,13 @@ class AdaptiveFullDPODistributed:
         journal = RunJournal(settings)
         self._metrics = Metrics(settings, device, journal)
 
-        checkpoint = self._checkpoints.load()
+        checkpoint = self.checkpoints.load()
         self.model = build_full_model(settings, device, mesh, checkpoint)
         drop_nothing(self.model)
         tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_optimization(settings, self.model, checkpoint, device)
         if self._start.resumes:
-            checkpoint = self._checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
+            checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_preference_loss(settings.config)
 
@@ -86,7 +86,7 @@ class AdaptiveFullDPODistributed:
             optimization=self.optimization,
             runner=self.stages.policy,
             reference=self.stages.reference,
-            checkpoints=self._checkpoints,
+            checkpoints=self.checkpoints,
             journal=journal,
         )
         if self._settings.adaptive.precompute_reference and self.stages.reference is not None:
@@ -126,7 +126,7 @@ class AdaptiveFullDPODistributed:
                     pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
                     reference = self.stages.refer(pairs, step=step, upcoming=upcoming)
                     result = self.stages.policy.run(pairs, step=step, upcoming=upcoming)
-                    with self.stages.policy.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
+                    with self.stages.policy.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
                     self.progress = self.progress.after_step(sizes, self._ranks)
                     loss = self._metrics.log_step(
@@ -141,22 +141,22 @@ class AdaptiveFullDPODistributed:
                     losses.saw(step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
                     stopping = result.asked_to_stop
-                    if self._checkpoints.due(self.progress, stopping):
+                    if self.checkpoints.due(self.progress, stopping):
                         if losses.worth_saving(self.progress.step):
                             self.save_checkpoint()
-                        self._checkpoints.end_if_asked(self.progress, stopping)
+                        self.checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
                 self._preferences.end_epoch()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
-                self._checkpoints.end_if_asked(self.progress, stopping)
+                self.checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
     def save_checkpoint(self) -> None:
         """Collective: all that is needed to go on from here."""
         progress = replace(self.progress, limit=self.parts.limits())
         optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self._checkpoints.save(progress, self.model, optimizer, loader_state)
+        self.checkpoints.save(progress, self.model, optimizer, loader_state)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)
@@ -169,7 +169,7 @@ class AdaptiveFullDPODistributed:
         self._metrics.watch(memory)
 
     def cleanup(self) -> None:
-        self._checkpoints.close()
+        self.checkpoints.close()
         self.stages.policy.close()
         self._metrics.close()
         self.parts.journal.close()

@@ -49,7 +49,7 @@ class AdaptiveFullFinetuneDistributed:
         self._start = find_start(self._settings, recipe="full")
         contents = FullContents()
         stops = self._settings.adaptive.on_save_error == "stop"
-        self._checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
         self.progress = start_progress(self._settings, self._ranks)
 
     def setup(self) -> None:
@@ -58,12 +58,12 @@ class AdaptiveFullFinetuneDistributed:
         journal = RunJournal(settings)
         self._metrics = Metrics(settings, device, journal)
 
-        checkpoint = self._checkpoints.load()
+        checkpoint = self.checkpoints.load()
         self.model = build_full_model(settings, device, mesh, checkpoint)
         tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_optimization(settings, self.model, checkpoint, device)
         if self._start.resumes:
-            checkpoint = self._checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
+            checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_loss(settings, self.model)
 
@@ -78,7 +78,7 @@ class AdaptiveFullFinetuneDistributed:
             data=self.data,
             optimization=self.optimization,
             runner=self.runner,
-            checkpoints=self._checkpoints,
+            checkpoints=self.checkpoints,
             journal=journal,
         )
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
@@ -97,7 +97,7 @@ class AdaptiveFullFinetuneDistributed:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)
                 for samples, upcoming in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     result = self.runner.run(samples, step=self.progress.step + 1, upcoming=upcoming)
-                    with self.runner.committing("the optimizer step", last_checkpoint=self._checkpoints.last):
+                    with self.runner.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.target_tokens)
                     self.progress = self.progress.after_step(sizes, self._ranks)
                     learning_rate = self.optimization.learning_rate()
@@ -111,21 +111,21 @@ class AdaptiveFullFinetuneDistributed:
                     losses.saw(self.progress.step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
                     stopping = result.asked_to_stop
-                    if self._checkpoints.due(self.progress, stopping):
+                    if self.checkpoints.due(self.progress, stopping):
                         if losses.worth_saving(self.progress.step):
                             self.save_checkpoint()
-                        self._checkpoints.end_if_asked(self.progress, stopping)
+                        self.checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
-                self._checkpoints.end_if_asked(self.progress, stopping)
+                self.checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
     def save_checkpoint(self) -> None:
         """Collective: all that is needed to go on from here."""
         progress = replace(self.progress, limit=self.runner.state_dict())
         optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self._checkpoints.save(progress, self.model, optimizer, loader_state)
+        self.checkpoints.save(progress, self.model, optimizer, loader_state)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)
@@ -136,7 +136,7 @@ class AdaptiveFullFinetuneDistributed:
         self._metrics.watch(memory)
 
     def cleanup(self) -> None:
-        self._checkpoints.close()
+        self.checkpoints.close()
         self.runner.close()
         self._metrics.close()
         self.parts.journal.close()

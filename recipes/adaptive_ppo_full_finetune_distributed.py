@@ -53,7 +53,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self._mesh = process_group.mesh_of(self._device, self._settings)
         self._ranks = self._mesh["dp"].size()
         self._start = find_start(self._settings, recipe="full_ppo", steps=self._ppo.iterations)
-        self._checkpoints = Checkpoints(
+        self.checkpoints = Checkpoints(
             self._settings,
             self._start,
             PPOContents(),
@@ -69,7 +69,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self.journal = RunJournal(settings)
         self._metrics = Metrics(settings, device, self.journal)
 
-        checkpoint = self._checkpoints.load()
+        checkpoint = self.checkpoints.load()
         self.models = build_models(settings, device, self._mesh, checkpoint, self.progress.seed)
         check_room(self.models.everything, settings.adaptive, ppo)
         self.tokenizer = components.build("tokenizer", settings.config)
@@ -96,7 +96,7 @@ class AdaptivePPOFullFinetuneDistributed:
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
             self.fits = find_limits(self.parts, memory)
         self.stages.use_limits(self.fits.limits)
-        self._checkpoints.make_room()
+        self.checkpoints.make_room()
         start_schedules(self.parts, self.progress)
 
     def train(self) -> None:
@@ -107,7 +107,7 @@ class AdaptivePPOFullFinetuneDistributed:
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
             self.watch(memory)
             for sizes in self.epochs[self.progress.epochs_run :]:
-                restore = self._checkpoints.restore_random_state
+                restore = self.checkpoints.restore_random_state
                 steps = begin_epoch(self.parts, self.progress, sizes, restore, self.fits.admission)
                 for prompts in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
@@ -118,14 +118,14 @@ class AdaptivePPOFullFinetuneDistributed:
                     losses.saw(iteration, figures["loss"], run["target_tokens"], figures.get("grad_norm"))
                     self._profiler.step()
                     stopping = self.stages.asked_to_stop
-                    if self._checkpoints.due(self.progress, stopping):
+                    if self.checkpoints.due(self.progress, stopping):
                         losses.check_finite()
                         self.save_checkpoint()
-                        self._checkpoints.end_if_asked(self.progress, stopping)
+                        self.checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
                 self.progress = self.progress.after_epoch(sizes)
                 self.save_checkpoint()
-                self._checkpoints.end_if_asked(self.progress, stopping)
+                self.checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
     def iterate(self, prompts: Sequence[Any], iteration: int) -> dict[str, float]:
@@ -141,7 +141,7 @@ class AdaptivePPOFullFinetuneDistributed:
             value = self.stages.train_value(share, iteration)
             policy = self.stages.train_policy(share, iteration)
             tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
-            with self.stages.committing(last_checkpoint=self._checkpoints.last):
+            with self.stages.committing(last_checkpoint=self.checkpoints.last):
                 grad_norm = self.optimization.update(tokens)
             updates.saw(value, policy, grad_norm)
         figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
@@ -151,7 +151,7 @@ class AdaptivePPOFullFinetuneDistributed:
         """Collective: all that is needed to go on with the next iteration."""
         progress = replace(self.progress, limit=self.stages.state_dict())
         optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self._checkpoints.save(progress, self.models.trained, optimizer, loader_state)
+        self.checkpoints.save(progress, self.models.trained, optimizer, loader_state)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.models.trained, self.optimization.optimizers)
@@ -164,7 +164,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self._metrics.watch(memory)
 
     def cleanup(self) -> None:
-        self._checkpoints.close()
+        self.checkpoints.close()
         self.stages.close()
         self._metrics.close()
         self.journal.close()

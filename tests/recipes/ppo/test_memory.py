@@ -6,10 +6,12 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torchtune.training import FullModelTorchTuneCheckpointer
 
 from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo, saved
@@ -142,16 +144,15 @@ def train_until_killed(folder: Path, port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     recipe = load_ppo()(ppo_config(folder, *RESUMED))
     recipe.setup()
-    value = recipe._checkpoints._checkpointer._value
-    save, count = value.save_checkpoint, iter(range(9))
+    save, count = FullModelTorchTuneCheckpointer.save_checkpoint, iter(range(9))
 
     def save_or_die(*args: Any, **options: Any) -> None:
-        if next(count) == 1:
+        if next(count) == 3:  # policy, value model, policy, value model
             os.kill(os.getpid(), signal.SIGKILL)
         save(*args, **options)
 
-    value.save_checkpoint = save_or_die
-    recipe.train()
+    with mock.patch.object(FullModelTorchTuneCheckpointer, "save_checkpoint", save_or_die):
+        recipe.train()
 
 
 def test_a_kill_between_both_models_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
     """Collective: what ended a run whose third checkpoint failed, and the complete checkpoints."""
     recipe = load_ours(kind)(demo_config(kind, folder, *RUN, *overrides))
     recipe.setup()
-    save, saves = recipe._checkpoints.save, [0]
+    save, saves = recipe.checkpoints.save, [0]
 
     def save_or_fail(*args: Any) -> None:
         saves[0] += 1
@@ -39,7 +39,7 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
         watch(memory)
 
     watch, recipe.watch = recipe.watch, watch_too
-    recipe._checkpoints.save = save_or_fail
+    recipe.checkpoints.save = save_or_fail
     message = None
     try:
         recipe.train()
@@ -59,7 +59,7 @@ def take_the_folder_away(recipe: Any, out: Path) -> None:
 
 
 def take_it_away_between_saves(recipe: Any, out: Path) -> None:
-    recipe._checkpoints._settle_background()
+    recipe.checkpoints.wait()
     take_the_folder_away(recipe, out)
 
 
@@ -70,15 +70,12 @@ def put_a_file_in_its_place(recipe: Any, out: Path) -> None:
     dist.barrier()
 
 
-def run_out_of_memory(recipe: Any, out: Path) -> None:
-    def weights(*_: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    object.__setattr__(recipe._checkpoints._contents, "weights", weights)
-
-
 def full(*_: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def run_out_of_memory(recipe: Any, out: Path) -> Any:
+    return mock.patch.object(contents.FullContents, "weights", full)
 
 
 def no_memory_to_gather(recipe: Any, out: Path) -> Any:

@@ -118,7 +118,7 @@ class Checkpoints:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
         if progress.finished:
             THIS_RUN.doing = Doing.LAST_SAVE
-        self._settle_background()
+        self.wait()
         self._step = progress.step
         state = {**progress.recipe_state(), training.DATALOADER_KEY: dict(loader_state)}
         in_background = self._background is not None and not progress.finished
@@ -174,12 +174,22 @@ class Checkpoints:
     def end_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
         """Collective: ends a run that is not over, after a save, if the ranks have agreed to."""
         if (asked_to_stop or self._asked_to_stop) and not progress.finished:
-            self._settle_background()
+            self.wait()
             raise RunStopped(f"stopped after step {progress.step}{THIS_RUN.not_saved(progress.step)}")
+
+    def wait(self) -> None:
+        """Collective: waits for what is still being written, and tells all ranks how that went."""
+        if self._background is None or (name := self._background.name) is None:
+            return
+        mine = self._background.wait()
+        told: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(told, None if mine is None else problems.cause(mine, self._directory))
+        problem = next((each for each in told if each is not None), None)
+        self._settle(name, problem, self._background.seconds)
 
     def close(self) -> None:
         """Collective: finishes what is still being written."""
-        self._settle_background()
+        self.wait()
         if dist.get_rank() == 0:
             shutil.rmtree(self._directory / folders.SAVING, ignore_errors=True)
 
@@ -228,16 +238,6 @@ class Checkpoints:
             files={},
             told=self._told,
         )
-
-    def _settle_background(self) -> None:
-        """Collective: waits for what is still being written, and tells all ranks how that went."""
-        if self._background is None or (name := self._background.name) is None:
-            return
-        mine = self._background.wait()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if mine is None else problems.cause(mine, self._directory))
-        problem = next((each for each in told if each is not None), None)
-        self._settle(name, problem, self._background.seconds)
 
     def _settle(self, name: str, problem: str | None, seconds: float, *, last: bool = False) -> None:
         """Collective: rank 0 tells whether the checkpoint is there, and whether it was asked to stop in the meantime.
