@@ -96,14 +96,14 @@ class StepRunner(Generic[Sample]):
         self.length_of, self._row_lengths_of, self.cost_of = length_of, row_lengths_of, cost_of
         self.stand_in = stand_in
         self.padded, self.trains, self.recovers = padded, trains, recover
-        self.on_change = on_change
-        self.on_plan = on_plan
+        self.on_change, self.on_plan = on_change, on_plan
         self._asked_to_stop = asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self.otherwise: Callable[[], str | None] = lambda: None
         passes = Passes(forward_backward, stand_in, filler)
         self._plans = PlanRunner((model, *frozen), passes, ledger, recover=recover, stage=stage)
+        self.ledger = self._plans.ledger
         self._agreement = Agreement(len(Report._fields))
         self._planner = Planner(self._agreement, padded=padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
@@ -122,7 +122,7 @@ class StepRunner(Generic[Sample]):
     @property
     def position(self) -> int:
         """How many of FSDP's collectives this rank has issued since its step began; alike on all ranks at the end."""
-        return self._plans.ledger.position
+        return self.ledger.position
 
     @property
     def around_pass(self) -> AroundPass:
@@ -153,7 +153,7 @@ class StepRunner(Generic[Sample]):
 
     def close(self) -> None:
         """Puts FSDP's own collectives back. What is left for the process is to end."""
-        self._plans.ledger.close()
+        self.ledger.close()
         let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
@@ -189,7 +189,7 @@ class StepRunner(Generic[Sample]):
                 self._pace.tell(step, [report.worked for report in reports])
                 self._planner.keep(ahead, reports.upcoming_microbatches)
                 self._reconsider(reports, step)
-                return result_of(totals, reports, len(plan), recoveries, self._plans.ledger.sent)
+                return result_of(totals, reports, len(plan), recoveries, self.ledger.sent)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
             lost_seconds = self._plans.discard()
@@ -224,7 +224,7 @@ class StepRunner(Generic[Sample]):
         if reports.failed:
             self._plans.discard()
             return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
-        result = result_of(totals, reports, len(plan), 0, self._plans.ledger.sent)
+        result = result_of(totals, reports, len(plan), 0, self.ledger.sent)
         return Attempt(result, (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
@@ -254,19 +254,19 @@ class StepRunner(Generic[Sample]):
             rows=size.rows,
             length=size.length,
             joined_tokens=size.tokens or 0,
-            position=self._plans.ledger.position,
-            tensor_position=self._plans.ledger.tensor_position,
+            position=self.ledger.position,
+            tensor_position=self.ledger.tensor_position,
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths, padded=self.padded, rows=rows, cost=self.cost_of)._asdict(),
             **reading._asdict(),
-            worked=self._pace.worked(self._plans.ledger.waited_s + self._agreement.waited_s),
+            worked=self._pace.worked(self.ledger.waited_s + self._agreement.waited_s),
             asked_to_stop=self._asked_to_stop(),
-            foreign_messages=self._plans.ledger.foreign_messages,
+            foreign_messages=self.ledger.foreign_messages,
         )
         reports = exchange(self._agreement, mine)
-        reports.check_positions(self._plans.ledger.tensor_groups)
+        reports.check_positions(self.ledger.tensor_groups)
         if self.recovers and reports.foreign_messages:
             self.recovers = False
             self._plans.refuse_recovery(reports.foreign_messages, self.current_step)

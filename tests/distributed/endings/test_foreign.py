@@ -252,7 +252,7 @@ def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
         length_of=len,
         stand_in=lambda s: s[:2],
         stage="train",
-        ledger=first._plans.ledger,
+        ledger=first.ledger,
     )
     with hearing_warnings() as heard, FaultInjector(first).fail_at(rank=1, step=2, operation=100):
         for step in range(3):

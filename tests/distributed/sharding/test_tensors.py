@@ -249,7 +249,7 @@ def drop_what_was_issued() -> tuple[int, int]:
 
     runner = runner_of(change)
     runner.run(samples_of(0, 2), step=1)
-    return len(runner._plans.ledger._outstanding), torch._C._distributed_c10d._get_work_registry_size()
+    return len(runner.ledger._outstanding), torch._C._distributed_c10d._get_work_registry_size()
 
 
 def test_what_a_program_issues_and_never_waits_for_is_waited_for():

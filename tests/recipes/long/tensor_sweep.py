@@ -100,7 +100,7 @@ class Bench:
     def __init__(self, recipe: Any, run: Callable[..., Any]) -> None:
         self.runner, self._model, self._run = recipe.runner, recipe.model, run
         self._fresh = recipe.runner.state_dict()
-        self.ledger: TensorLedger[Any] = recipe.runner._plans.ledger
+        self.ledger: TensorLedger[Any] = recipe.runner.ledger
 
     def step(self, samples: Sequence[Any], rows: int, faults: FaultInjector | None = None) -> Step:
         """Collective: as the first one, in microbatches of so many rows."""
