@@ -97,7 +97,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class SampleLengths:
-    """Which lengths samples have, and how memory grows with them."""
+    """The lengths of samples, and how memory grows with them."""
 
     longest: int
     shortest: int = _LEAST_LENGTH
