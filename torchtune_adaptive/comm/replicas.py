@@ -25,9 +25,9 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
     if not groups:
         return
     first = min(dist.get_process_group_ranks(group)[0] for group in groups.values())
-    table = Agreement(2).gather([first, _checksum(parameters)])
-    checksums = {int(of): checksum for of, checksum in reversed(table)}
-    different = [rank for rank, (of, checksum) in enumerate(table) if checksum != checksums[int(of)]]
+    table = Agreement(2).gather([first, checksum(parameters)])
+    of_first = {int(of): found for of, found in reversed(table)}
+    different = [rank for rank, (of, found) in enumerate(table) if found != of_first[int(of)]]
     if different:
         raise UnrecoverableError(
             f"the weights on rank {different[0]} are not those on rank {int(table[different[0]][0])}, which holds the "
@@ -57,7 +57,7 @@ def _replica_groups(parameter: Tensor) -> Iterator[dist.ProcessGroup]:
                 yield mesh.get_group(dim)
 
 
-def _checksum(parameters: Iterable[Tensor]) -> int:
+def checksum(parameters: Iterable[Tensor]) -> int:
     """A checksum of this rank's shards, bit by bit: NaN equals itself, and -0.0 is not 0.0."""
     total = 0
     for parameter in parameters:

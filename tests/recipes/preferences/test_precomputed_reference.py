@@ -16,6 +16,8 @@ import torch
 from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours
+from torchtune_adaptive.demo.preferences import demo_preferences
+from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.run.reference_table import TABLE_FILE
 
@@ -122,7 +124,9 @@ def test_one_process_finds_what_three_ranks_find(tmp_path: Path) -> None:
 
 
 class Shifted:
-    """Each pair in the place of another."""
+    """Each pair in the place of another, once so many places are set."""
+
+    places = 0
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -131,14 +135,20 @@ class Shifted:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[(index + 1) % len(self)]
+        return self._dataset[(index + self.places) % len(self)]
+
+
+def shifted(tokenizer: DemoTokenizer, **options: Any) -> Shifted:
+    """Component for a config's `dataset:`."""
+    return Shifted(demo_preferences(tokenizer, **options))
 
 
 def change_data(folder: Path) -> None:
     """Collective: after the table is made, the dataset changes."""
-    recipe = load_ours("lora_dpo")(demo_config("lora_dpo", folder, *BASE, PRECOMPUTED))
+    dataset = f"dataset._component_={__name__}.shifted"
+    recipe = load_ours("lora_dpo")(demo_config("lora_dpo", folder, *BASE, PRECOMPUTED, dataset))
     recipe.setup()
-    recipe.data.dataset._dataset = Shifted(recipe.data.dataset._dataset)
+    Shifted.places = 1
     recipe.train()
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchtune_adaptive.comm.replicas import _checksum
+from torchtune_adaptive.comm.replicas import checksum
 
 
 def swapped(tensor: Tensor, one: int, other: int) -> Tensor:
@@ -29,13 +29,13 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("change", CHANGES)
-def test_other_weights_have_another_checksum(change: str, dtype: torch.dtype) -> None:
+def test_other_weights_have_anotherchecksum(change: str, dtype: torch.dtype) -> None:
     weights = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
-    assert _checksum([weights]) == _checksum([weights.clone()])
-    assert _checksum([weights]) != _checksum([CHANGES[change](weights.clone())])
+    assert checksum([weights]) == checksum([weights.clone()])
+    assert checksum([weights]) != checksum([CHANGES[change](weights.clone())])
 
 
 def test_the_order_of_parameters_counts_and_what_is_empty_does_not() -> None:
     one, other = torch.tensor([1.0]), torch.tensor([2.0])
-    assert _checksum([one, other]) != _checksum([other, one])
-    assert _checksum([one, torch.zeros(0)]) == _checksum([one])
+    assert checksum([one, other]) != checksum([other, one])
+    assert checksum([one, torch.zeros(0)]) == checksum([one])

@@ -267,19 +267,19 @@ def at_most_eight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchtune_adaptive.record.journal.MOST_STEPS", 8)
 
 
-def take_steps(journal: Journal, first: int, last: int) -> list[int]:
+def take_steps(directory: Path, journal: Journal, first: int, last: int) -> list[int]:
     """How many lines there are after each."""
     lines = []
     for step in range(first, last + 1):
         journal.step(step, {"loss": 1.0})
-        lines.append(len((journal._directory / STEPS_FILE).read_text().splitlines()))
+        lines.append(len((directory / STEPS_FILE).read_text().splitlines()))
     return lines
 
 
 def test_a_long_run_keeps_fewer_of_its_steps_from_its_beginning_to_its_end(tmp_path: Path, at_most_eight: None) -> None:
     journal = Journal(tmp_path)
     start(journal, 0)
-    assert max(take_steps(journal, 1, 1000)) < 8
+    assert max(take_steps(tmp_path, journal, 1, 1000)) < 8
     kept = steps_in(tmp_path)
     assert (kept[0], kept[-1]) == (1, 1000)
     assert all(0 < after - before <= 500 for before, after in pairwise(kept))
@@ -288,10 +288,10 @@ def test_a_long_run_keeps_fewer_of_its_steps_from_its_beginning_to_its_end(tmp_p
 def test_a_resumed_run_counts_the_steps_that_are_there(tmp_path: Path, at_most_eight: None) -> None:
     journal = Journal(tmp_path)
     start(journal, 0)
-    take_steps(journal, 1, 6)
+    take_steps(tmp_path, journal, 1, 6)
     again = Journal(tmp_path)
     start(again, 5)
-    assert take_steps(again, 6, 8) == [6, 7, 5]
+    assert take_steps(tmp_path, again, 6, 8) == [6, 7, 5]
     assert steps_in(tmp_path) == [1, 3, 5, 7, 8]
 
 
@@ -303,7 +303,7 @@ def test_steps_that_cannot_be_thinned_out_are_kept_and_more_are_written(
     with mock.patch(
         "torchtune_adaptive.record.journal.replace_file", side_effect=OSError(28, "No space left")
     ) as tried:
-        assert take_steps(journal, 1, 20)[-1] == 20
+        assert take_steps(tmp_path, journal, 1, 20)[-1] == 20
     assert tried.call_count == 4
     assert len(caplog.messages) == 1
-    assert take_steps(journal, 21, 24)[-1] == 5
+    assert take_steps(tmp_path, journal, 21, 24)[-1] == 5

@@ -11,7 +11,7 @@ import pytest
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.record.charts.figures import new_figure
-from torchtune_adaptive.record.charts.predictions import _draw_frontier, check_drawable
+from torchtune_adaptive.record.charts.predictions import check_drawable, draw_frontier
 
 
 def frontier(most: list[int], with_retries: list[int]) -> list[Answer]:
@@ -36,7 +36,7 @@ def test_names_of_lines_lie_over_none(most: list[int], with_retries: list[int]) 
     figure = new_figure(Path("plan.png"), 11, 4.2)
     assert figure is not None
     _, axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_frontier(axes, frontier(most, with_retries))
+    draw_frontier(axes, frontier(most, with_retries))
     figure.draw_without_rendering()
     assert axes.get_legend() is None
     assert [text.get_text() for text in axes.texts] == ["without allocator retries", "at all"]
@@ -54,7 +54,7 @@ def test_lines_that_are_one_need_no_names() -> None:
     figure = new_figure(Path("plan.png"), 4, 4)
     assert figure is not None
     axes = figure.subplots()
-    _draw_frontier(axes, frontier([8, 4], [8, 4]))
+    draw_frontier(axes, frontier([8, 4], [8, 4]))
     assert (len(axes.lines), len(axes.texts)) == (1, 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -41,11 +42,11 @@ def test_without_a_terminal_progress_is_a_line_at_first_at_last_and_now_and_then
 ) -> None:
     written = piped(monkeypatch)
     show_decisions()
+    now_s = time.monotonic()
     with progress_bar("epoch 1", 5, "steps", done=1, at_once=True) as shows:
         for loss in (4.0, 3.0, 2.0, 1.0):
             if loss == 2.0:
-                monkeypatch.setattr(console, "BETWEEN_LINES_S", 0)
-                shows._next_s = 0
+                monkeypatch.setattr(console.time, "monotonic", lambda: now_s + console.BETWEEN_LINES_S + 1)
             shows.update(note=f"loss {loss:.4f}")
     assert written.getvalue().splitlines() == [
         "epoch 1 · 2 of 5 steps · loss 4.0000",

@@ -59,7 +59,7 @@ def draw(path: Path, answer: Answer, frontier: Sequence[Answer], title: str) -> 
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     _draw_memory(left, answer)
-    _draw_frontier(right, frontier)
+    draw_frontier(right, frontier)
     return save(figure, path)
 
 
@@ -92,7 +92,8 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
     axes.locator_params(axis="x", integer=True)
 
 
-def _draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
+def draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
+    """What fits over lengths, and what does with allocator retries where that is more."""
     fitting = [each for each in frontier if each.most_rows]
     tokens = [each.tokens for each in fitting]
     most = [each.most_rows for each in fitting]

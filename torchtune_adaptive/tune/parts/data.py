@@ -61,7 +61,7 @@ def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
     samples = NamedSamples(dataset, PAIR)
-    _check_are_pairs(settings.config, samples)
+    check_are_pairs(settings.config, samples)
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
     return _data(samples, collate, settings, tokenizer, mesh, packed=False)
 
@@ -79,7 +79,7 @@ def _data(
     )
 
 
-def _check_are_pairs(cfg: DictConfig, samples: NamedSamples) -> None:
+def check_are_pairs(cfg: DictConfig, samples: NamedSamples) -> None:
     """Refuses a dataset for finetuning, by its first sample."""
     if len(samples) == 0:
         return  # told of where a step is filled

@@ -86,11 +86,11 @@ class Scorer:
             logits: Tensor = model(**batch)
         ignored = self.kind.ignored_label
         of_token = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
-        log_probs = -_sums_of_rows(of_token.view(labels.shape), lengths)
+        log_probs = -sums_of_rows(of_token.view(labels.shape), lengths)
         return Scores(log_probs.view(2, -1), logits, lengths, target_tokens)
 
 
-def _sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
     """The sum over each row or, where rows are one after another, over each of them."""
     if values.size(0) == len(lengths):
         return values.sum(-1)
@@ -192,7 +192,7 @@ def _logits_of_rows(scores: Scores) -> list[tuple[Tensor, Tensor]]:
     means, lengths = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
     if means.size(0) == len(lengths):
         means = means * (torch.arange(means.size(1), device=means.device) < lengths[:, None])
-    sums = _sums_of_rows(means, scores.row_lengths)
+    sums = sums_of_rows(means, scores.row_lengths)
     return list(zip(sums.chunk(2), lengths.chunk(2), strict=True))
 
 

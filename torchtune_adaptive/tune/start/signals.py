@@ -86,7 +86,7 @@ def _hear(reader: int) -> None:
 
 
 def _first(asked_by: signal.Signals) -> None:
-    if asked_by == signal.SIGTERM and _a_peer_has_failed(os.environ):
+    if asked_by == signal.SIGTERM and a_peer_has_failed(os.environ):
         os._exit(128 + asked_by)  # the launcher ends the others then: there is nobody to agree with
     THIS_RUN.signal = asked_by
     rank = int(os.environ.get("RANK", "0"))
@@ -159,7 +159,7 @@ def _note_own_pid(environment: Mapping[str, str]) -> None:
             (folder / environment["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
 
 
-def _a_peer_has_failed(environment: Mapping[str, str]) -> bool:
+def a_peer_has_failed(environment: Mapping[str, str]) -> bool:
     """Whether SIGTERM means that another rank of this machine is gone, and not that somebody asked the run to end."""
     folder = attempt_folder(environment)
     if folder is None:

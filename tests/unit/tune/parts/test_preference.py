@@ -14,8 +14,8 @@ from torchtune_adaptive.limits.packing import Load
 from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.parts.data import _check_are_pairs
-from torchtune_adaptive.tune.parts.preference import _sums_of_rows, build_preference_loss
+from torchtune_adaptive.tune.parts.data import check_are_pairs
+from torchtune_adaptive.tune.parts.preference import build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.plan.recipes import keeps_reference, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.run import preferences
@@ -65,7 +65,7 @@ def test_a_collate_fn_is_refused_whichever_it_is(function: str) -> None:
 def test_a_dataset_for_finetuning_is_refused() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
     with pytest.raises(ConfigError, match=r"dataset is some.dataset, .* no pairs: the first has tokens, labels"):
-        _check_are_pairs(cfg, NamedSamples([{"tokens": [1], "labels": [1]}], PAIR))
+        check_are_pairs(cfg, NamedSamples([{"tokens": [1], "labels": [1]}], PAIR))
 
 
 RESULT = StepResult(
@@ -165,10 +165,10 @@ def test_what_a_reference_says_of_a_whole_pair_does_not_hold_for_its_beginning()
         check_preferences(AdaptiveConfig(precompute_reference=True, oversize="truncate"))
 
 
-def test_sums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
+def testsums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:
     lengths, weights = [3, 1, 4], torch.tensor([2.0, 5.0, 7.0], dtype=torch.float64)
     ours, theirs = (torch.linspace(0, 1, 8, dtype=torch.float64)[None].requires_grad_() for _ in range(2))
-    sums = _sums_of_rows(ours, lengths)
+    sums = sums_of_rows(ours, lengths)
     expected = torch.stack([row.sum() for row in theirs[0].split(lengths)])
     assert torch.equal(sums, expected)
     (sums * weights).sum().backward()
@@ -176,11 +176,11 @@ def test_sums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradi
     assert torch.equal(ours.grad, theirs.grad)
 
 
-def test_sums_of_rows_one_after_another_take_as_many_blocks_for_few_as_for_many() -> None:
+def testsums_of_rows_one_after_another_take_as_many_blocks_for_few_as_for_many() -> None:
     def events(rows: int) -> int:
         values = torch.ones(1, 2 * rows, requires_grad=True)
         with Recorder({}) as recorder:
-            _sums_of_rows(values, [2] * rows).sum().backward()
+            sums_of_rows(values, [2] * rows).sum().backward()
         return recorder.events
 
     assert events(2) == events(6)

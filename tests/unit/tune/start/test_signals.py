@@ -146,16 +146,16 @@ def gone() -> int:
 
 
 def test_sigterm_means_that_a_peer_has_failed_where_one_is_gone_or_has_said_so(attempt: Path) -> None:
-    assert not signals._a_peer_has_failed(rank_0(attempt))
+    assert not signals.a_peer_has_failed(rank_0(attempt))
     peer = attempt / "1" / signals.PID_FILE
     peer.write_text(str(os.getppid()))
-    assert not signals._a_peer_has_failed(rank_0(attempt))
+    assert not signals.a_peer_has_failed(rank_0(attempt))
     peer.write_text(str(gone()))
-    assert signals._a_peer_has_failed(rank_0(attempt))
+    assert signals.a_peer_has_failed(rank_0(attempt))
     peer.unlink()
     (attempt / "told").touch()
-    assert signals._a_peer_has_failed(rank_0(attempt))
-    assert not signals._a_peer_has_failed({})
+    assert signals.a_peer_has_failed(rank_0(attempt))
+    assert not signals.a_peer_has_failed({})
 
 
 def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
-from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
+from torchtune_adaptive.tune.parts.checkpoints import background, folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
 from torchtune_adaptive.tune.start.remedies import in_keys
 
@@ -95,12 +95,15 @@ def test_what_one_rank_meets_while_loading_all_ranks_tell(
     assert len(told) == 1
 
 
-def test_what_torchs_writer_raises_is_heard_although_it_is_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torchs_writer_raises_is_heard_although_it_is_no_exception(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("torch.distributed.new_group", lambda backend: lambda: None)  # whatever can be referred to
     published: list[object] = []
     saving = BackgroundSave(published.append)
     failed: Future[object] = Future()
     failed.set_exception(CheckpointException("write", {}))
-    saving._finish(("step_6", None, []), 0.0, failed)  # type: ignore[arg-type]
+    monkeypatch.setattr(background, "async_save", lambda *_, **__: failed)
+    saving.start(tmp_path / "step_6", {}, ("step_6", None, []))  # type: ignore[arg-type]
     assert isinstance(saving.wait(), CheckpointException)
     assert published == []
