@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
 
 from omegaconf import DictConfig
 
@@ -22,6 +21,7 @@ from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.profiling import build_profiler
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers
 from torchtune_adaptive.tune.rl.components import build_ppo_loss, build_prompts
 from torchtune_adaptive.tune.rl.course import RolloutParts, begin_epoch, plot_epochs, start_schedules
@@ -128,7 +128,7 @@ class AdaptivePPOFullFinetuneDistributed:
                 self.checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
-    def iterate(self, prompts: Sequence[Any], iteration: int) -> dict[str, float]:
+    def iterate(self, prompts: Sequence[Sample], iteration: int) -> dict[str, float]:
         """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
         # What a stage finds for a rollout is kept in it, for the stages that follow.
         mine = rollouts_of(prompts, iteration, self._ppo.max_generated_tokens)

@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 
@@ -41,7 +40,7 @@ class MemorySize:
         return min(int(wanted_bytes), total_bytes)
 
 
-def parse_size(value: Any, key: str) -> MemorySize:
+def parse_size(value: object, key: str) -> MemorySize:
     """One amount of memory from the config; `key` is what an error calls it."""
     number = _as_number(value)
     if number is not None:
@@ -58,7 +57,7 @@ def parse_size(value: Any, key: str) -> MemorySize:
     return MemorySize(amount, is_fraction=False)
 
 
-def parse_sizes(value: Any, key: str) -> tuple[MemorySize, ...]:
+def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:
     """One amount for all ranks (a tuple of one), or a list with one amount per rank."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return (parse_size(value, key),)
@@ -96,7 +95,7 @@ def format_apart(first: float, second: float) -> tuple[str, str]:
     return format_bytes(first), format_bytes(second)
 
 
-def _as_number(value: Any) -> float | None:
+def _as_number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     try:

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
 
 LONGEST_SHOWN = 200
 """Characters of a value in a message."""
@@ -24,7 +23,7 @@ def nearest(name: str, known: Iterable[str], likeness: float = 0.6) -> str | Non
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=likeness)), None)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value of a config as its author wrote it, cut where nobody would read on."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

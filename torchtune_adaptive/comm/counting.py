@@ -56,7 +56,7 @@ class Sent(NamedTuple):
 class Counter(Protocol):
     """Whoever counts: it is told of a collective and issues it."""
 
-    def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
+    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: counts, and calls."""
 
 
@@ -78,7 +78,7 @@ class CountedAllGather(_Counted, AllGather):
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
         async_op: bool = False,
-    ) -> Any:
+    ) -> dist.Work | None:
         """Collective: FSDP's own all-gather."""
         whole = output_tensor
         this = Collective(AllGather, whole.numel(), whole.dtype, whole.device, group, None, self._comm)
@@ -94,7 +94,7 @@ class CountedReduceScatter(_Counted, ReduceScatter):
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
-    ) -> Any:
+    ) -> dist.Work | None:
         """Collective: FSDP's own reduce-scatter."""
         whole = input_tensor
         this = Collective(ReduceScatter, whole.numel(), whole.dtype, whole.device, group, op, self._comm)
@@ -122,13 +122,13 @@ class CountedReplicas:
     def __eq__(self, other: object) -> bool:
         return bool(self._group == other)
 
-    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> Any:
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work | None:
         """Collective: the group's own all-reduce, of one tensor."""
         [shard] = tensors
         op = options.reduceOp
         this = Collective(AllReduce, shard.numel(), shard.dtype, shard.device, self._group, op, self._comm)
 
-        def call(async_op: bool) -> Any:
+        def call(async_op: bool) -> dist.Work:
             options.asyncOp = async_op
             return self._group.allreduce(tensors, options)
 

@@ -11,7 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+import torch.distributed as dist
 
 from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.comm.collectives import backend_for, explaining_failures, world_size
@@ -64,7 +66,7 @@ class CollectiveLedger:
     """Where there is tensor parallelism, another ledger counts."""
     why_recovery_is_off = staticmethod(fsdp.why_recovery_is_off)
 
-    def __init__(self, *roots: Any, watches: bool = True) -> None:
+    def __init__(self, *roots: object, watches: bool = True) -> None:
         """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
 
         Without `watches` it only sees to it that gradients are summed over replicas once a step, and that a pass
@@ -197,7 +199,7 @@ class CollectiveLedger:
             if fsdp.awaits_backward(root):
                 fsdp.settle(root)
 
-    def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
+    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: runs `call`, and counts it from the moment that peers can match it."""
         self._current.append(collective)
         if self._already_issued > 0:
@@ -217,6 +219,7 @@ class CollectiveLedger:
                 if learns:
                     self._messages_of.append(self._messages() - before)
                 if wait_here:
+                    assert work is not None, "it was asked to be asynchronous"
                     began = time.perf_counter()
                     work.wait()
                     self.waited_s += time.perf_counter() - began

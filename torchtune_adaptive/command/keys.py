@@ -106,5 +106,5 @@ def _keys_of(section: type[Any], prefix: str = "") -> tuple[Key, ...]:
     )
 
 
-def written(value: Any) -> str:
+def written(value: object) -> str:
     return "null" if value is None else str(value)

@@ -40,7 +40,7 @@ class MemoryMeter(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self._storages: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
-        self._resize: Callable[[UntypedStorage, int], Any] | None = None
+        self._resize: Callable[[UntypedStorage, int], object] | None = None
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Adds tensors from before, say parameters and optimizer state. Never runs out of memory."""
@@ -97,7 +97,7 @@ class MemoryMeter(TorchDispatchMode):
         # FSDP allocates parameters by growing their storages, which is not an operation.
         resize = self._resize = UntypedStorage.resize_
 
-        def counted_resize(storage: UntypedStorage, size: int) -> Any:
+        def counted_resize(storage: UntypedStorage, size: int) -> object:
             extra_bytes = size - storage.size()
             if extra_bytes > 0:
                 self._check(extra_bytes, "UntypedStorage.resize_")
@@ -109,7 +109,7 @@ class MemoryMeter(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
         super().__exit__(*error)
 

@@ -7,7 +7,7 @@ phase does. Boundaries cut the forward at the outputs of modules, and the backwa
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -55,11 +55,11 @@ class PhaseMeter:
         self.end_phase()
         self._phase = len(self._names) - 1
 
-    def begin_microbatch(self, *_: Any) -> None:
+    def begin_microbatch(self, *_: object) -> None:
         self.end_phase()
         self._phase = 0
 
-    def at_output(self, boundary: int, module: nn.Module, args: Any, output: Any) -> None:
+    def at_output(self, boundary: int, module: nn.Module, args: object, output: object) -> None:
         """The forward has reached a boundary; the backward will come back to the same tensor."""
         # Activation checkpointing runs forwards again inside the backward: later phases stay what they are.
         if self._phase > boundary:

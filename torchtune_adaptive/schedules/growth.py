@@ -7,7 +7,6 @@ the learning-rate schedule knows the number of steps and a mistake shows at once
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchtune_adaptive.errors import ConfigError, IncreaseError, Remedy, check_choice
 from torchtune_adaptive.schedules.accumulation import Accumulation, lr_factor, split_step
@@ -154,7 +153,7 @@ def _ask(function: Increase, epoch: int, current: int) -> int:
     """The batch size that the function wants for this epoch; whatever it does wrong becomes an IncreaseError."""
     fact = f"{function_name(function)} at epoch {epoch}, batch size {current},"
     try:
-        increase: Any = function(epoch, current)
+        increase: object = function(epoch, current)
     except (Exception, SystemExit) as error:
         raise IncreaseError(f"{fact} raised {type(error).__name__}: {error}") from error
     if type(increase) is not int:
@@ -200,7 +199,7 @@ def _steps(epoch: int, samples_per_step: int, outline: Outline) -> int:
     return steps if outline.max_steps_per_epoch is None else min(steps, outline.max_steps_per_epoch)
 
 
-def _require_int(function: str, name: str, value: Any, least: int | None = None) -> None:
+def _require_int(function: str, name: str, value: object, least: int | None = None) -> None:
     if type(value) is not int or (least is not None and value < least):
         allowed = "an int" if least is None else f"an int from {least}"
         raise IncreaseError(f"{function}: {name} cannot be {value!r}; allowed: {allowed}")

@@ -90,7 +90,7 @@ class Profile:
         return records.to_json(self, () if bent else records.OF_A_KNEE)
 
     @classmethod
-    def from_json(cls, data: Any) -> Profile:
+    def from_json(cls, data: object) -> Profile:
         """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
         return records.from_json(cls, data, () if "'knee'" in str(data) else records.OF_A_KNEE)
 

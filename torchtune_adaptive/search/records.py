@@ -17,13 +17,13 @@ def to_json(result: Any, without: Collection[str] = ()) -> dict[str, Any]:
     return asdict(result, dict_factory=lambda pairs: {name: value for name, value in pairs if name not in without})
 
 
-def from_json(kind: type[Result], data: Any, without: Collection[str] = ()) -> Result:
+def from_json(kind: type[Result], data: object, without: Collection[str] = ()) -> Result:
     """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
     value: Result = _read(kind, data, kind.__name__, without)
     return value
 
 
-def _read(kind: Any, data: Any, name: str, without: Collection[str]) -> Any:
+def _read(kind: Any, data: object, name: str, without: Collection[str]) -> Any:
     if is_dataclass(kind):
         return _read_fields(kind, data, without)
     origin, parts = get_origin(kind), get_args(kind)
@@ -36,7 +36,7 @@ def _read(kind: Any, data: Any, name: str, without: Collection[str]) -> Any:
     raise ValueError(f"{name} cannot be {data!r}")
 
 
-def _read_fields(kind: Any, data: Any, without: Collection[str]) -> Any:
+def _read_fields(kind: Any, data: object, without: Collection[str]) -> Any:
     """Every field there, and none besides."""
     names = {field.name for field in fields(kind)} - set(without)
     if not isinstance(data, dict) or set(data) != names:

@@ -52,7 +52,7 @@ class SearchResult:
         return records.to_json(self, _OF_LENGTHS)
 
     @classmethod
-    def from_json(cls, data: Any) -> "SearchResult":
+    def from_json(cls, data: object) -> "SearchResult":
         """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
         return records.from_json(cls, data, _OF_LENGTHS)
 

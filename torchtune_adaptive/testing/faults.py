@@ -95,7 +95,7 @@ class FaultInjector:
             self._counting, self.operations = at, []
         grow = torch.UntypedStorage.resize_
 
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             if size > storage.size():
                 self.tick("resize_")
             return grow(storage, size)

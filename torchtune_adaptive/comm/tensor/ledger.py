@@ -172,17 +172,18 @@ class TensorLedger(Generic[Sample]):
         if not self._issuing:
             raise refused(outside_of_the_script((name,)))
 
-    def issue(self, collective: Collective, call: Callable[..., Any], async_op: bool) -> Any:
+    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: one of FSDP's."""
         if self._rehearsed is not None:
             self._rehearsed.append(collective)
             return None
         # as in CollectiveLedger.issue: gloo's wait() may run out of memory after peers have matched the collective
         wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
-        work = self._count(collective, partial(call, async_op=async_op or wait_here))
+        work: dist.Work | None = self._count(collective, partial(call, async_op=async_op or wait_here))
         self.sent = self.sent.plus(collective)
         if not wait_here:
             return work
+        assert work is not None, "it was asked to be asynchronous"
         with self._waiting():
             work.wait()
         return None

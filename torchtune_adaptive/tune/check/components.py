@@ -74,7 +74,7 @@ def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
         components.build("tokenizer", cfg)
 
 
-def _is_path(key: Any, value: Any) -> bool:
+def _is_path(key: object, value: object) -> bool:
     return key != COMPONENT and isinstance(value, str) and os.sep in value
 
 

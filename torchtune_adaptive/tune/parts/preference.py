@@ -144,7 +144,7 @@ class PolicyPass:
     model: nn.Module
     loss_fn: nn.Module
     score: Scorer
-    activations: AbstractContextManager[Any]
+    activations: AbstractContextManager[object]
 
     def __call__(self, pairs: Sequence[Sample]) -> Totals:
         reference = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(self.score.device)

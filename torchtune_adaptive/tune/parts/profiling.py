@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -20,7 +18,7 @@ COMPONENT = "torchtune.training.setup_torch_profiler"
 class StepProfiler:
     """Steps the profiler that the `profiler` section describes; without one, does nothing."""
 
-    def __init__(self, section: Any, *, record_memory: bool) -> None:
+    def __init__(self, section: DictConfig | None, *, record_memory: bool) -> None:
         self._steps = 0
         self._record_from = self._record_to = -1
         if section is None or not is_enabled(section):
@@ -53,7 +51,7 @@ class StepProfiler:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def is_enabled(section: Any) -> bool:
+def is_enabled(section: object) -> bool:
     """Checks what decides, also of a profiler that is off: it would be found out only when it is needed."""
     if not isinstance(section, DictConfig):
         raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")

@@ -45,7 +45,7 @@ def build_prompts(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
     )
 
 
-def _check_has_tokens(sample: Any, settings: Settings) -> None:
+def _check_has_tokens(sample: object, settings: Settings) -> None:
     if not isinstance(sample, Mapping) or "tokens" not in sample:
         keys = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise ConfigError(
@@ -64,5 +64,5 @@ def _prompt_of_some_tokens(index: int, sample: Any) -> Any:
     return sample
 
 
-def _collate_nothing(samples: Any) -> dict[str, Any]:
+def _collate_nothing(samples: object) -> dict[str, Any]:
     raise NotImplementedError("rollouts make their own batches")

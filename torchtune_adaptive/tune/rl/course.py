@@ -14,6 +14,7 @@ from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.rl.stages import RolloutStages
@@ -79,7 +80,7 @@ def begin_epoch(
     sizes: EpochSizes,
     restore: Callable[[], None],
     admission: Admission | None,
-) -> Iterator[list[Any]]:
+) -> Iterator[list[Sample]]:
     """Collective: the prompts of each iteration that is left of an epoch, each as `admission` lets it in."""
     for stage, runner in parts.stages.runners.items():
         parts.journal.limit(runner.limit, progress.step, stage, f"epoch {sizes.epoch}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 
 LOG_PROBS, REFERENCE, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
@@ -128,7 +129,7 @@ def keep(rollouts: Sequence[Rollout], name: str, found: Tensor) -> None:
         rollout.found[name] = each.clone()
 
 
-def rollouts_of(prompts: Sequence[Any], iteration: int, new_tokens: int) -> list[Rollout]:
+def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> list[Rollout]:
     """Rollouts of this rank, still without their answers."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     answer = torch.zeros(new_tokens, dtype=torch.long)
@@ -138,7 +139,7 @@ def rollouts_of(prompts: Sequence[Any], iteration: int, new_tokens: int) -> list
     ]
 
 
-def _prompt(sample: Any) -> Tensor:
+def _prompt(sample: Sample) -> Tensor:
     tokens = torch.as_tensor(sample["tokens"])
     if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
         raise TypeError("the tokens of a prompt are no whole numbers")

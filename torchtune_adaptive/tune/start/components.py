@@ -42,13 +42,13 @@ def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(_what_is_wrong(key, section, error, args, kwargs)) from error
 
 
-def _check_path(key: str, section: Any) -> None:
+def _check_path(key: str, section: object) -> None:
     """Refuses `model=null` and the like, which torchtune reads as `model._component_=null`."""
     if isinstance(section, DictConfig) and COMPONENT in section:
         path_of(key, section)
 
 
-def path_of(key: str, section: Any) -> str:
+def path_of(key: str, section: object) -> str:
     path = section.get(COMPONENT) if isinstance(section, DictConfig) else None
     if not isinstance(path, str):
         raise ConfigError(f"{key}.{COMPONENT} is {shown(path)}: allowed is the dotted path of a class or a function")
@@ -78,7 +78,7 @@ def _misplaced(names: Sequence[Any]) -> str:
     return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in ours)
 
 
-def _described(section: Any) -> str:
+def _described(section: object) -> str:
     component = section.get(COMPONENT) if isinstance(section, DictConfig) else None
     return str(component) if component else f"{section} (a section with a _component_ is needed)"
 

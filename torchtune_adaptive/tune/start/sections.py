@@ -37,7 +37,7 @@ class Rule:
         return Rule(lambda v: self.accepts(v) or other.accepts(v), f"{self.allowed} or {other.allowed}")
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -277,7 +277,7 @@ def _checked(field: dataclasses.Field[Any], values: Mapping[Any, Any], prefix: s
     return field.metadata["convert"](value, key)
 
 
-def check(rule: Rule, value: Any, key: str) -> None:
+def check(rule: Rule, value: object, key: str) -> None:
     if not rule.accepts(value):
         raise ConfigError(f"{key} is {shown(value)}: allowed is {rule.allowed}")
 

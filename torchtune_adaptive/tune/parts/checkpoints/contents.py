@@ -18,6 +18,7 @@ from torchtune.modules import peft
 from torchtune_adaptive.memory.device import forget_frames, is_oom, plain_tensors, release
 from torchtune_adaptive.tune.parts.checkpoints.problems import tried
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, capture_random_state
+from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
 from torchtune_adaptive.tune.start.settings import LoraSettings
 
 State = dict[str, Any]
@@ -130,7 +131,7 @@ def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory:
     )
 
 
-def make_room_to_gather(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+def make_room_to_gather(model: nn.Module, optimizer: Checkpointed, device: torch.device) -> None:
     """Raises where this rank has no memory for what gathering will take: in its midst no rank may fail alone."""
     try:
         _allocate_what_is_gathered(model, optimizer, device)
@@ -143,7 +144,7 @@ def make_room_to_gather(model: nn.Module, optimizer: Any, device: torch.device) 
     _allocate_what_is_gathered(model, optimizer, device)
 
 
-def _allocate_what_is_gathered(model: nn.Module, optimizer: Any, device: torch.device) -> None:
+def _allocate_what_is_gathered(model: nn.Module, optimizer: Checkpointed, device: torch.device) -> None:
     tensors = [*model.parameters(), *model.buffers(), *tree_iter(optimizer.state_dict())]
     sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)]
     largest = max(sizes, default=0)

@@ -144,7 +144,7 @@ def _files(whose: str, values: Mapping[str, Any]) -> str:
     return ", ".join(names) or "no file"
 
 
-def _alike(ours: Any, theirs: Any) -> bool:
+def _alike(ours: object, theirs: object) -> bool:
     """Whether two values are the same, as far as the older of them says: a fingerprint of earlier versions ends
     before what lies between the ends of a file."""
     if ours == theirs:

@@ -27,6 +27,7 @@ from torchtune_adaptive.tune.parts.checkpoints.contents import State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
+from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
@@ -94,7 +95,7 @@ def load(checkpointer: Any, files: Files | None, recipe: str) -> State:
     return state
 
 
-def load_distributed(folder: Path, model: nn.Module, optimizer: Any, group: dist.ProcessGroup | None) -> State:
+def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, group: dist.ProcessGroup | None) -> State:
     """Collective: fills model and optimizer, for however many ranks it was saved by; returns the recipe state."""
     for one in optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackwardWrapper) else [optimizer]:
         _init_optim_state(one)  # only state that exists is loaded

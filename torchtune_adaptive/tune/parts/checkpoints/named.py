@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -126,7 +125,7 @@ def _check_same_folder(files: Files, known: dict[Path, Found]) -> None:
         )
 
 
-def file_names(value: Any) -> list[str]:
+def file_names(value: object) -> list[str]:
     """The names in `checkpoint_files`: a list, or torchtune's short form for many of them."""
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if isinstance(plain, list) and plain:

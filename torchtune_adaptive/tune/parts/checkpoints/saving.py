@@ -32,7 +32,7 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
 )
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
-from torchtune_adaptive.tune.parts.optimization.state import gather_state
+from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, gather_state
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 from torchtune_adaptive.wording import count_of
@@ -91,7 +91,7 @@ class Checkpoints:
         """Collective: the weights to start from; when resuming, the checkpoint's and its state."""
         return loading.load(self._checkpointer, self._start.files, self._contents.recipe)
 
-    def resume(self, base: State, model: nn.Module, optimizer: Any) -> State:
+    def resume(self, base: State, model: nn.Module, optimizer: Checkpointed) -> State:
         """Collective: the recipe state to go on with; a distributed checkpoint also fills model and optimizer."""
         files = self._start.files
         if files is None or not files.distributed:
@@ -114,7 +114,9 @@ class Checkpoints:
         within = sizes is not None and progress.steps_in_epoch < sizes.steps
         return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
-    def save(self, progress: Progress, model: nn.Module, optimizer: Any, loader_state: Mapping[str, Any]) -> None:
+    def save(
+        self, progress: Progress, model: nn.Module, optimizer: Checkpointed, loader_state: Mapping[str, Any]
+    ) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
         if progress.finished:
             THIS_RUN.doing = Doing.LAST_SAVE
@@ -144,7 +146,7 @@ class Checkpoints:
             self._save_here(name, progress, state, ready, model, optimizer)
 
     def _save_here(
-        self, name: str, progress: Progress, state: State, ready: Ready, model: nn.Module, optimizer: Any
+        self, name: str, progress: Progress, state: State, ready: Ready, model: nn.Module, optimizer: Checkpointed
     ) -> None:
         """Collective: returns once the checkpoint is there."""
         began = time.perf_counter()
@@ -160,7 +162,9 @@ class Checkpoints:
             _, problem = problems.tried(write, self._directory)
         self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
 
-    def _gathered(self, name: str, model: nn.Module, optimizer: Any) -> tuple[tuple[State, State] | None, str | None]:
+    def _gathered(
+        self, name: str, model: nn.Module, optimizer: Checkpointed
+    ) -> tuple[tuple[State, State] | None, str | None]:
         """Collective: optimizer state and weights; or, of a rank that has no peers, what went wrong."""
 
         def gather() -> tuple[State, State]:

@@ -15,7 +15,7 @@ from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.optimization.clipping import clip
-from torchtune_adaptive.tune.parts.optimization.state import load_state
+from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, load_state
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -26,7 +26,7 @@ class Optimization:
     def __init__(
         self,
         cfg: DictConfig,
-        checkpointed: Any,
+        checkpointed: Checkpointed,
         optimizers: Sequence[torch.optim.Optimizer],
         apply: Callable[[Any], float | None],
     ) -> None:
