@@ -19,10 +19,10 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 
 from tests.distributed.tensors import parallelized
 from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.parts.unpadded.documents import joined as join
-from torchtune_adaptive.tune.parts.unpadded.documents import taking_long_rows
+from torchtune_adaptive.tune.parts.unpadded.documents import taking_long_rows, targets_of
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
-from torchtune_adaptive.tune.parts.unpadded.targets import scoring_only, targets_of
 
 VOCABULARY = 64
 
@@ -163,7 +163,7 @@ def _joined_forward_backward(model: nn.Module, samples: Sequence[Tensor]) -> Tot
     batch = join([{"tokens": sample, "labels": sample} for sample in samples], -100)
     labels = F.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
     targets = targets_of(batch, labels, -100)
-    with taking_long_rows(model, batch), scoring_only(model, targets):
+    with taking_long_rows(model, batch), scoring_only(model, lambda states: states.index_select(1, targets)):
         logits = model(**batch)
     loss = F.cross_entropy(logits.flatten(0, 1).float(), labels[:, targets].flatten(), reduction="sum")
     loss.backward()

@@ -1,11 +1,13 @@
-"""The loss that the config names."""
+"""The loss that the config names, and of which tokens it needs logits."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from omegaconf import DictConfig
-from torch import nn
+from torch import Tensor, nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
@@ -31,3 +33,17 @@ def checked_loss(cfg: DictConfig) -> nn.Module:
             "for example torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
     return loss_fn
+
+
+@contextmanager
+def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """While open, the model makes logits of the states that are chosen from those of all tokens, and of no others.
+
+    What follows a token of a prompt is neither learned nor judged; logits may be the largest tensors there are.
+    """
+    norm = cast(nn.Module, model.norm)
+    handle = norm.register_forward_pre_hook(lambda _, states: (chosen(states[0]),))
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,14 +27,19 @@ from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import too_long
 from torchtune_adaptive.tune.parts.data import Collate, Data
-from torchtune_adaptive.tune.parts.loss import build_loss
+from torchtune_adaptive.tune.parts.loss import build_loss, scoring_only
 from torchtune_adaptive.tune.parts.model import build_shadow_model
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
-from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, longest_of, taking_long_rows
+from torchtune_adaptive.tune.parts.unpadded.documents import (
+    batch_to_device,
+    joined,
+    longest_of,
+    taking_long_rows,
+    targets_of,
+)
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.parts.unpadded.targets import scoring_only, targets_of
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
@@ -96,8 +101,7 @@ class ForwardBackward:
         """Forward and backward."""
         batch, labels, targets, target_tokens, learns = prepared
         batch_to_device(batch, self.device)
-        targets = None if targets is None else targets.to(self.device)
-        with self.activations, taking_long_rows(self.model, batch), scoring_only(self.model, targets):
+        with self.activations, taking_long_rows(self.model, batch), self._scoring_only(targets):
             logits = self.model(**batch)
         loss = self._loss(logits, labels.to(self.device)) * target_tokens if learns else _zero_of(logits)
         del logits  # or they would live through the backward
@@ -106,6 +110,12 @@ class ForwardBackward:
             loss = loss * self.loss_scale(target_tokens)
         loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
+
+    def _scoring_only(self, targets: Tensor | None) -> AbstractContextManager[None]:
+        if targets is None:
+            return nullcontext()
+        positions = targets.to(self.device)
+        return scoring_only(self.model, lambda states: states.index_select(1, positions))
 
     def _loss(self, logits: Logits, labels: Tensor) -> Tensor:
         """The mean over target tokens. Losses that take logits in chunks shape them themselves."""

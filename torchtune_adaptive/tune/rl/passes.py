@@ -24,6 +24,7 @@ from torchtune.rlhf.loss import PPOLoss
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.tune.parts.generation import Answering, generate
+from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
@@ -95,7 +96,8 @@ class AnswerScorer:
         """[rollouts, new tokens]; what does not count is 0."""
         sequences = sequences_of(rollouts).to(self.device)
         check_whole_length(model, sequences.tokens.size(1))
-        logits = sequences.of_answers(model(sequences.tokens)).float() / self.temperature
+        with scoring_only(model, sequences.of_answers):
+            logits = model(sequences.tokens).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
         counts = found_of(rollouts, COUNTS, self.device)
         log_probs = -pad(of_token.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))

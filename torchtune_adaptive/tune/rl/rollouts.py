@@ -93,7 +93,7 @@ class Sequences:
         return Sequences(*(each.to(device) for each in vars(self).values()))
 
     def of_answers(self, outputs: Tensor) -> Tensor:
-        """What a model says after the token before each of an answer."""
+        """What a model has, of all tokens, for the token before each of an answer."""
         return outputs[torch.arange(len(outputs), device=outputs.device)[:, None], self.before]
 
 

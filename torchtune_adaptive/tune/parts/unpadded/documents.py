@@ -60,6 +60,18 @@ def batch_to_device(batch: dict[str, Any], device: torch.device) -> None:
         batch["mask"] = documents._replace(ends=documents.ends.to(device))
 
 
+def targets_of(batch: dict[str, Any], labels: Tensor, ignored: int) -> Tensor | None:
+    """Positions in the row whose label counts, or the first if none does; None where rows are padded.
+
+    With padding every token has its logits: there, rows are stock's to the bit.
+    """
+    if not isinstance(batch.get("mask"), Documents):
+        return None
+    positions = labels[0].ne(ignored).nonzero()[:, 0]
+    # a layer that gets no token at all is more than its kernels have been tried with
+    return positions if len(positions) else positions.new_zeros(1)
+
+
 @contextmanager
 def taking_long_rows(model: nn.Module, batch: dict[str, Any]) -> Iterator[None]:
     """While open, the model takes a row of any length if each sample in it is short enough.
