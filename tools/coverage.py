@@ -70,8 +70,8 @@ def rows_with(cfg: DictConfig, ranks: int) -> int:
         return 0
     settings = PlanSettings(world_size=ranks, memory_limit=CARDS[0], sequence_length=(TOKENS,))
     try:
-        return predict(cfg, settings, traced=lambda: None, check=False).answers[0].chosen_rows
-    except AdaptiveError as error:  # that it cannot be predicted, or leaves nothing for tensors
+        return predict(cfg, settings, traced=lambda: None, check=False, if_it_fits=True).answers[0].chosen_rows
+    except AdaptiveError as error:  # that not even one does, that it cannot be predicted, or leaves nothing for tensors
         print(f"  {error}", flush=True)
         return 0
 

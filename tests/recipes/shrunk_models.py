@@ -43,6 +43,7 @@ SMALL = {
 # NF4 keeps one scale per 64 × scaler_block_size weights, and each of two ranks needs a whole number of them
 QUANTIZED = {
     "embed_dim": 256,
+    "head_dim": 64,
     "intermediate_dim": 256,
     "decoder_embed_dim": 256,
     "clip_embed_dim": 256,

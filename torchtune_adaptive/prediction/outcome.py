@@ -66,6 +66,11 @@ def outcome_of(name: str, ranks: int, answer: Answer, time: StepTime | None, as_
     )
 
 
+def at_least(need_bytes: int, name: str, ranks: int, tokens: int) -> Outcome:
+    """What does not fit, and was traced no further than to see that."""
+    return Outcome(name, ranks, tokens, rows=0, one_row_bytes=need_bytes, peak_bytes=need_bytes)
+
+
 def cheapest_first(outcomes: Sequence[Outcome]) -> list[Outcome]:
     """Outcomes that fit: on fewer ranks first, then by the time of a step; of two equally fast, more rows first."""
     fitting = [each for each in outcomes if each.fits]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ from omegaconf import OmegaConf
 
 from tests.recipes.plan.test_plan import ON_GPU, ask
 from tests.recipes.running import demo_config, start_here
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
+from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.tune.plan.advice import Alternatives, what_fits, what_is_fastest
-from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.answers import Answers, predict
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed
 
@@ -113,6 +115,28 @@ def test_where_weights_alone_are_too_much_only_what_makes_them_smaller_is_tried(
     what_fits(nothing)  # type: ignore[arg-type]
     assert ("enable_activation_checkpointing=True",) not in [each for each, _ in nothing.asked]
     assert ("fsdp_cpu_offload=True",) in [each for each, _ in nothing.asked]
+
+
+def test_what_is_not_traced_to_its_end_would_not_have_fitted(tmp_path: Path) -> None:
+    cfg = demo_config("full", tmp_path / "run", *ON_GPU, "model.max_seq_len=4096")
+
+    def asked(limit_bytes: int, traced: Callable[[], None] = lambda: None) -> Answers:
+        plan = PlanSettings(world_size=2, memory_limit=f"{limit_bytes}B", memory_overhead=0, sequence_length=4096)
+        return predict(cfg, plan, traced, check=False, if_it_fits=True)
+
+    answer = asked(2**40).answers[0]
+    one_row = answer.peak(1)
+    without_activations, whole = one_row.phase_bytes["optimizer state"], one_row.peak_bytes or 0
+    assert whole > 2.5 * without_activations
+    for limit_bytes, traces in ((without_activations, 0), (whole // 2, 1), (whole * 98 // 100, 1)):
+        told: list[None] = []
+        with pytest.raises(OneRowDoesNotFitError) as refused:
+            asked(limit_bytes, lambda told=told: told.append(None))
+        assert len(told) == traces
+        assert answer.within(Budget(limit_bytes, 0)).most_rows_with_retries == 0
+        assert limit_bytes < refused.value.need_bytes <= whole
+    fitting = asked(answer.reserved_bytes(1)).answers[0]
+    assert fitting.most_rows == 1
 
 
 def test_the_fastest_settings_are_what_is_known_of_them(tmp_path: Path) -> None:

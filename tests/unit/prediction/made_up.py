@@ -15,16 +15,16 @@ PHASES = {"weights": 1, "optimizer state": 2, "forward": 4, "update": 6}
 POWERS = [1 << exponent for exponent in range(12)]
 
 
-def law(*, caches: bool) -> MemoryLaw:
+def recording(rows: int, tokens: int) -> Recording:
     """10 MiB for ever, 3 MiB a row for 64 tokens, and after those are freed 30 MiB more than that."""
+    row_bytes = 3 * MIB * rows * tokens // 64
+    changes = array("q", [6 * MIB, 4 * MIB, row_bytes, -row_bytes, 30 * MIB + row_bytes, -30 * MIB - row_bytes])
+    return Recording(tuple(Allocation("op", 0) for _ in range(4)), array("q", [0, 1, 2, 2, 3, 3]), changes, PHASES)
 
-    def step(rows: int, tokens: int) -> Recording:
-        row_bytes = 3 * MIB * rows * tokens // 64
-        changes = array("q", [6 * MIB, 4 * MIB, row_bytes, -row_bytes, 30 * MIB + row_bytes, -30 * MIB - row_bytes])
-        return Recording(tuple(Allocation("op", 0) for _ in range(4)), array("q", [0, 1, 2, 2, 3, 3]), changes, PHASES)
 
+def law(*, caches: bool) -> MemoryLaw:
     sizes = ((2, 64), (3, 64), (2, 128), (3, 128))
-    return fit_law({size: step(*size) for size in sizes}, tokens_multiple=1, caches=caches)
+    return fit_law({size: recording(*size) for size in sizes}, tokens_multiple=1, caches=caches)
 
 
 def answer(limit_mib: int, *, overhead_mib: int = 0, caches: bool = False, tokens: int = 64) -> Answer:

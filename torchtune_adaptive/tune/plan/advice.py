@@ -7,12 +7,13 @@ from dataclasses import dataclass, field, replace
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.prediction.cards import card_named
-from torchtune_adaptive.prediction.outcome import Outcome, cheapest_first, fastest_first, outcome_of
+from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
 from torchtune_adaptive.tune.plan import printed
-from torchtune_adaptive.tune.plan.answers import Answers, Traced, predict
+from torchtune_adaptive.tune.plan.answers import Answers, predict
 from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
+from torchtune_adaptive.tune.plan.laws import Traced
 from torchtune_adaptive.tune.plan.overrides import (
     Overrides,
     changed,
@@ -50,8 +51,8 @@ def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) 
     """What is asked for, or, unless it is declined, what fits where nothing does as it is."""
     if plan.advise is False or trains_with_ppo(cfg) or (plan.advise is None and found.batch_size(0)):
         return None
-    others = Alternatives(cfg, plan, found, traced)
     by_speed = bool(plan.advise and found.time)
+    others = Alternatives(cfg, plan, found, traced, if_it_fits=not by_speed)
     outcomes = what_is_fastest(others) if by_speed else what_fits(others)
     if by_speed and not any(each.fits for each in outcomes):
         outcomes, by_speed = what_fits(others), False
@@ -90,6 +91,8 @@ class Alternatives:
     plan: PlanSettings
     found: Answers
     traced: Traced
+    if_it_fits: bool = False
+    """Whether of what does not fit no more is wanted than that."""
     outcomes: dict[tuple[Overrides, int], Outcome | None] = field(default_factory=dict)
 
     def outcome(self, overrides: Overrides, ranks: int | None = None) -> Outcome | None:
@@ -108,7 +111,9 @@ class Alternatives:
         first = self.found.answers[0]
         plan = replace(self.plan, world_size=ranks, sequence_length=first.tokens)
         try:
-            other = predict(cfg, plan, self.traced, check=False)
+            other = predict(cfg, plan, self.traced, check=False, if_it_fits=self.if_it_fits)
+        except OneRowDoesNotFitError as error:
+            return at_least(error.need_bytes or 0, " ".join(overrides), ranks, first.tokens)
         except AdaptiveError:
             return None
         return self._named(outcome_of(" ".join(overrides), ranks, other.answers[0], other.time, self.found.time))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,11 +15,12 @@ from torchtune_adaptive.errors import ConfigError, PredictionError
 from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer
 from torchtune_adaptive.prediction.cards import card_named
-from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
-from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw, fit_work
+from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
+from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
 from torchtune_adaptive.tune.plan.overrides import Overrides, joined
 from torchtune_adaptive.tune.plan.predict import fake_steps
@@ -33,21 +35,12 @@ from torchtune_adaptive.tune.plan.settings import (
 )
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune.start.catalogue import PPO
-from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig, read_adaptive
 from torchtune_adaptive.wording import count_of
 
-TRACED_ROWS = (2, 3)
-"""One row is cut into chunks in another way than several."""
-LONGEST_TRACED = 2048
-TRACED_MULTIPLE = 128
-"""Kernels round lengths up to this; lengths between are rounded by less than the check allows."""
-COMPILED_ROWS = 8
-"""Before it is known how many fit: what is compiled for many tokens keeps and orders things as for more of them."""
 CHECKED_TOKENS = 2**22
 """Tokens and labels are the one thing of a traced step that is there with its data."""
 TOLERANCE = 0.005
-
-Traced = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -79,10 +72,13 @@ class Answers:
         return min(answer.chosen_rows for answer in self.stages(at).values())
 
 
-def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True) -> Answers:
+def predict(
+    cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True, if_it_fits: bool = False
+) -> Answers:
     """What fits at each length; `traced` is called after each of `traces(...)` traces.
 
     Without `check`, the first answer is not traced itself, and only the stage that updates the model is answered for.
+    With `if_it_fits` there is no check, and OneRowDoesNotFitError as soon as it is certain that not even one row does.
     """
     settings, _ = read_settings(cfg)
     adaptive, given = settings.adaptive, lengths(cfg, settings.adaptive, plan)
@@ -93,15 +89,11 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
         longest = _longest(steps.values(), given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
         changed: list[str] = []
+        one_row = OneRow(min(wanted), have.usable_bytes) if if_it_fits and training.otherwise is None else None
 
         def answered(step: FakeStep) -> _StageAnswers:
-            most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
-            rungs = rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
-
-            def answer_by(law: MemoryLaw) -> Answer:
-                return Answer(law, wanted[0], have, rungs)
-
-            law, work = laws_of(step, wanted[0], traced, counting=len(steps) == 1)
+            answer_by = partial(Answer, tokens=wanted[0], budget=have, rungs=_rungs(step, adaptive))
+            law, work = laws_of(step, wanted[0], traced, counting=len(steps) == 1, one_row=one_row)
             first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
             if not first.most_rows_with_retries and step.otherwise is not None:
                 changed.append(step.otherwise())
@@ -118,6 +110,11 @@ def predict(cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool 
             notes=[*notes_on_question(plan, given, wanted), *changed, *notes_on_answer(cfg, training, have)],
             time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
         )
+
+
+def _rungs(step: FakeStep, adaptive: AdaptiveConfig) -> Sequence[int]:
+    most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
+    return rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
 
 
 class _StageAnswers(NamedTuple):
@@ -209,49 +206,6 @@ def _for_a_run(cfg: DictConfig, plan: PlanSettings, given: Sequence[str]) -> Ove
     kept = tuple(word for word in given if word.partition("=")[0] not in asked)
     limit, on_cpu = plan.memory_limit, str(cfg.get("device")).startswith("cpu")
     return (*kept, f"adaptive.memory_limit={limit}") if limit and on_cpu and not card_named(limit) else kept
-
-
-def law_of(step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS) -> MemoryLaw:
-    """What the step allocates for any size; `traced` is called after each of its four traces, or six.
-
-    What is compiled is compiled for so many rows and tokens.
-    """
-    return laws_of(step, tokens, traced, rows, counting=False)[0]
-
-
-def laws_of(
-    step: FakeStep, tokens: int, traced: Traced, rows: int = COMPILED_ROWS, *, counting: bool = True
-) -> tuple[MemoryLaw, WorkLaw | None]:
-    """Laws of a step's memory, and what its kernels do."""
-    if step.settings.compile:
-        step.compile_for(rows, tokens)
-    multiple = step.tokens_multiple
-    longest = _traced_length(step, multiple)
-    recordings = {}
-
-    def record(tokens: int) -> None:
-        for rows in TRACED_ROWS:
-            recordings[rows, tokens] = step.record(rows, tokens, counting=counting)
-            traced()
-
-    record(longest // 2)
-    record(longest)
-    if grows_faster_than_tokens(recordings):
-        record(3 * longest // 4)
-    works = {size: recording.work for size, recording in recordings.items() if recording.work is not None}
-    law = fit_law(recordings, tokens_multiple=multiple, caches=step.on_gpu)
-    return law, fit_work(works, tokens_multiple=multiple) if works else None
-
-
-def _traced_length(step: FakeStep, multiple: int) -> int:
-    allowed = step.most_tokens(LONGEST_TRACED)
-    for rounding in (4 * TRACED_MULTIPLE, 4 * multiple):
-        if length := min(LONGEST_TRACED, allowed) // rounding * rounding:
-            return int(length)
-    raise PredictionError(
-        f"model takes at most {allowed} tokens (its max_seq_len), too few to see how memory grows: "
-        f"needed are {4 * multiple}"
-    )
 
 
 def _longest(steps: Iterable[FakeStep], given: Lengths | None) -> int:

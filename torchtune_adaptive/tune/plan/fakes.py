@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,21 @@ class FakeStep:
                 self.update(totals)
                 meter.end_phase()
         return recorder.recording(resident | meter.peaks)
+
+    @property
+    def least_bytes(self) -> int:
+        """What is on the device when weights are updated, whatever the size of a microbatch."""
+        resident = [plain for tensor in self._resident(self.optimizers) for plain in plain_tensors(tensor)]
+        storages = {each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in resident}
+        return sum(storages.values()) + sum(self._gradient_bytes())
+
+    def _gradient_bytes(self) -> Iterable[int]:
+        """Sizes of the gradients that are on the device together."""
+        if self.settings.optimizer_in_bwd:
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter.device == self.device:
+                yield from (plain.nbytes for plain in plain_tensors(parameter))
 
     @property
     def host_bytes(self) -> int:
