@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
+import torch
 from omegaconf import DictConfig
 from torch import Tensor, nn
 from torchtune import training
@@ -13,6 +14,8 @@ from torchtune import training
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
+
+Logits = Tensor | list[Tensor]
 
 
 def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
@@ -36,14 +39,23 @@ def checked_loss(cfg: DictConfig) -> nn.Module:
 
 
 @contextmanager
-def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """While open, the model makes logits of the states that are chosen from those of all tokens, and of no others.
+def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """While open, the model makes logits of the states that are chosen from those of all tokens; None: of all.
 
     What follows a token of a prompt is neither learned nor judged; logits may be the largest tensors there are.
     """
+    if chosen is None:
+        yield
+        return
     norm = cast(nn.Module, model.norm)
     handle = norm.register_forward_pre_hook(lambda _, states: (chosen(states[0]),))
     try:
         yield
     finally:
         handle.remove()
+
+
+def zero_of(logits: Logits) -> Tensor:
+    """Zero loss with zero gradients: the mean over no tokens would be NaN, and no backward at all a hang."""
+    chunks = [logits] if isinstance(logits, Tensor) else logits
+    return torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0

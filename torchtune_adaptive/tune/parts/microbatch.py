@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import too_long
 from torchtune_adaptive.tune.parts.data import Collate, Data
-from torchtune_adaptive.tune.parts.loss import build_loss, scoring_only
+from torchtune_adaptive.tune.parts.loss import Logits, build_loss, scoring_only, zero_of
 from torchtune_adaptive.tune.parts.model import build_shadow_model
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.process_group import Meshes
@@ -47,7 +47,6 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN
 logger = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
-Logits = Tensor | list[Tensor]
 
 
 class Prepared(NamedTuple):
@@ -93,29 +92,23 @@ class ForwardBackward:
         learned_tokens = int(labels.ne(ignored).sum())
         target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
         targets = targets_of(batch, labels, ignored)
-        if targets is not None:
-            labels = labels[:, targets]
-        return Prepared(batch, labels, targets, target_tokens, learned_tokens > 0)
+        scored = labels if targets is None else labels[:, targets]
+        return Prepared(batch, scored, targets, target_tokens, learned_tokens > 0)
 
     def run(self, prepared: Prepared) -> Totals:
         """Forward and backward."""
         batch, labels, targets, target_tokens, learns = prepared
         batch_to_device(batch, self.device)
-        with self.activations, taking_long_rows(self.model, batch), self._scoring_only(targets):
+        chosen = None if targets is None else partial(torch.index_select, dim=1, index=targets.to(self.device))
+        with self.activations, taking_long_rows(self.model, batch), scoring_only(self.model, chosen):
             logits = self.model(**batch)
-        loss = self._loss(logits, labels.to(self.device)) * target_tokens if learns else _zero_of(logits)
+        loss = self._loss(logits, labels.to(self.device)) * target_tokens if learns else zero_of(logits)
         del logits  # or they would live through the backward
         total = loss.detach()
         if self.loss_scale is not None:
             loss = loss * self.loss_scale(target_tokens)
         loss.backward()
         return Totals(loss_sum=total, target_tokens=target_tokens)
-
-    def _scoring_only(self, targets: Tensor | None) -> AbstractContextManager[None]:
-        if targets is None:
-            return nullcontext()
-        positions = targets.to(self.device)
-        return scoring_only(self.model, lambda states: states.index_select(1, positions))
 
     def _loss(self, logits: Logits, labels: Tensor) -> Tensor:
         """The mean over target tokens. Losses that take logits in chunks shape them themselves."""
@@ -129,12 +122,6 @@ def check_length(model: nn.Module, longest: int) -> None:
     allowed = getattr(model, "max_seq_len", None)
     if allowed is not None and longest > allowed:
         raise too_long("a sample", longest, allowed)
-
-
-def _zero_of(logits: Logits) -> Tensor:
-    """Zero loss with zero gradients: the mean over no tokens would be NaN, and no backward at all a hang."""
-    chunks = [logits] if isinstance(logits, Tensor) else logits
-    return torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
 
 
 def build_forward_backward(
