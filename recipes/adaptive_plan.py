@@ -40,10 +40,12 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
     """What fits, and advice."""
     with progress_bar("tracing", traces(cfg), "steps") as bar:
         found = predict(cfg, settings, traced=bar.update)
-    with progress_bar("tracing for advice", None, "steps") as bar:  # how many, only they can tell
-        advice = advise(cfg, settings, found, traced=bar.update)
+    advice = None
+    if settings.format != "csv":  # of which advice can be no row, nor can a note
+        with progress_bar("tracing for advice", None, "steps") as bar:  # how many, only they can tell
+            advice = advise(cfg, settings, found, traced=bar.update)
     print(FORMATS[settings.format](cfg, settings, found, advice))
-    if settings.format == "csv":  # of which a note can be no row
+    if settings.format == "csv":
         for note in found.notes:
             print(f"note: {note}", file=sys.stderr)
     if settings.picture is not None:

@@ -59,6 +59,11 @@ class Answer:
         self._rungs = rungs
         self._replayed = lru_cache(maxsize=None)(self._replay)
 
+    @property
+    def counted_tokens(self) -> int:
+        """The length that is answered for: rounded up to what the loss cuts into equal chunks."""
+        return self._law.rounded_up(self.tokens)
+
     @cached_property
     def most_rows(self) -> int:
         """The most that fit without flushing the cache; 0 if one row does not."""

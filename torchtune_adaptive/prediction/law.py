@@ -37,8 +37,11 @@ class MemoryLaw:
     def sizes(self, rows: int, tokens: int) -> Tensor:
         """Bytes that each event allocates, or minus what it frees, before the allocator rounds them."""
         degree = len(self.coefficients) // 2 - 1
-        units = units_of(rows, -(-tokens // self.tokens_multiple) * self.tokens_multiple, degree)
+        units = units_of(rows, self.rounded_up(tokens), degree)
         return (units @ self.coefficients).round().to(torch.int64)
+
+    def rounded_up(self, tokens: int) -> int:
+        return -(-tokens // self.tokens_multiple) * self.tokens_multiple
 
     def peak(self, rows: int, tokens: int) -> Peak:
         """The most that is alive at once in each phase."""

@@ -232,6 +232,22 @@ def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str], mon
     assert chosen[0] == 2 * chosen[1]
 
 
+def test_a_length_that_the_chunks_of_the_loss_do_not_divide_is_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/full", "format=json", "sequence_length=[97,104]", "memory_limit=64MiB", "advise=False")
+    found = json.loads(capsys.readouterr().out)
+    odd, even = ([row for row in found["predictions"] if row["tokens"] == tokens] for tokens in (97, 104))
+    assert [{**row, "tokens": 104} for row in odd] == even
+    assert "lengths are rounded up to a multiple of 8, the chunks of the loss" in found["notes"]
+
+
+def test_csv_is_not_kept_waiting_for_advice_that_it_cannot_hold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchtune_adaptive.tune.plan.advice.what_fits", lambda others: pytest.fail("traced"))
+    ask("adaptive/demo/full", "format=csv", "memory_limit=8MiB")
+    assert list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+
+
 def test_a_budget_that_is_too_small_is_answered_with_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     ask("adaptive/demo/full", "memory_limit=8MiB", "advise=False")
     output = capsys.readouterr().out
@@ -266,6 +282,10 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
         (("tensor_parallel_dim=2", "tensor_parallel_plan=x", "optimizer.fused=False"), "tensor_parallel_dim is 2"),
         (("dataset.packed=True",), "dataset.packed on a CPU"),
         (("format=yaml",), "allowed is table or csv or json"),
+        (("format=csv", "advise=True"), "advise is True and format is csv, which has no rows for advice"),
+        (("world_size=[1,2]", "picture=plan.png"), "picture draws the answer for one number of ranks"),
+        (("link_bandwidth=h100",), "link_bandwidth: cannot read 'h100'"),
+        (("teacher_model._component_=torchtune_adaptive.demo.model.demo_model",), "distils one model into another"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(overrides: tuple[str, ...], message: str) -> None:

@@ -35,7 +35,7 @@ from torchtune_adaptive.tune.plan.settings import (
 )
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune.start.catalogue import PPO
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig, read_adaptive
+from torchtune_adaptive.tune.start.sections import MOST_TOKENS, AdaptiveConfig, read_adaptive
 from torchtune_adaptive.wording import count_of
 
 CHECKED_TOKENS = 2**22
@@ -107,7 +107,7 @@ def predict(
             trains=trains,
             longest=longest,
             largest_error=max((each.error for each in found.values()), key=abs),
-            notes=[*notes_on_question(plan, given, wanted), *changed, *notes_on_answer(cfg, training, have)],
+            notes=[*notes_on_question(plan, given, wanted), *changed, *notes_on_answer(cfg, training, have, wanted)],
             time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
         )
 
@@ -223,10 +223,10 @@ def _checked_rows(answer: Answer) -> int:
 
 
 def _error(step: FakeStep, answer: Answer) -> float:
-    """How far an answer is from the step itself, which is compiled anew for just this size."""
+    """How far an answer is from the step itself, of the length that the law knows, compiled anew for just this size."""
     rows = _checked_rows(answer)
     if step.settings.compile:
         torch.compiler.reset()
-    recording = step.record(rows, answer.tokens)
+    recording = step.record(rows, min(answer.counted_tokens, step.most_tokens(MOST_TOKENS)))
     direct = peak_of(recording.phases, sizes_of(recording), caches=step.on_gpu).peak_bytes or 0
     return (answer.peak(rows).peak_bytes or 0) / direct - 1

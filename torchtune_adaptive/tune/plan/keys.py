@@ -37,7 +37,7 @@ class PlanSettings:
         RANKS | SEVERAL_RANKS,
         1,
         means="ranks, on any number of machines: none of them is started, and more of them take no longer; or several "
-        "numbers to compare: `[1,2,4,8]`",
+        "numbers to compare, each traced by itself: `[1,2,4,8]`",
     )
     memory_limit: str | float | None = option(
         TEXT | NUMBER | NULL,
@@ -54,7 +54,8 @@ class PlanSettings:
     sequence_length: int | tuple[int, ...] | None = option(
         TOKENS | COUNTS | NULL,
         None,
-        means="tokens of a row, or several lengths: `[2048,8192]`. null: `adaptive.sequence_length`, else "
+        means="tokens of a row, or several lengths: `[2048,8192]`; where the loss takes logits in chunks, rounded up "
+        "to a multiple of their number. null: `adaptive.sequence_length`, else "
         "`tokenizer.max_seq_len`, else 4096 or the most that the model takes",
     )
     expandable_segments: bool | None = option(
@@ -62,7 +63,9 @@ class PlanSettings:
         None,
         means="how CUDA's caching allocator will be set; null: as `PYTORCH_CUDA_ALLOC_CONF` says here, else False",
     )
-    format: str = option(one_of("table", "csv", "json"), "table", means="of the answer")
+    format: str = option(
+        one_of("table", "csv", "json"), "table", means="of the answer; `csv` has no advice, and notes go to stderr"
+    )
     advise: bool | None = option(
         BOOL | NULL,
         None,
@@ -72,7 +75,7 @@ class PlanSettings:
     link_bandwidth: str | None = option(
         TEXT | NULL,
         None,
-        means="a second, between ranks, in one direction: `50GB`. null: the card's; between machines `50GB`",
+        means="bytes a second, between ranks, in one direction: `50GB`. null: the card's; between machines `50GB`",
     )
     picture: str | None = option(
         TEXT | NULL,

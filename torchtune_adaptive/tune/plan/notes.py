@@ -27,9 +27,11 @@ def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequenc
     return notes
 
 
-def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget) -> list[str]:
+def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Sequence[int]) -> list[str]:
     """What the answer assumes and what it does not cover, said with it."""
     notes = []
+    if any(tokens % step.tokens_multiple for tokens in wanted):
+        notes.append(f"lengths are rounded up to a multiple of {step.tokens_multiple}, the chunks of the loss")
     if step.on_gpu:
         assumed = format_bytes(have.overhead_bytes)
         notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")

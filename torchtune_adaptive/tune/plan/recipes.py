@@ -22,6 +22,11 @@ from torchtune_adaptive.tune.start.settings import (
 
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings of the recipe that this config is for, if its step can be traced."""
+    if "teacher_model" in cfg:
+        raise ConfigError(
+            "teacher_model: the config distils one model into another, which a prediction does not cover: "
+            "without the teacher it would promise too much"
+        )
     pairs, lora = trains_on_pairs(cfg), None
     if trains_with_ppo(cfg):
         settings = read_ppo_settings(cfg)[0]

@@ -14,7 +14,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, amount_bytes, card_named, limit_bytes
 from torchtune_adaptive.record.charts.predictions import check_drawable
-from torchtune_adaptive.sizes import MemorySize, format_bytes
+from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_size
 from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
 from torchtune_adaptive.tune.plan.recipes import trains_with_ppo
 from torchtune_adaptive.tune.start import sections
@@ -37,11 +37,17 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
             "ranks; give one, or leave advise out"
         )
     if settings.picture is not None:
+        if len(settings.several_ranks) > 1:
+            raise ConfigError("picture draws the answer for one number of ranks: give one world_size, or leave it out")
         check_drawable(Path(settings.picture), "picture")
+    if settings.link_bandwidth is not None:
+        amount_bytes(parse_size(settings.link_bandwidth, "link_bandwidth"), "link_bandwidth")
     return settings
 
 
 def check_advice(cfg: DictConfig, settings: PlanSettings) -> None:
+    if settings.advise and settings.format == "csv":
+        raise ConfigError("advise is True and format is csv, which has no rows for advice: set format=json")
     if settings.advise and trains_with_ppo(cfg):
         raise ConfigError("advise is True, but settings of PPO are not compared: leave it out")
 
@@ -99,7 +105,7 @@ def card_of(plan: PlanSettings, *, on_gpu: bool) -> Card:
 
 def link_bytes_per_s(plan: PlanSettings, card: Card) -> float:
     if plan.link_bandwidth is not None:
-        return limit_bytes(plan.link_bandwidth, "link_bandwidth")
+        return amount_bytes(parse_size(plan.link_bandwidth, "link_bandwidth"), "link_bandwidth")
     return card.link_bytes_per_s if plan.ranks <= RANKS_OF_A_MACHINE else min(NETWORK, card.link_bytes_per_s)
 
 
