@@ -3,6 +3,8 @@
 python tools/coverage.py [NAME ...]      # predicts these, by default all: about a minute of CPU time each
 python tools/coverage.py --would-fit [NAME ...]   # what would let those fit the smallest card that do not: minutes each
 python tools/coverage.py --table         # only writes the table anew
+
+What would fit is looked for from where a run was ended that had not found it.
 """
 
 from __future__ import annotations
@@ -33,6 +35,9 @@ CARDS = ("4090", "a100-40", "h100", "h200")
 BEGIN, END = "<!-- coverage: made by tools/coverage.py -->\n", "<!-- end of coverage -->"
 WOULD_FIT_BEGIN, WOULD_FIT_END = "<!-- would fit: made by tools/coverage.py -->\n", "<!-- end of would fit -->"
 MORE_RANKS = (16, 32, 64)
+TRIED = "tried so far"
+"""Where the record has changes that do not help, of configs for which a run was ended before it knew what does."""
+VERSIONS = {"torch": torch.__version__, "torchtune": torchtune.__version__}
 
 
 def mirrored() -> list[str]:
@@ -52,17 +57,31 @@ def rows_by_card(name: str) -> dict[str, int]:
     return {card: answer.within(Budget(limit_bytes(card, "card"), overhead_bytes)).chosen_rows for card in CARDS}
 
 
-def would_fit(name: str) -> dict[str, Any]:
-    """The first change after which one row fits the smallest card, else the ranks on which it does as it is."""
+def would_fit(name: str, record: dict[str, Any]) -> dict[str, Any]:
+    """The first change after which one row fits the smallest card, else the ranks on which it does as it is.
+
+    Goes on behind what a run has tried that was ended before it was done.
+    """
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
     assert isinstance(cfg, DictConfig)
-    changes = [(overrides, RANKS) for overrides in one_by_one(cfg)]
-    more_ranks: list[tuple[Overrides, int]] = [((), ranks) for ranks in MORE_RANKS]
-    for overrides, ranks in [*changes, *more_ranks]:
+    tried = record.setdefault(TRIED, {}).setdefault(name, [])
+    for overrides, ranks in changes(cfg):
+        change = " ".join([*overrides, f"on {ranks} ranks"])
+        if change in tried:
+            continue
         if rows := rows_with(changed(cfg, overrides), ranks):
             fewer = (f"batch_size={rows}",) if rows < cfg.batch_size else ()
             return {"append": " ".join([*overrides, *fewer]), "ranks": ranks, "rows": rows}
+        tried.append(change)
+        write_record(record)
+        print(f"  does not fit: {change}", flush=True)
     return {"append": "", "ranks": None, "rows": 0}
+
+
+def changes(cfg: DictConfig) -> list[tuple[Overrides, int]]:
+    """What is tried, in this order: overrides on as many ranks as there are, then no overrides on more."""
+    more_ranks: list[tuple[Overrides, int]] = [((), ranks) for ranks in MORE_RANKS]
+    return [*((overrides, RANKS) for overrides in one_by_one(cfg)), *more_ranks]
 
 
 def rows_with(cfg: DictConfig, ranks: int) -> int:
@@ -88,6 +107,24 @@ def that_do_not_fit(rows: dict[str, dict[str, int]]) -> list[str]:
 
 def read_record() -> dict[str, Any]:
     return json.loads(RECORD.read_text()) if RECORD.exists() else {"rows": {}, "would fit": {}}
+
+
+def write_record(record: dict[str, Any]) -> None:
+    record["versions"] = VERSIONS
+    RECORD.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def predict_rows(name: str, record: dict[str, Any]) -> None:
+    record["rows"][name] = rows_by_card(name)
+    write_record(record)
+
+
+def predict_what_would_fit(name: str, record: dict[str, Any]) -> None:
+    record["would fit"][name] = would_fit(name, record)
+    record[TRIED].pop(name)
+    if not record[TRIED]:
+        record.pop(TRIED)
+    write_record(record)
 
 
 def table(rows: dict[str, dict[str, int]]) -> str:
@@ -131,13 +168,13 @@ def main() -> None:
     parser.add_argument("--would-fit", action="store_true")
     options = parser.parse_args()
     record = read_record()
-    kind, predicted, all_of_them = "rows", rows_by_card, mirrored()
+    if record.get("versions") != VERSIONS:
+        record.pop(TRIED, None)
+    kind, into, all_of_them = "rows", predict_rows, mirrored()
     if options.would_fit:
-        kind, predicted, all_of_them = "would fit", would_fit, that_do_not_fit(record["rows"])
+        kind, into, all_of_them = "would fit", predict_what_would_fit, that_do_not_fit(record["rows"])
     for name in [] if options.table else options.names or all_of_them:
-        record.setdefault(kind, {})[name] = predicted(name)
-        record["versions"] = {"torch": torch.__version__, "torchtune": torchtune.__version__}
-        RECORD.write_text(json.dumps(record, indent=2) + "\n")
+        into(name, record)
         print(name, record[kind][name], flush=True)
     write_tables(record)
 

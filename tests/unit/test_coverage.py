@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import DictConfig
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,6 +35,30 @@ def test_the_page_shows_the_record(coverage: dict[str, Any]) -> None:
     assert coverage["BEGIN"] + coverage["table"](record["rows"]) + coverage["END"] in page
     changes = coverage["table_of_changes"](record)
     assert coverage["WOULD_FIT_BEGIN"] + changes + coverage["WOULD_FIT_END"] in page
+
+
+def test_what_would_fit_goes_on_behind_what_was_tried(
+    coverage: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, asked = "gemma2/27B_full", []
+
+    def ended_at_the_third(cfg: DictConfig, ranks: int) -> int:
+        asked.append(cfg)
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return int(len(asked) == 4)
+
+    inside = coverage["predict_what_would_fit"].__globals__
+    monkeypatch.setitem(inside, "rows_with", ended_at_the_third)
+    monkeypatch.setitem(inside, "RECORD", tmp_path / "coverage.json")
+    with pytest.raises(KeyboardInterrupt):
+        coverage["predict_what_would_fit"](name, coverage["read_record"]())
+    coverage["predict_what_would_fit"](name, coverage["read_record"]())
+    assert len(asked) == 4
+    assert asked[3] == asked[2]
+    found = coverage["read_record"]()
+    assert found["would fit"][name]["rows"] == 1
+    assert coverage["TRIED"] not in found
 
 
 def test_a_prediction_of_today_is_that_of_the_record(coverage: dict[str, Any]) -> None:
