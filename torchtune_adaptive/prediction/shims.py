@@ -21,10 +21,13 @@ from torch.utils import _foreach_utils
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.replacing import replaced
 
 aten = torch.ops.aten
+PRIVATE = ("_current_autograd_node", "_storage_Use_Count")
+"""What this needs of `torch._C`, besides what it replaces."""
 DEVICE_OF = torch.ops.prim.device.default
 
 META = torch.device("meta")
@@ -103,6 +106,8 @@ class DeviceStandIn(TorchDispatchMode):
 
     def calibrate(self) -> None:
         """Notes how many owners a gradient seems to have here that has only one. Call it while this is active."""
+        if missing := [name for name in PRIVATE if not hasattr(torch._C, name)]:
+            raise _unknown(f"torch._C has no {missing[0]}")
         self._calibrating = True
         try:
             leaf = torch.empty(2, requires_grad=True)
@@ -110,7 +115,12 @@ class DeviceStandIn(TorchDispatchMode):
             (twice.sin() + twice.cos()).sum().backward()
         finally:
             self._calibrating = False
-        assert self._unshared is not None, "autograd adds gradients in a way that is not known"
+        if self._unshared is None:
+            raise _unknown("autograd adds gradients in another way")
+
+
+def _unknown(why: str) -> PredictionError:
+    return PredictionError(f"torch {torch.__version__} is not known to predictions ({why})", Remedy.MEASURE)
 
 
 def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torchtune_adaptive.errors import PredictionError
 from torchtune_adaptive.prediction.recorder import NO_OP, Recorder
 from torchtune_adaptive.prediction.shims import HOST, META, UPLOAD, DeviceStandIn, cuda_kernels, flash_backward_bytes
 
@@ -36,6 +37,13 @@ def stand_in(*, host_is_device: bool = False) -> Iterator[Ops]:
         mode.calibrate()
         ops.names.clear()
         yield ops
+
+
+def test_a_torch_that_is_not_known_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_current_autograd_node")
+    named = r"torch .* is not known to predictions \(torch._C has no _current_autograd_node\)"
+    with pytest.raises(PredictionError, match=named), stand_in():
+        pass
 
 
 def attention_ops(dtype: torch.dtype, mask: Callable[[], Tensor | None]) -> list[str]:
