@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torchtune
 from omegaconf import DictConfig, OmegaConf
+from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive import AdaptiveError
 from torchtune_adaptive.prediction import Budget, limit_bytes
@@ -35,6 +36,7 @@ CARDS = ("4090", "a100-40", "h100", "h200")
 BEGIN, END = "<!-- coverage: made by tools/coverage.py -->\n", "<!-- end of coverage -->"
 WOULD_FIT_BEGIN, WOULD_FIT_END = "<!-- would fit: made by tools/coverage.py -->\n", "<!-- end of would fit -->"
 MORE_RANKS = (16, 32, 64)
+FILES = ("output_dir", "tokenizer", "checkpointer", "metric_logger", "profiler")
 TRIED = "tried so far"
 """Where the record has changes that do not help, of configs for which a run was ended before it knew what does."""
 VERSIONS = {"torch": torch.__version__, "torchtune": torchtune.__version__}
@@ -120,11 +122,23 @@ def predict_rows(name: str, record: dict[str, Any]) -> None:
 
 
 def predict_what_would_fit(name: str, record: dict[str, Any]) -> None:
-    record["would fit"][name] = would_fit(name, record)
-    record[TRIED].pop(name)
-    if not record[TRIED]:
-        record.pop(TRIED)
+    twin = next((other for other in record["would fit"] if what_is_trained(other) == what_is_trained(name)), name)
+    if twin != name:  # of models that torchtune builds alike only the weights differ
+        record["would fit"][name] = record["would fit"][twin]
+    else:
+        record["would fit"][name] = would_fit(name, record)
+    record.get(TRIED, {}).pop(name, None)
+    if not record.get(TRIED):
+        record.pop(TRIED, None)
     write_record(record)
+
+
+def what_is_trained(name: str) -> dict[str, Any]:
+    """All of a config that a prediction goes by: the function that builds the model, and nothing about files."""
+    cfg = OmegaConf.to_container(OmegaConf.load(locate(f"adaptive/{name}")))
+    assert isinstance(cfg, dict)
+    builder = _get_component_from_path(cfg["model"].pop("_component_"))
+    return {"builder": builder, **{str(key): value for key, value in cfg.items() if key not in FILES}}
 
 
 def table(rows: dict[str, dict[str, int]]) -> str:

@@ -61,6 +61,13 @@ def test_what_would_fit_goes_on_behind_what_was_tried(
     assert coverage["TRIED"] not in found
 
 
+def test_of_models_that_are_built_alike_one_is_predicted(coverage: dict[str, Any]) -> None:
+    trained = coverage["what_is_trained"]
+    assert trained("llama3_3/70B_full") == trained("llama3_1/70B_full")
+    others = ("llama3_1/70B_lora", "llama3_3/70B_lora", "llama3_3/70B_qlora", "qwen2_5/72B_lora", "gemma2/27B_full")
+    assert [trained(name) == trained("llama3_1/70B_lora") for name in others] == [True, True, False, False, False]
+
+
 def test_a_prediction_of_today_is_that_of_the_record(coverage: dict[str, Any]) -> None:
     name = "qwen2_5/0.5B_lora"
     assert coverage["rows_by_card"](name) == coverage["read_record"]()["rows"][name]
