@@ -21,9 +21,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": {},
     "cuda": {"embed_dim": 1024, "intermediate_dim": 2048, "num_heads": 8, "num_layers": 8, "max_seq_len": 4096},
 }
-SEEN = {"cpu": [(1, 64), (4, 32), (64, 2), (9, 16)], "cuda": [(1, 4096), (4, 2048), (512, 16), (64, 128)]}
-HELD_OUT = {"cpu": [(2, 64), (40, 8)], "cuda": [(3, 4096), (256, 64)]}
-"""Samples and the tokens of each."""
+SEEN = {"cpu": [(1, 64), (4, 32), (6, 48), (9, 16)], "cuda": [(1, 4096), (4, 2048), (512, 16), (64, 128)]}
+HELD_OUT = {"cpu": [(2, 64), (20, 24)], "cuda": [(3, 4096), (256, 64)]}
+"""Samples and the tokens of each. The last of each has no logits: of two tokens, half would have none."""
 MIXED = tuple(range(16, 2048, 96)) + (16,) * 43
 """Of which padding to the longest makes more than three times as many tokens."""
 

@@ -97,7 +97,7 @@ def answer_to(prompt: Sequence[int]) -> list[int]:
     return tokens if end >= NEW else [*tokens[:end], STOP, *tokens[end + 1 :]]
 
 
-def _given(model: nn.Module, prompts: Sequence[Tensor], drawn: Tensor, **options: Any) -> Tensor:
+def _given(model: nn.Module, prompts: Sequence[Tensor], drawn: Tensor, *options: Any, **places: Any) -> Tensor:
     return torch.tensor([answer_to(prompt.tolist()) for prompt in prompts])
 
 
