@@ -19,11 +19,11 @@ import pytest
 import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from tests.commands import tune_run_here
 from tests.pictures import cut_off, is_drawn, marked, names_of, pictures
 from tests.ranks import run_on_ranks
+from tests.recipes.metering import metered, profiled
 from tests.recipes.running import STOCK, demo_config, load_ours
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import plain_tensors
@@ -88,28 +88,13 @@ def profiled_peaks(kind: str, cfg: DictConfig) -> list[int]:
         return [meter.live_bytes + profiled(lambda size=size: step(*size)) for size in SIZES]
 
 
-def profiled(step: Callable[[], None]) -> int:
-    """The most that one step has allocated at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
-    events = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
-    alive = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    return peak
-
-
 def metered_peaks(kind: str, cfg: DictConfig, of: type[MemoryMeter] = MemoryMeter) -> list[int]:
-    """Collective: what the recipes' own meter, or another, counts on this rank, without what gloo takes for itself."""
+    """Collective: what the recipes' own meter, or another, counts on this rank."""
     peaks = []
     with recipe_step(kind, cfg) as (recipe, step):
         for size in SIZES:
-            gc.collect()
-            with of() as meter:
-                meter.count(resident_tensors(recipe.model, recipe.optimization.optimizers))
-                step(*size)
-            peaks.append(meter.peak_bytes)
+            resident = resident_tensors(recipe.model, recipe.optimization.optimizers)
+            peaks.append(metered(lambda size=size: step(*size), resident, of))
     return peaks
 
 

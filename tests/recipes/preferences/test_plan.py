@@ -16,7 +16,8 @@ import torch
 from omegaconf import DictConfig
 
 from tests.ranks import run_on_ranks
-from tests.recipes.plan.test_plan import RNG_BYTES, WIDE_ENOUGH_FOR_NF4, ask, profiled
+from tests.recipes.metering import metered, profiled
+from tests.recipes.plan.test_plan import RNG_BYTES, WIDE_ENOUGH_FOR_NF4, ask
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
@@ -115,11 +116,8 @@ def metered_peaks(name: str, folder: Path) -> dict[str, list[int]]:
     with stages_of(*config_of(name, folder)) as (recipe, stages):
         for stage, run in stages.items():
             for size in SIZES:
-                gc.collect()
-                with MemoryMeter() as meter:
-                    meter.count(resident_in(recipe))
-                    run(*size)
-                peaks.setdefault(stage, []).append(meter.peak_bytes)
+                peak = metered(lambda run=run, size=size: run(*size), resident_in(recipe))
+                peaks.setdefault(stage, []).append(peak)
     return peaks
 
 
