@@ -83,8 +83,7 @@ def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Ad
     parts = []
     for at in range(len(found.answers)):
         parts += (of_rollouts if trains_with_ppo(cfg) else of_a_step)(cfg, settings, found, advice, at)
-        if rows := found.batch_size(at):
-            parts += [f"measure it with: {command(cfg, settings, config_name(), rows, overrides())}"]
+        parts += [f"measure it with: {line}" for line in commands(cfg, settings, found, at)]
     parts += [] if advice is None or found.trains else advice.lines(settings.ranks)
     parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
     parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
@@ -113,15 +112,25 @@ def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advi
 
 
 def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    rows = rows_of(found)
-    outcomes = printed.alternatives(advice.outcomes) if advice else []
-    return printed.as_json(rows, [*found.notes, *(advice.notes if advice else ())], outcomes)
+    return printed.as_json(
+        rows_of(found),
+        [*found.notes, *(advice.notes if advice else ())],
+        advice=printed.alternatives(advice.outcomes) if advice else [],
+        commands=[line for at in range(len(found.answers)) for line in commands(cfg, settings, found, at)],
+        largest_error=found.largest_error,
+    )
 
 
 def rows_of(found: Answers) -> list[dict[str, Any]]:
     """Figures for programs, a row for each length and stage."""
     stages = [stage for at in range(len(found.answers)) for stage in found.stages(at).items()]
     return [{**({"stage": name} if name else {}), **row} for name, each in stages for row in printed.figures(each)]
+
+
+def commands(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int) -> list[str]:
+    """What trains with the answer for a length; none where nothing fits."""
+    rows = found.batch_size(at)
+    return [command(cfg, settings, config_name(), rows, overrides())] if rows else []
 
 
 FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}

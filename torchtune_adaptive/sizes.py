@@ -21,7 +21,8 @@ _UNITS = {
 MOST_DECIMALS = 13
 """A byte is seen in a TiB."""
 _WITH_UNIT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)")
-_ALLOWED = "allowed: an amount (24GiB, 500MiB, 80GB) or a fraction of the device, above 0 and up to 1 (0.9)"
+_AMOUNT = "allowed: an amount (24GiB, 500MiB, 80GB)"
+_ALLOWED = f"{_AMOUNT} or a fraction of the device, above 0 and up to 1 (0.9)"
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,27 @@ def parse_size(value: object, key: str) -> MemorySize:
         if not 0 < number <= 1:
             raise ConfigError(f"{key}: {value!r} is neither an amount of memory nor a fraction; {_ALLOWED}")
         return MemorySize(number, is_fraction=True)
+    return MemorySize(_amount(value, key, _ALLOWED), is_fraction=False)
+
+
+def parse_amount(value: object, key: str) -> int:
+    """Bytes of an amount that has to be known without a device."""
+    number = _as_number(value)
+    if number is not None:
+        wrong = "a fraction needs a device" if 0 < number <= 1 else "an amount needs a unit"
+        raise ConfigError(f"{key} is {value}: {wrong}; {_AMOUNT}")
+    return int(_amount(value, key, _AMOUNT))
+
+
+def _amount(value: object, key: str, allowed: str) -> float:
     match = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
     unit_bytes = _UNITS.get(match[2].lower()) if match else None
     if match is None or unit_bytes is None:
-        raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {_ALLOWED}")
+        raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {allowed}")
     amount = float(match[1]) * unit_bytes
     if amount < 1:
-        raise ConfigError(f"{key}: {value!r} leaves no memory at all; {_ALLOWED}")
-    return MemorySize(amount, is_fraction=False)
+        raise ConfigError(f"{key}: {value!r} leaves no memory at all; {allowed}")
+    return amount
 
 
 def parse_sizes(value: object, key: str) -> tuple[MemorySize, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.sizes import MemorySize, parse_size
+from torchtune_adaptive.sizes import parse_amount
 from torchtune_adaptive.wording import did_you_mean
 
 
@@ -76,18 +76,8 @@ def limit_bytes(value: Any, key: str) -> int:
     if (card := card_named(value)) is not None:
         return int(card.gib * 2**30)
     try:
-        size = parse_size(value, key)
+        return parse_amount(value, key)
     except ConfigError as error:
         name = str(value).strip().lower()
         cards = did_you_mean(name, CARDS, most=3) or f"; known are {', '.join(CARDS)}"
         raise ConfigError(f"{error}; or a card by its name{cards}") from error
-    return amount_bytes(size, key)
-
-
-def amount_bytes(size: MemorySize, key: str) -> int:
-    """Bytes of an amount that has to be known without a device."""
-    if size.is_fraction:
-        raise ConfigError(
-            f"{key} is {size.amount:g}: a fraction needs a device; give an amount (24GiB) or a card (h100)"
-        )
-    return int(size.amount)

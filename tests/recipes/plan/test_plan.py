@@ -215,6 +215,10 @@ def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str], mon
     assert list(dict.fromkeys(int(row["tokens"]) for row in rows)) == [128, 256]
     chosen = [int(row["rows"]) for row in rows if str(row["chosen"]) == "True"]
     assert chosen[0] == 2 * chosen[1]
+    if form == "json":
+        for most, line in zip(chosen, json.loads(output)["commands"], strict=True):
+            assert f" batch_size={most}" in line
+        assert abs(json.loads(output)["largest_error"]) < 0.005
 
 
 def test_a_length_that_the_chunks_of_the_loss_do_not_divide_is_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -44,12 +44,13 @@ def test_a_limit_is_an_amount_or_a_card(value: object, expected: float) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("h10", "h100"), ("much", "known are"), (0.9, "a fraction needs a device"), (17, "neither an amount")],
+    [("h10", "h100"), ("much", "known are"), (0.9, "a fraction needs a device"), (17, "an amount needs a unit")],
 )
 def test_another_limit_is_refused_with_what_is_allowed(value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
         limit_bytes(value, "memory_limit")
     assert str(refused.value).startswith("memory_limit")
+    assert "a fraction of the device" not in str(refused.value)
 
 
 def test_cards_have_the_memory_that_their_names_say_or_less() -> None:

@@ -142,9 +142,10 @@ def as_csv(rows: Sequence[dict[str, Any]]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str], advice: Sequence[dict[str, Any]] = ()) -> str:
-    beside = {"advice": list(advice)} if advice else {}
-    return json.dumps({"predictions": list(rows), **beside, "notes": list(notes)}, indent=2)
+def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str], **beside: object) -> str:
+    """`beside`: what else the answer says, where it says anything."""
+    said = {name: value for name, value in beside.items() if value not in ([], None)}
+    return json.dumps({"predictions": list(rows), **said, "notes": list(notes)}, indent=2)
 
 
 def _line(prediction: Prediction, answer: Answer) -> str:

@@ -12,9 +12,9 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.answer import Budget
-from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, amount_bytes, card_named, limit_bytes
+from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, card_named, limit_bytes
 from torchtune_adaptive.record.charts.predictions import check_drawable
-from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_size
+from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_amount
 from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
 from torchtune_adaptive.tune.plan.recipes import trains_with_ppo
 from torchtune_adaptive.tune.start import sections
@@ -41,7 +41,7 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
             raise ConfigError("picture draws the answer for one number of ranks: give one world_size, or leave it out")
         check_drawable(Path(settings.picture), "picture")
     if settings.link_bandwidth is not None:
-        amount_bytes(parse_size(settings.link_bandwidth, "link_bandwidth"), "link_bandwidth")
+        parse_amount(settings.link_bandwidth, "link_bandwidth")
     return settings
 
 
@@ -105,7 +105,7 @@ def card_of(plan: PlanSettings, *, on_gpu: bool) -> Card:
 
 def link_bytes_per_s(plan: PlanSettings, card: Card) -> float:
     if plan.link_bandwidth is not None:
-        return amount_bytes(parse_size(plan.link_bandwidth, "link_bandwidth"), "link_bandwidth")
+        return parse_amount(plan.link_bandwidth, "link_bandwidth")
     return card.link_bytes_per_s if plan.ranks <= RANKS_OF_A_MACHINE else min(NETWORK, card.link_bytes_per_s)
 
 
@@ -121,7 +121,15 @@ def _least_of_ranks(limits: Sequence[MemorySize] | None, world_size: int) -> int
         raise ConfigError(
             f"{key} has {len(limits)} amounts and world_size is {world_size}: give one for each rank, or memory_limit"
         )
-    return min(amount_bytes(each, key) for each in limits)
+    return min(_known_bytes(each, key) for each in limits)
+
+
+def _known_bytes(size: MemorySize, key: str) -> int:
+    if size.is_fraction:
+        raise ConfigError(
+            f"{key} is {size.amount:g}: a fraction needs a device; give an amount (24GiB) or a card (h100)"
+        )
+    return int(size.amount)
 
 
 def expandable_segments(plan: PlanSettings, environment: Mapping[str, str]) -> bool:
