@@ -8,14 +8,15 @@ length, or needs a mask of tokens².
 from __future__ import annotations
 
 import inspect
-from itertools import pairwise
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-aten = torch.ops.aten
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 WIDEST_HEAD = 256
 """What the GPU's kernel takes."""
@@ -47,18 +48,18 @@ def _on_gpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: in
 @torch.library.custom_op("torchtune_adaptive::attend_each", mutates_args=(), device_types="cpu")
 def _attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
     """[tokens, heads, width] each; also what the backward needs to know of every softmax."""
-    attended, logsumexp = _like(query), query.new_empty(query.shape[:2], dtype=_logsumexp_dtype(query))
-    for start, end in pairwise(ends.tolist()):
-        parts = (_as_batch(tensor[start:end]) for tensor in (query, key, value))
-        part, of_softmax = aten._scaled_dot_product_flash_attention_for_cpu(*parts, 0.0, True)
-        _as_batch(attended[start:end]).copy_(part)
-        logsumexp[start:end].copy_(of_softmax[0].transpose(0, 1))
+    attended, logsumexp = _like(query), _logsumexp_like(query)
+    sides = (query, key, value, attended, logsumexp)
+    for *parts, whole, of_all in _samples(ends, *sides):
+        part, of_softmax = _flash(*parts, 0.0, True)
+        whole.copy_(part)
+        of_all.copy_(of_softmax)
     return attended, logsumexp
 
 
 @_attend_each.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
-    return _like(query), query.new_empty(query.shape[:2], dtype=_logsumexp_dtype(query))
+    return _like(query), _logsumexp_like(query)
 
 
 @torch.library.custom_op("torchtune_adaptive::attend_each_backward", mutates_args=(), device_types="cpu")
@@ -66,12 +67,12 @@ def _attend_each_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Tensor, logsumexp: Tensor, ends: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = (_like(query), _like(key), _like(value))
-    for start, end in pairwise(ends.tolist()):
-        parts = (_as_batch(tensor[start:end]) for tensor in (gradient, query, key, value, attended))
-        of_softmax = logsumexp[start:end].transpose(0, 1)[None]
-        of_parts = aten._scaled_dot_product_flash_attention_for_cpu_backward(*parts, of_softmax, 0.0, True)
-        for whole, part in zip(gradients, of_parts, strict=True):
-            _as_batch(whole[start:end]).copy_(part)
+    sides = (gradient, query, key, value, attended, logsumexp, *gradients)
+    for *parts, of_query, of_key, of_value in _samples(ends, *sides):
+        found = _flash_backward(*parts, 0.0, True)
+        of_query.copy_(found[0])
+        of_key.copy_(found[1])
+        of_value.copy_(found[2])
     return gradients
 
 
@@ -99,10 +100,15 @@ def _like(tensor: Tensor) -> Tensor:
     return tensor.new_empty(tensor.shape)
 
 
-def _as_batch(part: Tensor) -> Tensor:
-    """[tokens, heads, width] as torch's kernel takes it: [1, heads, tokens, width]."""
-    return part.transpose(0, 1)[None]
+def _samples(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """What each sample has of [tokens, heads, width], as torch's kernel takes it: [1, heads, tokens, width].
+
+    All cut at once: most samples are so short that views made one by one would take as long as the kernel.
+    """
+    lengths = ends.diff().tolist()
+    return zip(*(row.transpose(0, 1)[None].split(lengths, dim=2) for row in rows), strict=True)
 
 
-def _logsumexp_dtype(query: Tensor) -> torch.dtype:
-    return torch.float64 if query.dtype == torch.float64 else torch.float32
+def _logsumexp_like(query: Tensor) -> Tensor:
+    """[tokens, heads]"""
+    return query.new_empty(query.shape[:2], dtype=torch.float64 if query.dtype == torch.float64 else torch.float32)
