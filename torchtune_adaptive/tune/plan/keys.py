@@ -64,7 +64,10 @@ class PlanSettings:
         means="how CUDA's caching allocator will be set; null: as `PYTORCH_CUDA_ALLOC_CONF` says here, else False",
     )
     format: str = option(
-        one_of("table", "csv", "json"), "table", means="of the answer; `csv` has no advice, and notes go to stderr"
+        one_of("table", "csv", "json"),
+        "table",
+        means="of the answer; `csv` is figures alone, without advice, and notes go to stderr; `json` has all of it, "
+        "also the commands that measure it, and by how much the check was off (`largest_error`)",
     )
     advise: bool | None = option(
         BOOL | NULL,
