@@ -8,6 +8,7 @@ an interpreter ends, are for `running.run_command`.
 from __future__ import annotations
 
 import atexit
+import math
 import multiprocessing
 import os
 import runpy
@@ -193,11 +194,11 @@ class _ForkedRank:
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
         return self.returncode
 
-    def wait(self, timeout: float) -> int:
-        deadline = time.monotonic() + timeout
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired([], timeout)
+                raise subprocess.TimeoutExpired([], timeout or 0)
             time.sleep(0.01)
         return status
 
