@@ -103,7 +103,7 @@ def _like(tensor: Tensor) -> Tensor:
 def _samples(ends: Tensor, *rows: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """What each sample has of [tokens, heads, width], as torch's kernel takes it: [1, heads, tokens, width].
 
-    All cut at once: most samples are so short that views made one by one would take as long as the kernel.
+    All cut at once: beside the kernel of a short sample, views made one by one take time that shows.
     """
     lengths = ends.diff().tolist()
     return zip(*(row.transpose(0, 1)[None].split(lengths, dim=2) for row in rows), strict=True)
