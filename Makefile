@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 VERSIONS ?= 2.11.0 2.12.0
 VERSION_TESTS ?= tests/distributed tests/recipes tests/unit/tune/parts/unpadded
 
-.PHONY: demo demo-dpo demo-ppo test quick coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
+.PHONY: demo demo-dpo demo-ppo test quick check coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -35,6 +35,10 @@ test: $(READY)
 quick: lint
 	$(BIN)/python -m pytest tests/unit --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
 		--deselect tests/unit/test_coverage.py --deselect tests/unit/test_documents.py::test_a_run_that_is_shown_would_start
+
+# `quick`, and a run of each thing that README promises (tests/promises.txt): what every change has to pass
+check: quick
+	$(BIN)/python -m pytest @tests/promises.txt --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 # lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test`
 coverage: $(READY)
