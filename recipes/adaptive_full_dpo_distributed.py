@@ -73,14 +73,12 @@ class AdaptiveFullDPODistributed:
 
         self.data = build_pairs(settings, tokenizer, mesh)
         self.reference_model = self.build_reference()
-        self.stages = build_stages(
-            self.model, self.reference_model, loss_fn, self.data, settings, device, journal.event
-        )
+        self.stages = build_stages(self.model, self.reference_model, loss_fn, self.data, settings, device)
+        journal.follow(*self.stages.runners)
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
             settings=settings,
             ranks=self._ranks,
-            tokenizer=tokenizer,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,

@@ -68,12 +68,12 @@ class AdaptiveFullFinetuneDistributed:
         loss_fn = build_loss(settings, self.model)
 
         self.data = build_data(settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, device, journal.event, mesh)
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, device, mesh)
+        journal.follow(self.runner)
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
             settings=settings,
             ranks=self._ranks,
-            tokenizer=tokenizer,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,

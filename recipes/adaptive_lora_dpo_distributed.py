@@ -70,12 +70,12 @@ class AdaptiveLoraDPODistributed:
 
         self.data = build_pairs(settings, tokenizer, mesh)
         reference = None if is_known(settings, self.data.dataset) else self.model
-        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, device, journal.event)
+        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, device)
+        journal.follow(*self.stages.runners)
         self._profiler = build_profiler(settings.config, device)
         self.parts = Parts(
             settings=settings,
             ranks=self._ranks,
-            tokenizer=tokenizer,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,

@@ -32,7 +32,7 @@ from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_o
 from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, TRAINED_FILES, check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
-from torchtune_adaptive.tune.rl.stages import build_stages, stop_tokens_of
+from torchtune_adaptive.tune.rl.stages import answering_of, build_stages
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
@@ -72,19 +72,19 @@ class AdaptivePPOFullFinetuneDistributed:
         checkpoint = self.checkpoints.load()
         self.models = build_models(settings, device, self._mesh, checkpoint, self.progress.seed)
         check_room(self.models.everything, settings.adaptive, ppo)
-        self.tokenizer = components.build("tokenizer", settings.config)
+        tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_ppo_optimization(settings, self.models, checkpoint, device)
         if self._start.resumes:
             self.progress = self.progress.resumed(checkpoint, told={"seed": "seed"})
         self.loss = build_ppo_loss(settings)
-        self.data = build_prompts(settings, self.tokenizer, self._mesh)
-        seed, tokenizer, event = self.progress.seed, self.tokenizer, self.journal.event
-        self.stages = build_stages(self.models, self.loss, tokenizer, settings, ppo, device, seed, event)
+        self.data = build_prompts(settings, tokenizer, self._mesh)
+        self.answering = answering_of(tokenizer, ppo, self.progress.seed)
+        self.stages = build_stages(self.models, self.loss, self.answering, settings, ppo, device)
+        self.journal.follow(*self.stages.runners.values())
         self._profiler = build_profiler(settings.config, device)
         self.parts = RolloutParts(
             settings=settings,
             ppo=ppo,
-            tokenizer=self.tokenizer,
             data=self.data,
             models=self.models,
             optimization=self.optimization,
@@ -135,7 +135,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self.stages.roll_out(mine, iteration)
         # Advantages are whitened over the answers of all ranks, before anything is split.
         everything = gathered(mine)
-        figures = estimate(everything, self._ppo, stop_tokens_of(self.tokenizer, self._ppo))
+        figures = estimate(everything, self._ppo, self.answering.stop_tokens)
         updates = Updates(self.loss)
         for share in updates_of(everything, self._ppo, self.progress.seed, iteration):
             value = self.stages.train_value(share, iteration)

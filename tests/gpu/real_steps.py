@@ -30,7 +30,7 @@ from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.data import Collate, build_collate
+from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
@@ -95,7 +95,9 @@ class RealStep:
 
     @cached_property
     def forward_backward(self):
-        return build_forward_backward(self.model, self.loss_fn, self.collate, TEXT, self.settings, self.device)
+        return build_forward_backward(
+            self.model, self.loss_fn, Batching(TEXT, self.collate), self.settings, self.device
+        )
 
     def runner(self, rows: int) -> StepRunner[Sample]:
         """Collective: what the recipe runs its steps with."""

@@ -5,7 +5,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from torchtune_adaptive.errors import Remedy, UnrecoverableError
 from torchtune_adaptive.memory.device import is_oom
+
+Value = TypeVar("Value")
 
 ONE_RING = 64
 """Ranks that agree in one ring; more do so in two steps."""
@@ -127,6 +129,22 @@ def let_go() -> None:
     """
     if dist.is_initialized() and backend_for("cpu") == "gloo":
         time.sleep(LET_GO_S)
+
+
+def from_all_ranks(value: Value) -> list[Value]:
+    """Collective: every rank's value, in order of rank."""
+    told: list[Any] = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(told, value)
+    return told
+
+
+def from_rank_0(value: Value) -> Value:
+    """Collective: rank 0's value, on every rank."""
+    told = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told)
+    return told[0]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from torchtune_adaptive.comm.collectives import from_rank_0
+
 BEATS_PER_TIMEOUT = 8
 LONGEST_INTERVAL_S = 5.0
 LEFT = "left"
@@ -75,9 +77,8 @@ class Heartbeat:
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         # Other attempts at this run may have left their beats in the same store.
-        attempt = [uuid.uuid4().hex]
-        dist.broadcast_object_list(attempt)
-        self._store = dist.PrefixStore(attempt[0], _own_connection(timeout_s))  # type: ignore[attr-defined]
+        attempt = from_rank_0(uuid.uuid4().hex)
+        self._store = dist.PrefixStore(attempt, _own_connection(timeout_s))  # type: ignore[attr-defined]
         self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
         self._where_first = self._store.get(_where(0)).decode()
         self._stopping = threading.Event()

@@ -17,10 +17,9 @@ from torchtune.rlhf.loss import DPOLoss
 from tests.distributed.faults.failing import fail_there
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
-from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts.microbatch import planned
+from torchtune_adaptive.tune.parts.microbatch import batching_of
 from torchtune_adaptive.tune.parts.preference import (
     KEPT,
     POLICY,
@@ -114,9 +113,9 @@ def settings_of(config: ModelConfig, rows: int, samples: int) -> Settings:
     return Settings(device="cpu", dtype="fp32", output_dir="out", epochs=1, shuffle=True, adaptive=adaptive, **sizes)
 
 
-def stages_of(models: Models, settings: Settings, on_event: Callable[[Event], None]) -> Stages:
+def stages_of(models: Models, settings: Settings) -> Stages:
     """Collective: as the recipes have them."""
-    return build_stages(*models, LOSS, DATA, settings, HOST, on_event)
+    return build_stages(*models, LOSS, DATA, settings, HOST)
 
 
 def pairs_of_the_step(pairs: int) -> list[Sample]:
@@ -158,8 +157,8 @@ class PreferenceBench:
 
     def _passes(self) -> tuple[PairPass, PairPass]:
         """Collective."""
-        kind, collate = planned(DATA, self.models.policy, self._settings, HOST)
-        return passes_of(*self.models, LOSS, Scorer(kind=kind, collate=collate, device=HOST), self._settings)
+        batching = batching_of(DATA, self.models.policy, self._settings, HOST)
+        return passes_of(*self.models, LOSS, Scorer(batching=batching, device=HOST), self._settings)
 
     def _microbatch(self, run: PairPass, pairs: Sequence[Sample]) -> Totals:
         """Collective: what a pass without a backward leaves gathered is sharded again after it."""
@@ -196,7 +195,7 @@ class PreferenceBench:
         self._put_back()  # else models that stay would be watched by one more at every place
         if self.case.first_pass:
             self.models = models_of(self.case.model)
-        self.stages = stages_of(self.models, self._settings, lambda _: None)
+        self.stages = stages_of(self.models, self._settings)
         self._fresh, self._put_back = [stage.state_dict() for stage in self.stages], self.stages.policy.close
         return dict(zip((REFERENCE, POLICY), self.stages, strict=True))[self.case.stage]
 

@@ -32,6 +32,7 @@ from torchtune_adaptive.tune.rl.stages import (
     TRAIN_VALUE,
     Gathering,
     RolloutStages,
+    answering_of,
     build_stages,
     passes_of,
 )
@@ -147,7 +148,8 @@ class RolloutBench:
         resharding = f"fsdp_reshard_after_forward={case.model.reshard_after_forward}"
         cfg = ppo_config(Path("unused"), *sizes, *splits, resharding, f"stop_token_ids=[{STOP}]")
         self._settings, self._ppo = read_ppo_settings(cfg)
-        self._loss, self._tokenizer = PPOLoss(epsilon=0.2, value_coeff=0.1), SimpleNamespace(pad_id=0)
+        self._loss = PPOLoss(epsilon=0.2, value_coeff=0.1)
+        self._answering = answering_of(SimpleNamespace(pad_id=0), self._ppo, SEED)
         self._steps = count()
         self.models = Models(**{name: make(case.model) for name, make in MAKERS.items()})
         self._found: list[Rollout] = []
@@ -173,7 +175,7 @@ class RolloutBench:
     def _plain(self, rows: int) -> Run:
         settings, gathers = self._settings, not self.case.layer_by_layer
         gathering = Gathering(self.models.policy, gathers, settings.fsdp_reshard_after_forward)
-        passes = passes_of(self.models, self._loss, self._tokenizer, settings, self._ppo, HOST, SEED, gathering)
+        passes = passes_of(self.models, self._loss, self._answering, settings, HOST, gathering)
 
         def run(name: str, rollouts: Sequence[Rollout]) -> float:
             each, loss = rows if name == self.case.stage else self.case.rows, torch.zeros(())
@@ -244,12 +246,10 @@ class RolloutBench:
         self.stages: RolloutStages = build_stages(
             self.models,
             self._loss,
-            self._tokenizer,
+            self._answering,
             self._settings,
             self._ppo,
             HOST,
-            SEED,
-            lambda _: None,
         )
         if self.case.layer_by_layer:
             self.stages.go_layer_by_layer()

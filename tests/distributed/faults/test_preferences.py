@@ -25,8 +25,8 @@ from tests.distributed.faults.preferences import (
 from tests.distributed.faults.sweeps import Outcome, sweep
 from tests.distributed.models import ModelConfig, gradients_of, same_gradients
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.limits.change import Change
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
-from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts.preference import PAIRS, POLICY, REFERENCE
@@ -48,9 +48,11 @@ class Both:
     def __init__(self, *, lora: bool, joined: bool = False) -> None:
         config = ModelConfig(dropout=0.0, lora=lora, sharded=dist.get_world_size() > 1, joined=joined)
         self.policy, self.reference = models = models_of(config)
-        self.events: list[Event] = []
+        self.changes: list[Change] = []
         settings = settings_of(config, rows=3, samples=6)
-        self.stages = stages_of(models, settings, self.events.append)
+        self.stages = stages_of(models, settings)
+        for runner in self.stages.runners:
+            runner.on_change = self.changes.append
 
     def step(self, pairs: Sequence[Sample], step: int = 1) -> StepResult:
         """Collective: both stages."""
@@ -131,7 +133,7 @@ def messages(failing: int) -> list[tuple[str, str]]:
     both = Both(lora=True)
     with FaultInjector(both.stages[failing]).fail_at(rank=1, step=3, operation=5):
         both.step(own_pairs(), step=3)
-    return [(event.stage, event.reason) for event in both.events]
+    return [(event.stage, event.reason) for event in both.changes]
 
 
 @pytest.mark.parametrize(("failing", "name"), list(enumerate((REFERENCE, POLICY))), ids=["reference", "policy"])

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig, ListConfig
 from torch import nn
@@ -29,6 +29,23 @@ Collate = Callable[[Sequence[Any]], dict[str, Any]]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
 
 
+class Tokenizer(Protocol):
+    """What is asked of the config's; its datasets may ask for more."""
+
+    pad_id: int
+
+
+class Batching(NamedTuple):
+    """How a microbatch is made of samples."""
+
+    kind: Kind
+    """Their kind as this run plans it: padded or not."""
+    collate: Collate
+
+    def batch_of(self, samples: Sequence[Any]) -> dict[str, Any]:
+        return self.collate(self.kind.rows_of(samples))
+
+
 @dataclass(frozen=True)
 class Data:
     """The dataset of a run, and what stands between it and a microbatch."""
@@ -47,7 +64,7 @@ class Data:
         return naming_bad_samples(model, self.dataset, last=last)
 
 
-def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Meshes) -> Data:
+def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Samples of text, for finetuning."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
@@ -55,7 +72,7 @@ def build_data(settings: Settings, tokenizer: Any, loss_fn: nn.Module, mesh: Mes
     return _data(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
-def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
+def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     """Pairs of answers, for preference training."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     if packed:
@@ -67,7 +84,7 @@ def build_pairs(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
 
 
 def _data(
-    samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Any, mesh: Meshes, *, packed: bool
+    samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
     return Data(
         dataset=samples,
@@ -94,7 +111,7 @@ def check_are_pairs(cfg: DictConfig, samples: NamedSamples) -> None:
         )
 
 
-def build_dataset(cfg: DictConfig, tokenizer: Any) -> tuple[Dataset[Any], bool]:
+def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Any], bool]:
     """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
     section = components.require(cfg, "dataset")
     if not isinstance(section, ListConfig):
@@ -113,7 +130,7 @@ def is_packed(cfg: DictConfig) -> bool:
     return isinstance(section, DictConfig) and bool(section.get("packed"))
 
 
-def build_collate(settings: Settings, tokenizer: Any, ignored_label: int, *, packed: bool) -> Collate:
+def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, *, packed: bool) -> Collate:
     """Samples -> batch, padded to the longest of them; packed rows are of one length already."""
     if packed:
         collate: Collate = padded_collate_packed

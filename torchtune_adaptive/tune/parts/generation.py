@@ -27,6 +27,8 @@ class Answering:
     pad_id: int = 0
     """What follows a stop token."""
     stop_tokens: tuple[int, ...] = ()
+    seed: int = 0
+    """Of what is drawn, together with iteration and rollout."""
 
 
 def generate(

@@ -21,17 +21,15 @@ from torchtune_adaptive.comm.tensor import Rehearsal, TensorLedger
 from torchtune_adaptive.comm.tensor.refusals import DROPOUT, has_dropout
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.record.events import Event, event_of
-from torchtune_adaptive.step.attempt import Ledger
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import too_long
-from torchtune_adaptive.tune.parts.data import Collate, Data
+from torchtune_adaptive.tune.parts.data import Batching, Data
 from torchtune_adaptive.tune.parts.loss import Logits, build_loss, scoring_only, zero_of
 from torchtune_adaptive.tune.parts.model import build_shadow_model
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.process_group import Meshes
-from torchtune_adaptive.tune.parts.samples import TEXT, Kind, Sample
+from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import (
     batch_to_device,
     joined,
@@ -68,10 +66,9 @@ class ForwardBackward:
 
     model: nn.Module
     loss_fn: nn.Module
-    collate: Callable[[Sequence[Sample]], Batch]
+    batching: Batching
     device: torch.device
     activations: AbstractContextManager[Any]
-    kind: Kind = TEXT
     weighs_every_split_alike: bool = False
     """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
     torchtune counts them before: the same, but for samples whose first token is a label."""
@@ -83,8 +80,8 @@ class ForwardBackward:
 
     def prepare(self, samples: Sequence[Sample]) -> Prepared:
         """A batch of these samples, on the host."""
-        ignored = self.kind.ignored_label
-        batch = self.collate(self.kind.rows_of(samples))
+        ignored = self.batching.kind.ignored_label
+        batch = self.batching.batch_of(samples)
         check_length(self.model, longest_of(batch))
         tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
         # the token at a position is the label of the position before it
@@ -127,23 +124,19 @@ def check_length(model: nn.Module, longest: int) -> None:
 def build_forward_backward(
     model: nn.Module,
     loss_fn: nn.Module,
-    collate: Collate,
-    kind: Kind,
+    batching: Batching,
     settings: Settings,
     device: torch.device,
-    *,
-    split_alike: bool = False,
 ) -> Callable[[Sequence[Sample]], Totals]:
-    """`split_alike`: whatever the split of a step, its gradient is the same, also where that is not torchtune's."""
+    """What runs a microbatch of finetuning."""
     activations = training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading)
     forward_backward = ForwardBackward(
         model=model,
         loss_fn=loss_fn,
-        collate=collate,
-        kind=kind,
+        batching=batching,
         device=device,
         activations=activations,
-        weighs_every_split_alike=split_alike,
+        weighs_every_split_alike=settings.adaptive.token_budget is not None,
         loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
     )
     if isinstance(activations, OffloadActivations):
@@ -157,24 +150,23 @@ def build_step_runner(
     data: Data,
     settings: Settings,
     device: torch.device,
-    on_event: Callable[[Event], None],
     mesh: Meshes,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    kind, collate = planned(data, model, settings, device)
-    split_alike = settings.adaptive.token_budget is not None
-    forward_backward = build_forward_backward(model, loss_fn, collate, kind, settings, device, split_alike=split_alike)
+    batching = batching_of(data, model, settings, device)
+    forward_backward = build_forward_backward(model, loss_fn, batching, settings, device)
     recover = recovers(settings, model)
     ledger = None
     if recover and settings.tensor_parallel_dim > 1:
         assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
         ledger = tensor_ledger(forward_backward, settings, mesh)
-    return stage_runner(model, forward_backward, kind, settings, on_event, recover=recover, ledger=ledger)
+    build = runners_of(batching.kind, settings, recover=recover)
+    return build(model, forward_backward, cost_of=cost_of(model), ledger=ledger)
 
 
 def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, mesh: Meshes) -> TensorLedger[Sample]:
     """Collective: what counts under tensor parallelism, and knows how to run a microbatch without data."""
-    kind = forward_backward.kind
+    kind = forward_backward.batching.kind
 
     def build() -> nn.Module:
         model = build_shadow_model(settings, forward_backward.device, mesh)
@@ -195,42 +187,25 @@ def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, mesh: M
     return TensorLedger(forward_backward.model, group, rehearsal, untested_backends=untested)
 
 
-def planned(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> tuple[Kind, Collate]:
-    """Collective: the data's kind of sample as this run plans it, padded or not, and what makes batches of them."""
+def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
+    """Collective: how this run makes microbatches of the data, padded or not."""
     check_sequence_length(model, settings.adaptive)
     kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed))
-    return kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label)
+    return Batching(kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label))
 
 
-def stage_runner(
-    model: nn.Module,
-    run: Callable[[Sequence[Sample]], Totals],
-    kind: Kind,
-    settings: Settings,
-    on_event: Callable[[Event], None],
-    *,
-    recover: bool,
-    stage: str = "",
-    ledger: Ledger | None = None,
-    trains: bool = True,
-) -> StepRunner[Sample]:
-    """Collective: what runs one stage of a step, or a step that has only one."""
-    return StepRunner(
-        model,
-        run,
+def runners_of(kind: Kind, settings: Settings, *, recover: bool) -> partial[StepRunner[Sample]]:
+    """What makes a runner, of a step or of one of its stages, out of a model and of what runs a microbatch of it."""
+    return partial(
+        StepRunner,
         limit=RowLimit(settings.batch_size),
         length_of=kind.length_of,
         row_lengths_of=kind.lengths_of if kind.rows > 1 else None,
-        cost_of=cost_of(model),
         stand_in=kind.stand_in,
         filler=kind.filler,
         padded=kind.padded,
         recover=recover,
         regrow_after=settings.adaptive.regrow_after,
-        ledger=ledger,
-        stage=stage,
-        trains=trains,
-        on_change=lambda change: on_event(event_of(change)),
         asked_to_stop=THIS_RUN.asked_to_stop,
     )
 

@@ -24,11 +24,11 @@ from torchtune.training import OffloadActivations, get_act_offloading_ctx_manage
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.step.reports import StepResult, Totals
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.parts.data import Collate, Data
-from torchtune_adaptive.tune.parts.microbatch import check_length, planned, recovers, stage_runner
+from torchtune_adaptive.tune.parts.cost import cost_of
+from torchtune_adaptive.tune.parts.data import Batching, Data
+from torchtune_adaptive.tune.parts.microbatch import batching_of, check_length, recovers, runners_of
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
@@ -68,23 +68,22 @@ class Scores(NamedTuple):
 class Scorer:
     """Log-probabilities of the answers of pairs, whichever pairs share a microbatch."""
 
-    kind: Kind
-    collate: Collate
+    batching: Batching
     device: torch.device
 
     def __call__(self, model: nn.Module, pairs: Sequence[Sample]) -> Scores:
-        rows = self.kind.rows_of(pairs)
+        kind, collate = self.batching
+        rows, ignored = kind.rows_of(pairs), kind.ignored_label
         lengths = [len(row["tokens"]) for row in rows]
-        batch = self.collate(rows)
+        batch = collate(rows)
         check_length(model, longest_of(batch))
         # the token at a position is the label of the position before it
-        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=self.kind.ignored_label)
-        target_tokens = int(labels.ne(self.kind.ignored_label).sum())
+        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
+        target_tokens = int(labels.ne(ignored).sum())
         labels = labels.to(self.device)
         batch_to_device(batch, self.device)
         with taking_long_rows(model, batch):
             logits: Tensor = model(**batch)
-        ignored = self.kind.ignored_label
         of_token = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
         log_probs = -sums_of_rows(of_token.view(labels.shape), lengths)
         return Scores(log_probs.view(2, -1), logits, lengths, target_tokens)
@@ -148,12 +147,13 @@ class PolicyPass:
 
     def __call__(self, pairs: Sequence[Sample]) -> Totals:
         reference = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(self.score.device)
-        counted = torch.tensor([self.score.kind.counts(pair) for pair in pairs], device=self.score.device).float()
+        kind = self.score.batching.kind
+        counted = torch.tensor([kind.counts(pair) for pair in pairs], device=self.score.device).float()
         with self.activations:
             scores = self.score(self.model, pairs)
         losses, *rewards = self.loss_fn(*scores.log_probs, *reference)
         sums = _sums_over_pairs(scores, rewards, counted)
-        sums |= {name: counted.new_tensor(count) for name, count in _flaws(self.score.kind, pairs).items()}
+        sums |= {name: counted.new_tensor(count) for name, count in _flaws(kind, pairs).items()}
         target_tokens = scores.target_tokens
         del scores  # or the logits would live through the backward
         loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
@@ -207,13 +207,17 @@ class Stages(NamedTuple):
         """Collective: each pair keeps what the reference says of it, for the stage that follows."""
         return None if self.reference is None else self.reference.run(pairs, step=step, upcoming=upcoming)
 
+    @property
+    def runners(self) -> list[StepRunner[Sample]]:
+        return [stage for stage in self if stage is not None]
+
     def watch(self, memory: MemorySource | None) -> None:
-        for stage in filter(None, self):
+        for stage in self.runners:
             stage.watch(memory)
 
     @property
     def recoveries(self) -> int:
-        return sum(stage.recoveries for stage in self if stage is not None)
+        return sum(stage.recoveries for stage in self.runners)
 
 
 def passes_of(
@@ -238,25 +242,25 @@ def build_stages(
     data: Data,
     settings: Settings,
     device: torch.device,
-    on_event: Callable[[Event], None],
 ) -> Stages:
     """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with; without a reference, one.
 
     Where the reference is the policy itself, its adapters are off while it is one.
     """
-    kind, collate = planned(data, policy, settings, device)
-    score = Scorer(kind=kind, collate=collate, device=device)
+    batching = batching_of(data, policy, settings, device)
+    score = Scorer(batching=batching, device=device)
     refer, train = passes_of(policy, policy if reference is None else reference, loss_fn, score, settings)
     frozen = [] if reference in (None, policy) else [reference]
     if settings.adaptive.precompute_reference and frozen:  # which is gone before training begins
         ledgers = CollectiveLedger(*frozen), CollectiveLedger(policy)
     else:
         ledgers = (CollectiveLedger(policy, *frozen),) * 2
-    build = partial(stage_runner, kind=kind, settings=settings, on_event=on_event, recover=recovers(settings))
-    training = build(policy, train, stage=POLICY, ledger=ledgers[1])
+    build = runners_of(batching.kind, settings, recover=recovers(settings))
+    training = build(policy, train, cost_of=cost_of(policy), stage=POLICY, ledger=ledgers[1])
     if reference is None:
         return Stages(None, training)
-    return Stages(build(reference, refer, stage=REFERENCE, ledger=ledgers[0], trains=False), training)
+    cost = cost_of(reference)
+    return Stages(build(reference, refer, cost_of=cost, stage=REFERENCE, ledger=ledgers[0], trains=False), training)
 
 
 @contextmanager

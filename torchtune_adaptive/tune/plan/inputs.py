@@ -16,7 +16,7 @@ from torchtune import training
 from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.prediction.shims import HOST, META
-from torchtune_adaptive.tune.parts.data import Collate, build_collate, is_packed
+from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate, is_packed
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
@@ -25,14 +25,15 @@ from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
 
-def planned(settings: Settings, model: nn.Module, kind: Kind) -> tuple[Kind, Collate]:
-    """The kind of sample as training plans it, padded or not, and what makes batches of them."""
+def batching_of(settings: Settings, model: nn.Module, kind: Kind) -> Batching:
+    """How training makes microbatches of samples of this kind, padded or not."""
     packed = is_packed(settings.config)
     if not is_padded(model, settings, torch.device(settings.device), packed=packed):
-        return replace(kind, padded=False), on_host(partial(joined, ignored=kind.ignored_label))
+        return Batching(replace(kind, padded=False), on_host(partial(joined, ignored=kind.ignored_label)))
     if packed:
-        return kind, on_host(stacked)
-    return kind, on_host(build_collate(settings, SimpleNamespace(pad_id=0), kind.ignored_label, packed=False))
+        return Batching(kind, on_host(stacked))
+    collate = build_collate(settings, SimpleNamespace(pad_id=0), kind.ignored_label, packed=False)
+    return Batching(kind, on_host(collate))
 
 
 def made_up_checkpoint(settings: Settings, key: str = "model") -> dict[str, Any]:

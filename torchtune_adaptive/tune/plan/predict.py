@@ -42,7 +42,7 @@ from torchtune_adaptive.tune.parts.preference import (
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.plan.fakes import Built, FakeStep, resharding
-from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint, planned
+from torchtune_adaptive.tune.plan.inputs import batching_of, made_up_checkpoint
 from torchtune_adaptive.tune.plan.recipes import (
     compiles_itself,
     keeps_reference,
@@ -157,15 +157,15 @@ def _finetuning(built: Built) -> FakeStep:
     with built.common["fakes"], built.common["device_stand_in"]:
         loss_fn = build_loss(settings, model)
     text = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
-    kind, collate = planned(settings, model, text)
+    batching = batching_of(settings, model, text)
     return FakeStep(
         model=model,
-        run=build_forward_backward(model, loss_fn, collate, kind, settings, built.batches_go_to),
+        run=build_forward_backward(model, loss_fn, batching, settings, built.batches_go_to),
         update=lambda totals: optimization.update(totals.target_tokens),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(model, loss_fn),
         tokens_multiple=getattr(loss_fn, "num_output_chunks", 1),
-        **_rows_of(kind, built.settings),
+        **_rows_of(batching.kind, built.settings),
         **built.common,
     )
 
@@ -175,8 +175,8 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
     model, optimization = built.model, built.optimization
     with built.common["fakes"], built.common["device_stand_in"]:
         loss_fn = build_preference_loss(built.settings.config)
-    kind, collate = planned(built.settings, model, PAIR)
-    score = Scorer(kind=kind, collate=collate, device=built.batches_go_to)
+    batching = batching_of(built.settings, model, PAIR)
+    score = Scorer(batching=batching, device=built.batches_go_to)
     refer, train = passes_of(model, reference, loss_fn, score, built.settings)
     asked_before = built.settings.adaptive.precompute_reference
     policy = FakeStep(
@@ -186,7 +186,7 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
         update=lambda totals: optimization.update(totals.sums[PAIRS]),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(model, loss_fn),
-        **_rows_of(kind, built.settings, {KEPT: torch.zeros(2)}),
+        **_rows_of(batching.kind, built.settings, {KEPT: torch.zeros(2)}),
         **built.common,
     )
     referring = FakeStep(
@@ -197,7 +197,7 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
         # before training there is no state yet
         optimizers=() if asked_before else optimization.optimizers,
         boundaries=phase_boundaries(reference, None),
-        **_rows_of(kind, built.settings),
+        **_rows_of(batching.kind, built.settings),
         **built.common,
     )
     return {POLICY: policy, REFERENCE: referring}

@@ -36,6 +36,7 @@ from torchtune_adaptive.tune.rl.stages import (
     TRAIN_POLICY,
     TRAIN_VALUE,
     Gathering,
+    answering_of,
     most_rows,
     passes_of,
 )
@@ -58,7 +59,7 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
     by_tokens = adaptive.token_budget is not None
     in_parts = ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size or by_tokens
-    ran = passes_of(models, loss, NO_TOKENIZER, settings, ppo, HOST, 0, gathering)
+    ran = passes_of(models, loss, answering_of(NO_TOKENIZER, ppo, 0), settings, HOST, gathering)
 
     def layer_by_layer() -> str:
         gathering.stays = False

@@ -10,7 +10,7 @@ from torchtune.rlhf.loss import PPOLoss
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.parts.data import Data, build_dataset, build_step_loader
+from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, build_step_loader
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.start import components
@@ -28,7 +28,7 @@ def build_ppo_loss(settings: Settings) -> PPOLoss:
     return loss
 
 
-def build_prompts(settings: Settings, tokenizer: Any, mesh: Meshes) -> Data:
+def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     """Samples of text, whose tokens are the prompts."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = NamedSamples(dataset, TEXT)

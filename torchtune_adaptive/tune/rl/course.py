@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch.distributed as dist
 
@@ -33,7 +32,6 @@ class RolloutParts:
 
     settings: Settings
     ppo: PPOSettings
-    tokenizer: Any
     data: Data
     models: Models
     optimization: Optimization

@@ -51,7 +51,6 @@ class Generate:
     model: TransformerDecoder
     device: torch.device
     dtype: torch.dtype
-    seed: int
     answering: Answering
     gathered: Callable[[], AbstractContextManager[object]]
     """Opened around a microbatch: whether parameters stay gathered from one token to the next."""
@@ -59,7 +58,7 @@ class Generate:
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         width = len(rollouts[0].answer)
         numbers = [each.number for each in rollouts]
-        drawn = draws(self.seed, rollouts[0].iteration, numbers, width, stage="generate")
+        drawn = draws(self.answering.seed, rollouts[0].iteration, numbers, width, stage="generate")
         check_whole_length(self.model, max(len(each.prompt) for each in rollouts) + width)
         # A single token has no next one for which they would have to stay.
         keeping = self.gathered() if width > 1 else nullcontext()

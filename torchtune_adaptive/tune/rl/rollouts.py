@@ -10,13 +10,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 
@@ -151,9 +151,8 @@ def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
 
     They are small beside any model. With all of them, every rank computes the same advantages, whitened over all.
     """
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, list(mine))
-    return sorted((each for share in told for each in share), key=lambda rollout: rollout.number)
+    shares = from_all_ranks(list(mine))
+    return sorted((each for share in shares for each in share), key=lambda rollout: rollout.number)
 
 
 def updates_of(everything: Sequence[Rollout], ppo: PPOSettings, seed: int, iteration: int) -> Iterator[list[Rollout]]:

@@ -215,9 +215,7 @@ def _worst_step(parts: RolloutParts, memory: MemorySource | None, stage: str) ->
 
 
 def _worst_rollout(parts: RolloutParts) -> Rollout:
-    sample = worst_sample(
-        parts.settings.config, parts.data, parts.data.kind, parts.tokenizer, parts.settings.adaptive.sequence_length
-    )
+    sample = worst_sample(parts.settings.config, parts.data, parts.data.kind, parts.settings.adaptive.sequence_length)
     prompt, new = torch.as_tensor(sample["tokens"], dtype=torch.long), parts.ppo.max_generated_tokens
     taken = longest_taken(parts.models.everything)
     # what is longer than the models take is refused, or cut, whatever it would need

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,9 +19,9 @@ from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.events import Event, event_of
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.generation import Answering
 from torchtune_adaptive.tune.parts.microbatch import recovers
@@ -180,18 +180,16 @@ def most_rows(stage: str, ppo: PPOSettings) -> int:
 def build_stages(
     models: Models,
     loss: PPOLoss,
-    tokenizer: Any,
+    answering: Answering,
     settings: Settings,
     ppo: PPOSettings,
     device: torch.device,
-    seed: int,
-    on_event: Callable[[Event], None],
 ) -> RolloutStages:
     """Collective: what runs each stage. They share one ledger, which watches all models."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
-    passes = passes_of(models, loss, tokenizer, settings, ppo, device, seed, gathering)
+    passes = passes_of(models, loss, answering, settings, device, gathering)
     ledger = CollectiveLedger(*models.everything, watches=recovers(settings))
-    runners = _runners(passes, configured_limits(ppo), gathering, ledger, settings, on_event)
+    runners = _runners(passes, configured_limits(ppo), gathering, ledger, settings)
     stages = RolloutStages(runners, ledger, gathering)
     runners[GENERATE].otherwise = stages.give_up_gathering
     return stages
@@ -200,26 +198,18 @@ def build_stages(
 def passes_of(
     models: Models,
     loss: PPOLoss,
-    tokenizer: Any,
+    answering: Answering,
     settings: Settings,
-    ppo: PPOSettings,
     device: torch.device,
-    seed: int,
     gathering: Gathering,
 ) -> dict[str, tuple[nn.Module, RolloutPass]]:
     """The model of each stage, and what it does with a microbatch."""
-    score = AnswerScorer(device=device, temperature=ppo.temperature)
+    score = AnswerScorer(device=device, temperature=answering.temperature)
     generate = Generate(
         model=cast(Any, models.policy),
         device=device,
         dtype=dtype_of(settings, device),
-        seed=seed,
-        answering=Answering(
-            temperature=ppo.temperature,
-            top_k=ppo.top_k,
-            pad_id=tokenizer.pad_id,
-            stop_tokens=stop_tokens_of(tokenizer, ppo),
-        ),
+        answering=answering,
         gathered=gathering,
     )
     return {
@@ -239,15 +229,13 @@ def _runners(
     gathering: Gathering,
     ledger: CollectiveLedger,
     settings: Settings,
-    on_event: Callable[[Event], None],
 ) -> dict[str, StepRunner[Rollout]]:
-    build: Callable[..., StepRunner[Rollout]] = partial(
+    build: partial[StepRunner[Rollout]] = partial(
         StepRunner,
         filler=Rollout.filler,
         recover=recovers(settings),
         regrow_after=settings.adaptive.regrow_after,
         ledger=ledger,
-        on_change=lambda change: on_event(event_of(change)),
         asked_to_stop=THIS_RUN.asked_to_stop,
     )
     return {
@@ -273,8 +261,12 @@ def _whole_length(rollout: Rollout) -> int:
     return rollout.whole_length
 
 
-def stop_tokens_of(tokenizer: Any, ppo: PPOSettings) -> tuple[int, ...]:
-    """The config's, else the tokenizer's."""
-    if ppo.stop_token_ids:
-        return ppo.stop_token_ids
-    return tuple(getattr(tokenizer, "stop_tokens", ()))
+def answering_of(tokenizer: Tokenizer, ppo: PPOSettings, seed: int) -> Answering:
+    """As the config says; its stop tokens, else the tokenizer's."""
+    return Answering(
+        temperature=ppo.temperature,
+        top_k=ppo.top_k,
+        pad_id=tokenizer.pad_id,
+        stop_tokens=ppo.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
+        seed=seed,
+    )

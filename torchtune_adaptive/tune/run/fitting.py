@@ -15,7 +15,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.peak import Peak
@@ -238,18 +238,17 @@ def forward_step(
 
 def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Result]) -> Result | None:
     """Collective: what rank 0 finds in its record, on every rank."""
-    found: list[Result | None] = [None]
+    found: Result | None = None
     if dist.get_rank() == 0:
         try:
-            found = [read_search(directory, fingerprint, kind)]
+            found = read_search(directory, fingerprint, kind)
         except ValueError as error:
             logger.warning("%s; searching again", error)
-        if found[0] is not None:
+        if found is not None:
             logger.info(
                 "batch search · as in %s (adaptive.reuse_search: False searches again)", directory / SEARCH_FILE
             )
-    dist.broadcast_object_list(found)
-    return found[0]
+    return from_rank_0(found)
 
 
 def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]) -> dict[str, Any]:

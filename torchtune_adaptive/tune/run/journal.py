@@ -11,10 +11,11 @@ import torch.distributed as dist
 
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.charts.run import draw_run
-from torchtune_adaptive.record.events import EPOCH, SCHEDULE, START, Event
+from torchtune_adaptive.record.events import EPOCH, SCHEDULE, START, Event, event_of
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -31,6 +32,11 @@ class RunJournal:
     def event(self, event: Event) -> None:
         if self._journal is not None:
             self._journal.event(event)
+
+    def follow(self, *runners: StepRunner[Any]) -> None:
+        """Records what becomes of their limits."""
+        for runner in runners:
+            runner.on_change = lambda change: self.event(event_of(change))
 
     def step(self, step: int, figures: Mapping[str, Any]) -> None:
         if self._journal is not None:

@@ -47,7 +47,6 @@ class Parts:
     settings: Settings
     ranks: int
     """Data-parallel ranks: each trains on samples of its own."""
-    tokenizer: Any
     loss_fn: nn.Module
     data: Data
     optimization: Optimization
@@ -86,7 +85,7 @@ class Parts:
 
     def _worst_sample(self) -> Sample:
         length = self.settings.adaptive.sequence_length
-        sample = worst_sample(self.settings.config, self.data, self.kind, self.tokenizer, length)
+        sample = worst_sample(self.settings.config, self.data, self.kind, length)
         return {**sample, KEPT: torch.zeros(2)} if self.in_stages else sample
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from torchtune_adaptive.comm.collectives import sum_over_ranks
+from torchtune_adaptive.comm.collectives import from_rank_0, sum_over_ranks
 from torchtune_adaptive.errors import RunStopped, SampleError
 from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
 from torchtune_adaptive.limits.limit import RowLimit
@@ -114,28 +114,30 @@ def _made_of(cfg: DictConfig, pairs: int) -> dict[str, Any]:
 
 def _known(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> Table | None:
     """Collective: the table that an earlier run has left, if rank 0 finds it whole and made of the same."""
-    told: list[bytes | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            content = path.read_bytes()
-            table = unpacked(content, made_of, path)
-            every = max(1, len(dataset) // LOOKED_AT)
-            changed = not all(table.knows(at, dataset[at]) for at in range(0, len(dataset), every))
-            told = [None if changed else content]
-            why = "the dataset has changed"
-        except FileNotFoundError:
-            why = None
-        except ValueError as error:
-            why = str(error)
-        except OSError as error:
-            why = f"it cannot be read ({reason(error)})"
-        if told[0] is None and why is not None:
-            logger.info("%s · asked anew, and not taken from %s: %s", REFERENCE, path, why)
-    dist.broadcast_object_list(told)
-    if told[0] is None:
+    content = from_rank_0(_content(path, made_of, dataset) if dist.get_rank() == 0 else None)
+    if content is None:
         return None
     say(f"{REFERENCE} · taken from {path}")
-    return unpacked(told[0], made_of, path)
+    return unpacked(content, made_of, path)
+
+
+def _content(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> bytes | None:
+    """What is in a table that may be used; None, with the reason in the log, where there is none."""
+    try:
+        content = path.read_bytes()
+        table = unpacked(content, made_of, path)
+        every = max(1, len(dataset) // LOOKED_AT)
+        if all(table.knows(at, dataset[at]) for at in range(0, len(dataset), every)):
+            return content
+        why = "the dataset has changed"
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        why = str(error)
+    except OSError as error:
+        why = f"it cannot be read ({reason(error)})"
+    logger.info("%s · asked anew, and not taken from %s: %s", REFERENCE, path, why)
+    return None
 
 
 def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> Table:

@@ -17,7 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.comm.collectives import Agreement
+from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, PredictionError
 
 logger = logging.getLogger(__name__)
@@ -34,18 +34,17 @@ def predicted_rows(
     """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
     has several; `fallen_back`: as it runs where one row did not fit. 0 without a prediction."""
     tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
-    answer = [0]
+    answer = 0
     if dist.get_rank() == 0:
         started = time.perf_counter()
         try:
             question = {"tokens": tokens, "budget_bytes": tightest_bytes, "stage": stage, "fallen_back": fallen_back}
-            answer = [_in_a_process(cfg, dist.get_world_size(), question)]
+            answer = _in_a_process(cfg, dist.get_world_size(), question)
             seconds = time.perf_counter() - started
-            logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer[0], seconds)
+            logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer, seconds)
         except (AdaptiveError, OSError, ValueError) as error:  # of which the other ranks would never learn
             logger.warning("batch search · nothing is predicted, so it goes as adaptive.search: linear · %s", error)
-    dist.broadcast_object_list(answer)
-    return answer[0]
+    return from_rank_0(answer)
 
 
 def _in_a_process(cfg: DictConfig, world_size: int, question: dict[str, Any]) -> int:

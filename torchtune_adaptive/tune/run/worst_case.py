@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LENGTHS_FILE = "sample_lengths.json"
 
 
-def worst_sample(cfg: DictConfig, data: Data, kind: Kind, tokenizer: Any, sequence_length: int | None) -> Sample:
+def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int | None) -> Sample:
     """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
@@ -34,8 +34,8 @@ def worst_sample(cfg: DictConfig, data: Data, kind: Kind, tokenizer: Any, sequen
         )
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
-    longest = getattr(tokenizer, "max_seq_len", None)
-    if isinstance(longest, int) and longest > MOST_TOKENS and not sequence_length:
+    longest = data.max_seq_len
+    if longest is not None and longest > MOST_TOKENS and not sequence_length:
         raise ConfigError(
             f"tokenizer.max_seq_len is {longest}, which no model takes: lower it, or set it to null and give "
             "adaptive.sequence_length"

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.comm.collectives import let_go
+from torchtune_adaptive.comm.collectives import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
     RecoveryUnsupportedError,
@@ -143,11 +143,7 @@ def _live(recipe: Recipe) -> None:
 
 def _who_was_asked() -> str:
     """Collective: the signal that ends the run, and which ranks have heard it, unless rank 0 has."""
-    heard: list[signal.Signals | None] = [THIS_RUN.signal]
-    if dist.is_initialized():
-        heard = [None] * dist.get_world_size()
-        dist.all_gather_object(heard, THIS_RUN.signal)
-    by_rank = {rank: number.name for rank, number in enumerate(heard) if number is not None}
+    by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
     ranks = ", ".join(str(rank) for rank in sorted(by_rank))
     where = "" if 0 in by_rank else f" on {'rank' if len(by_rank) == 1 else 'ranks'} {ranks}"
     return f"{by_rank[min(by_rank)]}{where}"

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_iter
 from torchtune import training
 from torchtune.modules import peft
 
+from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.memory.device import forget_frames, is_oom, plain_tensors, release
 from torchtune_adaptive.tune.parts.checkpoints.problems import tried
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, capture_random_state
@@ -122,8 +123,7 @@ def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory:
 
     done, problem = tried(alone, directory)
     finite, random_state, prepared = done or (True, {}, None)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, Ready(finite, [random_state], problem))
+    told = from_all_ranks(Ready(finite, [random_state], problem))
     return prepared, Ready(
         finite=all(each.finite for each in told),
         random_states=[each.random_states[0] for each in told],

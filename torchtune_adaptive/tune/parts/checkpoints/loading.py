@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
+from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.device import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders
@@ -172,8 +173,7 @@ def _problem(error: BaseException, what: str, key: str = "checkpointer") -> str:
 
 def _agree(problem: str | None) -> None:
     """Collective: the first rank's problem, on all of them; or that some rank was asked to end the run."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (problem, THIS_RUN.asked_to_stop()))
+    told = from_all_ranks((problem, THIS_RUN.asked_to_stop()))
     first = next((each for each, _ in told if each is not None), None)
     if first is not None:
         raise CheckpointError(first)

@@ -10,7 +10,7 @@ import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
 
+from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished, copy_of
@@ -38,8 +39,6 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
-
-Value = TypeVar("Value")
 
 
 class Checkpoints:
@@ -186,8 +185,7 @@ class Checkpoints:
         if self._background is None or (name := self._background.name) is None:
             return
         mine = self._background.wait()
-        told: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(told, None if mine is None else problems.cause(mine, self._directory))
+        told = from_all_ranks(None if mine is None else problems.cause(mine, self._directory))
         problem = next((each for each in told if each is not None), None)
         self._settle(name, problem, self._background.seconds)
 
@@ -248,15 +246,8 @@ class Checkpoints:
 
         So not one step more is trained.
         """
-        told, self._asked_to_stop = _from_rank_0((problem, THIS_RUN.asked_to_stop()))
+        told, self._asked_to_stop = from_rank_0((problem, THIS_RUN.asked_to_stop()))
         if told is None:
             self._outcomes.saved(name, self._step, seconds)
         else:
             self._outcomes.failed(name, told, last=last)
-
-
-def _from_rank_0(value: Value) -> Value:
-    """Collective: rank 0's value, on every rank."""
-    told = [value]
-    dist.broadcast_object_list(told)
-    return told[0]

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
@@ -69,21 +70,21 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
 
     `steps` says how many the whole run has on so many ranks, where it counts them and not epochs.
     """
-    decided: list[Any] = [None]
+    decided: Start | Exception | None = None
     locks: list[Lock] = []
     if dist.get_rank() == 0:
         try:
             locks.extend(map(take, _places(settings)))
-            decided = [decide(settings, recipe, steps)]
+            decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
-            decided = [error]
+            decided = error
             for lock in locks:
                 lock.release()
-    dist.broadcast_object_list(decided)
-    if isinstance(decided[0], Exception):
-        raise decided[0]
+    start = from_rank_0(decided)
+    if isinstance(start, Exception):
+        raise start
+    assert start is not None, "rank 0 has decided"
     _check_shared(Path(checkpoint_directory(settings)), settings)
-    start: Start = decided[0]
     _note(start, settings)
     return replace(start, locks=tuple(locks))
 
@@ -227,8 +228,7 @@ def _prepare(directory: Path) -> None:
 
 def _check_shared(directory: Path, settings: Settings) -> None:
     """Collective: a checkpoint that only one node has is lost to the others, and to the run that goes on elsewhere."""
-    seen: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(seen, (directory / folders.SAVING).is_dir())
+    seen = from_all_ranks((directory / folders.SAVING).is_dir())
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if not blind:
         return

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
+from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.memory.snapshot import copied_to_host
 
@@ -75,9 +76,7 @@ def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, DTensor
         return {}
     sharded = {entry: each for entry, each in _entries(model, optimizer).items() if isinstance(each, DTensor)}
     mine = [entry for entry, each in sharded.items() if wraps_tensors(type(each.to_local()))]
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    return {entry: sharded[entry] for entry in sorted({entry for entries in told for entry in entries})}
+    return {entry: sharded[entry] for entry in sorted({entry for entries in from_all_ranks(mine) for entry in entries})}
 
 
 def _entries(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, Tensor]:

@@ -18,7 +18,9 @@ from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.parts.data import Batching
 from torchtune_adaptive.tune.parts.microbatch import ForwardBackward
+from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 
@@ -94,7 +96,7 @@ def totals_and_gradients(
     step = ForwardBackward(
         model=model,
         loss_fn=loss_fn or CEWithChunkedOutputLoss(),
-        collate=collate,
+        batching=Batching(TEXT, collate),
         device=device,
         activations=nullcontext(),
         weighs_every_split_alike=True,
