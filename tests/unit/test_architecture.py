@@ -74,7 +74,7 @@ ROOMS: dict[str, set[str]] = {
         "record",
     },
     "tune/parts/unpadded": {"tune/start", "comm"},
-    "tune/parts/optimization": {"tune/start", "memory"},
+    "tune/parts/optimization": {"tune/start", "memory", "comm.collectives"},
     "tune/parts/checkpoints": {
         "tune/start",
         "tune/parts",
