@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 
@@ -9,10 +10,10 @@ NAP_S = 0.02
 
 
 class Lateness:
-    """While open, a thread sleeps again and again, and adds up by how much later it wakes than it asked for."""
+    """While open, a thread sleeps again and again, and notes by how much later it wakes than it asked for."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._naps: list[tuple[float, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._nap, daemon=True)
 
@@ -22,9 +23,15 @@ class Lateness:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
+        self._thread.join()  # a stall that has just ended is not noted yet
+
+    def between(self, began: float, ended: float = math.inf) -> float:
+        """Seconds that this process did not run, by naps that lie in this time in part or whole."""
+        return sum(late for woke, late in self._naps if woke >= began and woke - late <= ended)
 
     def _nap(self) -> None:
         while not self._over.is_set():
-            began = time.monotonic()
-            self._over.wait(NAP_S)
-            self.seconds += max(0.0, time.monotonic() - began - NAP_S)
+            began = time.time()
+            time.sleep(NAP_S)
+            woke = time.time()
+            self._naps.append((woke, max(0.0, woke - began - NAP_S)))

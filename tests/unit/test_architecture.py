@@ -71,7 +71,6 @@ ROOMS: dict[str, set[str]] = {
         "comm",
         "comm/tensor",
         "step",
-        "record",
     },
     "tune/parts/unpadded": {"tune/start", "comm"},
     "tune/parts/optimization": {"tune/start", "memory", "comm.collectives"},

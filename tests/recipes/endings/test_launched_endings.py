@@ -113,7 +113,8 @@ def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: 
     told = [(moment, line) for moment, line in run.lines if line.startswith("error")]
     assert len(told) == 1, run.output
     assert re.match(rf"error \(rank [{failing[0]}-{failing[-1]}]\): tokenizer could not be built", told[0][1])
-    assert told[0][0] - raised < 2.0 + lateness.seconds
+    # the rank, the launcher and this process may each have been kept from running
+    assert told[0][0] - raised < 2.0 + 3 * lateness.between(raised, told[0][0])
     assert run.output.count("Traceback") == 1, "the launcher's"
 
 

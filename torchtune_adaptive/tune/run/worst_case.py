@@ -35,7 +35,7 @@ def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int |
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
     longest = data.max_seq_len
-    if longest is not None and longest > MOST_TOKENS and not sequence_length:
+    if not sequence_length and longest is not None and longest > MOST_TOKENS:
         raise ConfigError(
             f"tokenizer.max_seq_len is {longest}, which no model takes: lower it, or set it to null and give "
             "adaptive.sequence_length"
