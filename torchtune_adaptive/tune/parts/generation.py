@@ -28,7 +28,7 @@ class Answering:
     """What follows a stop token."""
     stop_tokens: tuple[int, ...] = ()
     seed: int = 0
-    """Of what is drawn, together with iteration and rollout."""
+    """The seed of what is drawn, beside iteration and rollout."""
 
 
 def generate(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 RUN_FILE = "adaptive_run.json"
@@ -31,9 +32,11 @@ class RunFile:
     message: str = ""
     output_dir: str = ""
     """Where the run was: a copy lies elsewhere."""
+    launchers: list[str] = field(default_factory=list)
+    """The launchers of its ranks."""
 
 
-def begin(directory: Path, command: str, checkpoints: Path, serial: int) -> None:
+def begin(directory: Path, command: str, checkpoints: Path, serial: int, launchers: Iterable[str] = ()) -> None:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     here, place = directory.absolute(), checkpoints.absolute()
     run = RunFile(
@@ -43,6 +46,7 @@ def begin(directory: Path, command: str, checkpoints: Path, serial: int) -> None
         serial=serial,
         started_at=now,
         output_dir=str(here),
+        launchers=list(launchers),
     )
     _write(directory, run)
 

@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import sys
 import threading
 from contextlib import suppress
@@ -19,6 +20,8 @@ from torchtune_adaptive.tune.start import run_file
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 LONGEST_NOTE_S = 2.0
 TORCHRUN_WAITS_S = 30.0
+_STARTED = 19
+"""Where a process began, behind its name in /proc/PID/stat."""
 _SHUTDOWN_TIMEOUT = re.compile(r"--shutdown[-_]timeout[=\0](\d+)")
 
 
@@ -45,6 +48,8 @@ class ThisRun:
     """The last step that is in it."""
     places: tuple[Path, ...] = ()
     """The folders that it writes into; none before it has found out where it starts."""
+    relaunched: bool = False
+    """Whether a launcher of some rank has started this run before; known to rank 0."""
     _noting: threading.Lock = field(default_factory=threading.Lock)
     """A signal is noted by the thread that hears it, an end by the one that trains."""
 
@@ -121,5 +126,18 @@ def _typed() -> list[str]:
 
 
 def was_restarted() -> bool:
-    """Whether the launcher has started these ranks again, with the same command."""
-    return os.environ.get(RESTARTS, "0") != "0"
+    """On rank 0: whether a launcher has started the run again, with the same command.
+
+    Each launcher counts its own restarts, and not those for which another node has asked: rank 0's may say 0.
+    """
+    return THIS_RUN.relaunched or os.environ.get(RESTARTS, "0") != "0"
+
+
+def launcher() -> str | None:
+    """What tells the launcher of this rank from any other, on whatever machine and at whatever time; None without."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    parent, began = os.getppid(), ""
+    with suppress(OSError):  # no /proc: two of one number are taken for one
+        began = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()[_STARTED]
+    return f"{os.environ['TORCHELASTIC_RUN_ID']} {socket.gethostname()} {parent} {began}"

@@ -6,7 +6,7 @@ the others like anything but what it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +102,11 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, gr
         _init_optim_state(one)  # only state that exists is loaded
     state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
     state.update(dict.fromkeys(KEYS.values(), 0))
+    reader = FileSystemReader(folder)
+    if ADAPTIVE_KEY in _keys_in(reader, folder):
+        state[ADAPTIVE_KEY] = ""
     problem: str | None = None
     try:
-        reader = FileSystemReader(folder)
-        if ADAPTIVE_KEY in reader.read_metadata().state_dict_metadata:
-            state[ADAPTIVE_KEY] = ""
         load_parts(state, storage_reader=reader, process_group=group)
         model.load_state_dict(state.pop(training.MODEL_KEY))
         optimizer.load_state_dict(state.pop(training.OPT_KEY))
@@ -114,6 +114,19 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, gr
         problem = _problem(error, f"checkpoint {folder}")
     _agree(problem)
     return state
+
+
+def _keys_in(reader: FileSystemReader, folder: Path) -> Collection[str]:
+    """Collective: what is in a distributed checkpoint. All ranks hear of one that cannot read it: they would wait for
+    it in the next collective, which is another group's."""
+    keys: Collection[str] = ()
+    problem: str | None = None
+    try:
+        keys = reader.read_metadata().state_dict_metadata.keys()
+    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
+        problem = _problem(error, f"checkpoint {folder}")
+    _agree(problem)
+    return keys
 
 
 def finds_files_itself(section: DictConfig) -> bool:

@@ -30,7 +30,7 @@ from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_st
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
 from torchtune_adaptive.tune.start import components, run_file
 from torchtune_adaptive.tune.start.settings import AUTO, Settings
-from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on, was_restarted
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on, launcher, was_restarted
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class Start:
 
     overwrites: int = 0
     """Checkpoints of another run in the output directory, to be removed once training can begin."""
+    mark: str = ""
+    """The name of a file in the staging folder, by which ranks know whether they see that of rank 0."""
 
     @property
     def resumes(self) -> bool:
@@ -72,7 +74,9 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     """
     decided: Start | Exception | None = None
     locks: list[Lock] = []
+    launchers = sorted({each for each in from_all_ranks(launcher()) if each is not None})
     if dist.get_rank() == 0:
+        THIS_RUN.relaunched = _has_begun_under(launchers, settings)
         try:
             locks.extend(map(take, _places(settings)))
             decided = decide(settings, recipe, steps)
@@ -84,8 +88,8 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     if isinstance(start, Exception):
         raise start
     assert start is not None, "rank 0 has decided"
-    _check_shared(Path(checkpoint_directory(settings)), settings)
-    _note(start, settings)
+    _check_shared(start, settings)
+    _note(start, settings, launchers)
     return replace(start, locks=tuple(locks))
 
 
@@ -95,14 +99,20 @@ def _places(settings: Settings) -> list[Path]:
     return list(dict.fromkeys(places))
 
 
-def _note(start: Start, settings: Settings) -> None:
+def _has_begun_under(launchers: Sequence[str], settings: Settings) -> bool:
+    """Whether one of these launchers has started a run here before: it is this one then."""
+    before = filter(None, map(run_file.read, _places(settings)))
+    return any(not set(launchers).isdisjoint(run.launchers) for run in before)
+
+
+def _note(start: Start, settings: Settings, launchers: list[str]) -> None:
     """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
     THIS_RUN.places = tuple(_places(settings))
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
             before = run_file.read(place) if was_restarted() else None
             serial = before.serial if before else start.serial
-            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial)
+            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
 
 
 def checkpoint_directory(settings: Settings) -> Path:
@@ -132,11 +142,14 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
         check_fresh_start(found, settings, directory, recipe)
     if files is not None:
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
-    _prepare(directory)
-    overwrites = len(found) if files is None else 0
-    if manifest is None:
-        return Start(run=uuid.uuid4().hex[:12], serial=serial, files=files, overwrites=overwrites)
-    return Start(run=manifest.run, serial=serial, files=files, step=manifest.position.step, overwrites=overwrites)
+    return Start(
+        run=manifest.run if manifest else uuid.uuid4().hex[:12],
+        serial=serial,
+        files=files,
+        step=manifest.position.step if manifest else 0,
+        overwrites=len(found) if files is None else 0,
+        mark=_prepare(directory),
+    )
 
 
 def _saved_before_the_restart(found: Sequence[Found], settings: Settings, directory: Path) -> list[Found]:
@@ -216,19 +229,25 @@ def check_names_are_free(directory: Path) -> None:
         raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
 
 
-def _prepare(directory: Path) -> None:
-    """Prepares the folder for checkpoints; what is wrong with it shows now and not at the first save."""
+def _prepare(directory: Path) -> str:
+    """Prepares the folder for checkpoints, and leaves a mark where they are staged; what is wrong with it shows now and
+    not at the first save."""
+    mark = uuid.uuid4().hex
     try:
         directory.mkdir(parents=True, exist_ok=True)
         folders.clean(directory)
         (directory / folders.SAVING).mkdir()
+        (directory / folders.SAVING / mark).touch()
     except OSError as error:
         raise unwritable(directory, error) from error
+    return mark
 
 
-def _check_shared(directory: Path, settings: Settings) -> None:
+def _check_shared(start: Start, settings: Settings) -> None:
     """Collective: a checkpoint that only one node has is lost to the others, and to the run that goes on elsewhere."""
-    seen = from_all_ranks((directory / folders.SAVING).is_dir())
+    directory = checkpoint_directory(settings)
+    # the folder alone would not tell: on a disk of its own, a rank may have one of an earlier run
+    seen = from_all_ranks((directory / folders.SAVING / start.mark).exists())
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if not blind:
         return

@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.tune.parts.checkpoints.making import complete
-from tests.unit.tune.parts.checkpoints.starting import saved, start
+from tests.unit.tune.parts.checkpoints.starting import config, in_a_group_of_one, saved, start
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.checkpoints.start import find_start
+from torchtune_adaptive.tune.start.settings import read_full_settings
+from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 
 def test_where_nothing_is_intact_no_command_is_advised_that_would_be_refused_again(tmp_path: Path) -> None:
@@ -57,6 +60,27 @@ def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytes
     decided = start(tmp_path, *overwrite)
     assert (decided.resumes, decided.overwrites) == (False, 1)
     assert complete(tmp_path) == ["epoch_0"], "what is wrong with the rest of the config shows before anything is lost"
+
+
+def test_a_restart_that_only_another_nodes_launcher_counts_is_one_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers count their own ranks' failures; where another node's has failed, this one starts its ranks with 0."""
+    monkeypatch.setattr(THIS_RUN, "relaunched", False)
+    monkeypatch.setattr(THIS_RUN, "places", ())
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    fresh = read_full_settings(config(tmp_path, "resume_from_checkpoint=False", "overwrite_output_dir=True"))
+    with in_a_group_of_one():
+        saved(tmp_path, "epoch_0")
+        find_start(fresh, "full").release()
+        assert complete(tmp_path) == ["epoch_0"]
+        with pytest.raises(ConfigError, match=r"started this run again .* set resume_from_checkpoint=auto"):
+            find_start(fresh, "full")
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the next job")
+        decided = find_start(fresh, "full")
+        decided.release()
+        assert decided.overwrites == 1
 
 
 def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:

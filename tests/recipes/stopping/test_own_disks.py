@@ -1,0 +1,49 @@
+"""Ranks that do not see what rank 0 sees: all of them are told, and none waits for another."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
+
+from tests.ranks import run_on_ranks
+from tests.unit.tune.parts.checkpoints.starting import config
+from torchtune_adaptive.errors import CheckpointError, ConfigError
+from torchtune_adaptive.tune.parts.checkpoints.loading import load_distributed
+from torchtune_adaptive.tune.parts.checkpoints.start import find_start
+from torchtune_adaptive.tune.start.settings import read_full_settings
+
+
+def start_on_a_disk_of_its_own(folder: Path) -> str:
+    own = folder / f"disk_{dist.get_rank()}"
+    (own / ".saving").mkdir(parents=True)  # what an earlier run has left there
+    with pytest.raises(ConfigError) as error:
+        find_start(read_full_settings(config(own)), "full")
+    return str(error.value)
+
+
+def test_a_disk_of_its_own_is_noticed_although_an_earlier_run_has_been_there(tmp_path: Path) -> None:
+    for told in run_on_ranks(2, start_on_a_disk_of_its_own, tmp_path):
+        assert "is not one that all nodes share: rank 1 does not see rank 0's" in told
+
+
+def load_from_a_disk_of_its_own(folder: Path) -> str:
+    own = folder / f"disk_{dist.get_rank()}"
+    own.mkdir()
+    if dist.get_rank() == 0:
+        (own / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={})))
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError) as error:
+        load_distributed(own, model, torch.optim.SGD(model.parameters(), lr=0.1), dist.new_group(backend="gloo"))
+    return str(error.value)
+
+
+def test_a_rank_that_cannot_read_a_distributed_checkpoint_leaves_nobody_waiting(tmp_path: Path) -> None:
+    for told in run_on_ranks(2, load_from_a_disk_of_its_own, tmp_path, timeout_s=30):
+        assert "loading checkpoint" in told
+        assert "failed on rank 1" in told
