@@ -84,7 +84,8 @@ def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Ad
     for at in range(len(found.answers)):
         parts += (of_rollouts if trains_with_ppo(cfg) else of_a_step)(cfg, settings, found, advice, at)
         parts += [f"measure it with: {line}" for line in commands(cfg, settings, found, at)]
-    parts += [] if advice is None or found.trains else advice.lines(settings.ranks)
+        if advice is not None and not found.trains and at == 0:  # it is about this length
+            parts += advice.lines(settings.ranks)
     parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
     parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
     return "\n".join(parts)

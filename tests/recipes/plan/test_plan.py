@@ -321,6 +321,17 @@ def test_offloaded_gradients_are_on_the_host(tmp_path: Path) -> None:
     assert on_host == pytest.approx(4 / 3 * weights_and_moments, rel=0.001)
 
 
+@pytest.mark.parametrize("found", ["use_maximum_batch_size=True", "adaptive.token_budget=4096"])
+def test_where_a_run_may_split_its_step_gradients_lie_beside_the_largest_microbatch(found: str, tmp_path: Path) -> None:
+    """As in the search's own probes, though the config says one microbatch."""
+    rows = ("adaptive.padding=True",)
+    once, several = (
+        predicted_phases(demo_config("full", tmp_path / "run", *NO_ACCUMULATION[1:], *rows, steps, *more), 1)[0]
+        for steps, more in (("gradient_accumulation_steps=1", (found,)), ("gradient_accumulation_steps=2", ()))
+    )
+    assert once == several
+
+
 def test_shards_of_a_thousand_ranks_are_small(tmp_path: Path) -> None:
     cfg = demo_config("full", tmp_path / "run", *ON_GPU)
     (_, few, _), (_, many, _) = predicted_phases(cfg, 8), predicted_phases(cfg, 1024)

@@ -60,6 +60,8 @@ SAVED_BY = {FULL: "full", LORA: "lora", FULL_DPO: "full_dpo", LORA_DPO: "lora_dp
 OF_PAIRS = (FULL_DPO, LORA_DPO)
 CHECKS = {FULL_DPO: check_preferences, LORA_DPO: check_preferences, PPO: check_ppo}
 """What of `adaptive:` a recipe refuses."""
+RUNS_OUT_OF_MEMORY = ("binary", "decrease")
+"""Searches that need recovery."""
 KEYS_OF: Mapping[str, Sequence[str]] = {
     PLAN: [*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))],
     PPO: (*PPO_SECTIONS, *PPO_KEYS),
@@ -114,6 +116,7 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
     """Values that are well each by itself."""
     findings.of(lambda: check_token_budget(settings))
     findings.of(lambda: obstacle_to_recovery(settings, model))
+    findings.of(lambda: _check_search(settings, model))
     findings.of(lambda: start_progress(settings, ranks=1))
     findings.of(lambda: _check_growth(settings))
     if model is None:
@@ -124,6 +127,17 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
     if device is not None:
         findings.of(lambda: is_padded(model, settings, device, packed=is_packed(settings.config)))
     findings.of(lambda: obstacle_to_dealing(model, settings))
+
+
+def _check_search(settings: Settings, model: nn.Module | None) -> None:
+    search, recover = settings.adaptive.search, settings.adaptive.recover_from_oom
+    if not settings.use_maximum_batch_size or search not in RUNS_OUT_OF_MEMORY or recover:
+        return
+    why = "adaptive.recover_from_oom is False" if recover is False else obstacle_to_recovery(settings, model)
+    if why is not None:
+        raise ConfigError(
+            f"adaptive.search is {search}, which runs out of memory on its way, but {why}: set adaptive.search: linear"
+        )
 
 
 def _check_ranks(settings: Settings, ranks: int | None, findings: Findings) -> None:

@@ -203,6 +203,14 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
     return {POLICY: policy, REFERENCE: referring}
 
 
+def _accumulates(settings: Settings) -> bool:
+    """Whether a step may have several microbatches, so that gradients of those before lie beside the largest: a search
+    asks for that, and under a token budget nobody knows how many there are."""
+    as_configured = settings.gradient_accumulation_steps > 1
+    found = settings.use_maximum_batch_size or settings.adaptive.token_budget is not None
+    return as_configured or (found and not settings.optimizer_in_bwd)
+
+
 def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None) -> dict[str, Any]:
     """What a FakeStep knows of its samples; `found_before`: what an earlier stage has left in each."""
 
@@ -213,5 +221,5 @@ def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None)
         "sample_of": sample_of,
         "stand_in": kind.stand_in,
         "padded": kind.padded,
-        "accumulates": settings.gradient_accumulation_steps > 1,
+        "accumulates": _accumulates(settings),
     }

@@ -126,9 +126,8 @@ def _least_of_ranks(limits: Sequence[MemorySize] | None, world_size: int) -> int
 
 def _known_bytes(size: MemorySize, key: str) -> int:
     if size.is_fraction:
-        raise ConfigError(
-            f"{key} is {size.amount:g}: a fraction needs a device; give an amount (24GiB) or a card (h100)"
-        )
+        amount = "memory_limit, an amount (24GiB) or a card (h100)"
+        raise ConfigError(f"{key} is {size.amount:g}: a fraction needs a device; give {amount}")
     return int(size.amount)
 
 

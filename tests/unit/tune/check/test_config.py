@@ -278,3 +278,11 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
 
 def test_a_config_of_a_recipe_that_is_none_of_ours_is_refused(validate: Validate) -> None:
     assert_refused(validate("llama2/7B_lora_single_device"), ["lora_finetune_single_device", "--recipe"])
+
+
+def test_a_search_that_needs_recovery_is_refused_without_it(validate: Validate) -> None:
+    searched = (DEMO["full"], "adaptive.search=binary")
+    assert_refused(validate(*searched, "adaptive.recover_from_oom=False"), ["adaptive.search is binary", "linear"])
+    left_open = (*IN_BACKWARD, "adaptive.recover_from_oom=null")
+    assert_refused(validate(*searched, *left_open), ["adaptive.search is binary", "optimizer_in_bwd", "linear"])
+    assert validate(*searched, "adaptive.recover_from_oom=False", "use_maximum_batch_size=False")[0] == 0

@@ -51,7 +51,7 @@ def test_a_rank_has_what_the_question_says_and_else_what_the_run_may_use() -> No
     [
         (None, "memory_limit is null, so there is nothing to fit into"),
         (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1: give one for each rank"),
-        (0.9, "adaptive.memory_limit is 0.9: a fraction needs a device; give an amount"),
+        (0.9, "adaptive.memory_limit is 0.9: a fraction needs a device; give memory_limit, an amount"),
     ],
 )
 def test_a_limit_that_is_no_amount_for_every_rank_is_nothing_to_predict_with(limit: object, named: str) -> None:
