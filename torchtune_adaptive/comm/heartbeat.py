@@ -82,13 +82,16 @@ class Heartbeat:
         self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
         self._where_first = self._store.get(_where(0)).decode()
         self._stopping = threading.Event()
+        self._says_so = True
         self._rounds = 0
         self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_the_store)]
         for thread in self._threads:
             thread.start()
 
-    def stop(self) -> None:
-        """The rank ends, and may be silent from now on."""
+    def stop(self, *, as_it_should: bool = True) -> None:
+        """The rank ends, and may be silent from now on. Where it has failed, its peers may wait for it, and are to
+        find it silent."""
+        self._says_so = as_it_should
         self._stopping.set()
         for thread in self._threads:
             thread.join(2 * self._interval_s)  # no longer: the store may be gone, and with it its answer
@@ -105,7 +108,8 @@ class Heartbeat:
                 beat = self._text(_beat_of(watched))
                 if beat != LEFT and silence.seconds(beat, time.monotonic()) > self._limit_s:
                     self._find_silent()
-            self._store.set(_beat_of(self._rank), LEFT)
+            if self._says_so:
+                self._store.set(_beat_of(self._rank), LEFT)
         except RuntimeError:  # of a store that is gone: the other thread sees that there are no more rounds
             return
 

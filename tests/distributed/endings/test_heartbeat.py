@@ -101,6 +101,23 @@ def test_a_rank_that_has_ended_as_it_should_is_not_silent():
     assert run_on_ranks(2, end_early) == [[], []]
 
 
+def fail() -> list[Silent]:
+    told = Told()
+    heartbeat = Heartbeat(TIMEOUT_S, told)
+    if dist.get_rank() == 1:
+        heartbeat.stop(as_it_should=False)
+        time.sleep(2 * TIMEOUT_S)
+    else:
+        assert told.heard.wait(10 * TIMEOUT_S)
+    return told.silent
+
+
+def test_a_rank_that_has_failed_is_silent_to_a_peer_that_waits_for_it():
+    waiting, failed = run_on_ranks(2, fail)
+    assert [each.ranks for each in waiting[:1]] == [(1,)]
+    assert failed == []
+
+
 def lose_the_store() -> Heard:
     told = Told()
     with Lateness() as lateness:

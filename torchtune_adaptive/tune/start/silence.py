@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 import torch.distributed as dist
 
 from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
+from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import speaks_first
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, saved_and_what_next
@@ -22,10 +23,14 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
         yield
         return
     heartbeat = Heartbeat(timeout_s, _end)
+    with_all_others = True
     try:
         yield
+    except BaseException as error:
+        with_all_others = isinstance(error, RunFinished | RunStopped)
+        raise
     finally:
-        heartbeat.stop()
+        heartbeat.stop(as_it_should=with_all_others)
 
 
 def told(silent: Silent) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from torchtune_adaptive.comm.heartbeat import Silent
-from torchtune_adaptive.tune.start import this_run
+from torchtune_adaptive.errors import RunFinished, RunStopped
+from torchtune_adaptive.tune.start import silence, this_run
 from torchtune_adaptive.tune.start.silence import told
 from torchtune_adaptive.tune.start.this_run import ThisRun, saved_and_what_next
 
@@ -31,3 +33,33 @@ def test_a_run_goes_on_only_from_what_is_saved(
 ) -> None:
     monkeypatch.setattr(this_run, "THIS_RUN", ThisRun(newest=newest))
     assert saved_and_what_next().startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("error", "as_it_should"),
+    [
+        (None, True),
+        (RunFinished("all"), True),
+        (RunStopped("all"), True),
+        (OSError("here"), False),
+        (SystemExit, False),
+    ],
+)
+def test_only_a_rank_that_ends_with_all_others_says_that_it_has_left(
+    error: BaseException | None, as_it_should: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    class Heard:
+        def __init__(self, *_: object) -> None: ...
+
+        def stop(self, *, as_it_should: bool) -> None:
+            ended.append(as_it_should)
+
+    monkeypatch.setattr(silence, "Heartbeat", Heard)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with suppress(BaseException), silence.ending_when_a_rank_is_silent(60):
+        if error is not None:
+            raise error
+    assert ended == [as_it_should]
