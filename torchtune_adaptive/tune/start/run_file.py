@@ -1,4 +1,4 @@
-"""What a run leaves for whoever starts it again: the command, and how it ended. It decides nothing."""
+"""What a run leaves for whoever starts it again: the command, its launchers, and how it ended."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def end(directory: Path, how: str, message: str = "") -> None:
 
 def read(directory: Path) -> RunFile | None:
     try:
-        return RunFile(**json.loads((directory / RUN_FILE).read_bytes()))
+        run = RunFile(**json.loads((directory / RUN_FILE).read_bytes()))
+        return replace(run, launchers=list(run.launchers))
     except (OSError, ValueError, TypeError):
         return None
 

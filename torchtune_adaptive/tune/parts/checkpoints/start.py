@@ -76,8 +76,8 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     locks: list[Lock] = []
     launchers = sorted({each for each in from_all_ranks(launcher()) if each is not None})
     if dist.get_rank() == 0:
-        THIS_RUN.relaunched = _has_begun_under(launchers, settings)
         try:
+            THIS_RUN.relaunched = _has_begun_under(launchers, settings)
             locks.extend(map(take, _places(settings)))
             decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
@@ -102,7 +102,7 @@ def _places(settings: Settings) -> list[Path]:
 def _has_begun_under(launchers: Sequence[str], settings: Settings) -> bool:
     """Whether one of these launchers has started a run here before: it is this one then."""
     before = filter(None, map(run_file.read, _places(settings)))
-    return any(not set(launchers).isdisjoint(run.launchers) for run in before)
+    return any(each in run.launchers for run in before for each in launchers)
 
 
 def _note(start: Start, settings: Settings, launchers: list[str]) -> None:
