@@ -126,6 +126,7 @@ ROOMS: dict[str, set[str]] = {
         "prediction",
     },
     "tune/check": {
+        "search.strategies",
         "tune/start",
         "tune/parts",
         "tune/parts/checkpoints",

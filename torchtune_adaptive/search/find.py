@@ -13,6 +13,7 @@ from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.search.lengths import Profile, SampleLengths, profile
 from torchtune_adaptive.search.probe import Prober, TrainingStep
 from torchtune_adaptive.search.rows import SearchResult, search
+from torchtune_adaptive.search.strategies import NEED_RECOVERY
 
 OnProbe: TypeAlias = Callable[[int, Peak | None], object]
 """Called with the rows of a probe and None when it begins, and with what it measured when it ends."""
@@ -115,7 +116,7 @@ def _measure(prober: Prober, progress: OnProbe | None, rows: int, length: int | 
 def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
     if not steps:
         raise ValueError("a search needs at least 1 training step, but was given none")
-    if strategy in ("binary", "decrease") and not all(step.runner.recovers for step in steps.values()):
+    if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in steps.values()):
         raise ConfigError(
             f"the strategy {strategy!r} runs out of memory on its way, but this step cannot be run again after that",
             Remedy.MEASURING_STRATEGY,

@@ -171,4 +171,6 @@ def static(history: History) -> int | None:
     return goal if goal > low else _narrow(history)
 
 
+NEED_RECOVERY = ("binary", "decrease")
+"""Strategies that run out of memory on their way."""
 STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "static": static, "binary": binary, "decrease": decrease}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,21 @@ def start_on_a_disk_of_its_own(folder: Path) -> str:
 def test_a_disk_of_its_own_is_noticed_although_an_earlier_run_has_been_there(tmp_path: Path) -> None:
     for told in run_on_ranks(2, start_on_a_disk_of_its_own, tmp_path):
         assert "is not one that all nodes share: rank 1 does not see rank 0's" in told
+
+
+def start_without_a_checkpointer(folder: Path) -> str:
+    cfg = config(folder)
+    settings = read_full_settings(cfg)
+    del cfg.checkpointer
+    with pytest.raises(ConfigError) as error:
+        find_start(replace(settings, config=cfg), "full")
+    return str(error.value)
+
+
+def test_a_config_without_a_checkpointer_is_told_on_all_ranks(tmp_path: Path) -> None:
+    first, second = run_on_ranks(2, start_without_a_checkpointer, tmp_path, timeout_s=30)
+    assert first == second
+    assert "checkpointer" in first
 
 
 def load_from_a_disk_of_its_own(folder: Path) -> str:

@@ -10,6 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.search.strategies import NEED_RECOVERY
 from torchtune_adaptive.sizes import size_for_rank
 from torchtune_adaptive.tune.check.components import (
     check_components,
@@ -60,8 +61,6 @@ SAVED_BY = {FULL: "full", LORA: "lora", FULL_DPO: "full_dpo", LORA_DPO: "lora_dp
 OF_PAIRS = (FULL_DPO, LORA_DPO)
 CHECKS = {FULL_DPO: check_preferences, LORA_DPO: check_preferences, PPO: check_ppo}
 """What of `adaptive:` a recipe refuses."""
-RUNS_OUT_OF_MEMORY = ("binary", "decrease")
-"""Searches that need recovery."""
 KEYS_OF: Mapping[str, Sequence[str]] = {
     PLAN: [*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))],
     PPO: (*PPO_SECTIONS, *PPO_KEYS),
@@ -131,7 +130,7 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
 
 def _check_search(settings: Settings, model: nn.Module | None) -> None:
     search, recover = settings.adaptive.search, settings.adaptive.recover_from_oom
-    if not settings.use_maximum_batch_size or search not in RUNS_OUT_OF_MEMORY or recover:
+    if not settings.use_maximum_batch_size or search not in NEED_RECOVERY or recover:
         return
     why = "adaptive.recover_from_oom is False" if recover is False else obstacle_to_recovery(settings, model)
     if why is not None:
