@@ -8,9 +8,10 @@ Takes every config of the recipes for finetuning, preference training and PPO, t
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from omegaconf import DictConfig
 
@@ -18,21 +19,24 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.record.files import reason
+from torchtune_adaptive.tune.check.plan import check_plan
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
-from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
-from torchtune_adaptive.tune.plan.answers import Answers, command, frontier, heading, predict, traces
+from torchtune_adaptive.tune.plan.advice import Advice, advise, advised_length, on_ranks, ways_out
+from torchtune_adaptive.tune.plan.answers import Answers, frontier, heading, predict, traces
+from torchtune_adaptive.tune.plan.commands import command
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.recipes import as_finetuning, trains_with_ppo
-from torchtune_adaptive.tune.plan.settings import check_advice, read_plan_settings
+from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.trace.recipes import as_finetuning, trains_with_ppo
 
 
 def answer(cfg: DictConfig) -> None:
     settings, cfg = read_plan_settings(cfg), as_finetuning(cfg)
-    check_advice(cfg, settings)
+    check_plan(cfg, settings)
     (compare if len(settings.several_ranks) > 1 else answer_one)(cfg, settings)
 
 
@@ -40,14 +44,7 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
     """What fits, and advice."""
     with progress_bar("tracing", traces(cfg), "steps") as bar:
         found = predict(cfg, settings, traced=bar.update)
-    advice = None
-    if settings.format != "csv":  # of which advice can be no row, nor can a note
-        with progress_bar("tracing for advice", None, "steps") as bar:  # how many, only they can tell
-            advice = advise(cfg, settings, found, traced=bar.update)
-    print(FORMATS[settings.format](cfg, settings, found, advice))
-    if settings.format == "csv":
-        for note in found.notes:
-            print(f"note: {note}", file=sys.stderr)
+    advice = FORMATS[settings.format](cfg, settings, found)
     if settings.picture is not None:
         picture(Path(settings.picture), cfg, settings, found, advice)
 
@@ -55,14 +52,18 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
 def compare(cfg: DictConfig, settings: PlanSettings) -> None:
     """The same question for several numbers of ranks, in one table."""
     with progress_bar("tracing", traces(cfg) * len(settings.several_ranks), "steps") as bar:
-        outcomes, notes = on_ranks(cfg, settings, traced=bar.update)
-    rows = printed.alternatives(outcomes)
+        compared = on_ranks(cfg, settings, traced=bar.update)
+    rows = printed.by_ranks_for_programs(compared.outcomes)
     if settings.format == "json":
-        print(printed.as_json(rows, notes))
-        return
-    print(printed.by_ranks(outcomes) if settings.format == "table" else printed.as_csv(rows))
-    for note in notes:
-        print(f"note: {note}", file=sys.stdout if settings.format == "table" else sys.stderr)
+        lines = [line for one, found in compared.answers for line in all_commands(cfg, one, found)]
+        print(printed.as_json(rows, compared.notes, commands=lines, largest_error=compared.largest_error))
+    elif settings.format == "csv":
+        print(printed.as_csv(rows))
+        tell(compared.notes, sys.stderr)
+    else:
+        print(printed.by_ranks(compared.outcomes))
+        print(printed.checked(compared.largest_error))
+        tell(compared.notes)
 
 
 def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> None:
@@ -79,47 +80,77 @@ def picture(path: Path, cfg: DictConfig, settings: PlanSettings, found: Answers,
         raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; give another place") from error
 
 
-def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    parts = []
+def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers) -> Advice | None:
+    """The answer before the advice, which may take longer."""
+    advice, advised = None, advised_length(cfg, settings, found)
     for at in range(len(found.answers)):
-        parts += (of_rollouts if trains_with_ppo(cfg) else of_a_step)(cfg, settings, found, advice, at)
-        parts += [f"measure it with: {line}" for line in commands(cfg, settings, found, at)]
-        if advice is not None and not found.trains and at == 0:  # it is about this length
-            parts += advice.lines(settings.ranks)
-    parts += [f"checked against a step traced directly: {100 * found.largest_error:+.2f} %"]
-    parts += [f"note: {note}" for note in [*found.notes, *(advice.notes if advice else ())]]
-    return "\n".join(parts)
+        of_one = of_rollouts if trains_with_ppo(cfg) else of_a_step
+        lines = of_one(cfg, settings, found, at, with_advice=at == advised)
+        lines += [f"measure it with: {line}" for line in commands(cfg, settings, found, at)]
+        print(*lines, sep="\n", flush=True)
+        if at == advised:
+            advice = advice_on(cfg, settings, found, at)
+            print(*advice.lines(settings.ranks), sep="\n")
+    print(printed.checked(found.largest_error))
+    tell([*found.notes, *(advice.notes if advice else ())])
+    return advice
 
 
-def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None, at: int) -> list[str]:
+def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int, *, with_advice: bool) -> list[str]:
     """A table for each stage, of which there are one or two."""
     parts = []
     for stage, each in found.stages(at).items():
         parts += [heading(cfg, settings, each, stage), printed.table(each)]
-        key = f"rows of {stage}" if stage else "batch_size"
-        parts += [printed.choice(each, key) if each.chosen_rows or advice is None else printed.shortfall(each)]
-        if stage and stage == found.trains and advice is not None and at == 0:  # it is about this one
-            parts += advice.lines(settings.ranks)
+        if each.chosen_rows:
+            parts += [choice(cfg, found, stage, at)]
+        else:
+            parts += [printed.shortfall(each) if with_advice else printed.no_row(each, ways_out(cfg, each))]
     return parts
 
 
-def of_rollouts(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None, at: int) -> list[str]:
+def choice(cfg: DictConfig, found: Answers, stage: str, at: int) -> str:
+    each, adaptive = found.by_stage[stage][at], read_adaptive(cfg.get("adaptive"))
+    if adaptive.token_budget is not None:
+        return printed.choice_of_tokens(each, found.tokens(stage, at), adaptive.token_budget, stage)
+    return printed.choice(each, f"rows of {stage}" if stage else "batch_size", adaptive.max_batch_size)
+
+
+def of_rollouts(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int, *, with_advice: bool) -> list[str]:
     """A line for each stage."""
-    return [heading(cfg, settings, found.answers[at]), printed.stages(found.stages(at))]
+    stages, budget = found.stages(at), read_adaptive(cfg.get("adaptive")).token_budget
+    parts = [heading(cfg, settings, found.answers[at]), printed.stages(stages)]
+    if not found.batch_size(at):
+        worst = next(each for each in stages.values() if not each.chosen_rows)
+        return [*parts, printed.no_row(worst, ways_out(cfg, worst))]
+    if isinstance(budget, int):
+        short = [stage for stage in stages if found.tokens(stage, at) < budget]
+        parts += [choice(cfg, found, stage, at) for stage in short]
+    return parts
 
 
-def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    return printed.as_csv(rows_of(found))
+def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers) -> None:
+    """Without advice, which can be no row, nor can a note."""
+    print(printed.as_csv(rows_of(found)))
+    tell(found.notes, sys.stderr)
 
 
-def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers, advice: Advice | None) -> str:
-    return printed.as_json(
+def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers) -> Advice | None:
+    advised = advised_length(cfg, settings, found)
+    advice = None if advised is None else advice_on(cfg, settings, found, advised)
+    told = printed.as_json(
         rows_of(found),
         [*found.notes, *(advice.notes if advice else ())],
         advice=printed.alternatives(advice.outcomes) if advice else [],
-        commands=[line for at in range(len(found.answers)) for line in commands(cfg, settings, found, at)],
+        commands=all_commands(cfg, settings, found),
         largest_error=found.largest_error,
     )
+    print(told)
+    return advice
+
+
+def advice_on(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int) -> Advice:
+    with progress_bar("tracing for advice", None, "steps") as bar:  # how many, only they can tell
+        return advise(cfg, settings, found, at, traced=bar.update)
 
 
 def rows_of(found: Answers) -> list[dict[str, Any]]:
@@ -130,8 +161,17 @@ def rows_of(found: Answers) -> list[dict[str, Any]]:
 
 def commands(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int) -> list[str]:
     """What trains with the answer for a length; none where nothing fits."""
-    rows = found.batch_size(at)
-    return [command(cfg, settings, config_name(), rows, overrides())] if rows else []
+    rows, tokens = found.batch_size(at), found.answers[at].tokens
+    return [command(cfg, settings, config_name(), rows=rows, tokens=tokens, given=overrides())] if rows else []
+
+
+def all_commands(cfg: DictConfig, settings: PlanSettings, found: Answers) -> list[str]:
+    return [line for at in range(len(found.answers)) for line in commands(cfg, settings, found, at)]
+
+
+def tell(notes: Sequence[str], file: TextIO | None = None) -> None:
+    for note in notes:
+        print(f"note: {note}", file=file)
 
 
 FORMATS = {"table": as_table, "csv": as_csv, "json": as_json}

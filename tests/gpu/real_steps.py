@@ -37,10 +37,10 @@ from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
-from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint
-from torchtune_adaptive.tune.plan.recipes import is_lora
 from torchtune_adaptive.tune.run.fitting import training_step
 from torchtune_adaptive.tune.start.settings import Settings, read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
+from torchtune_adaptive.tune.trace.recipes import is_lora
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
 

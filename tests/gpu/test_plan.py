@@ -20,7 +20,7 @@ from torchtune_adaptive.prediction.replay import STEPS
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.shims import rank_0_of
+from torchtune_adaptive.tune.trace.shims import rank_0_of
 
 ALLOCATED, RESERVED = 0.02, 0.05
 ROWS = {"cpu": 4, "cuda": 8}

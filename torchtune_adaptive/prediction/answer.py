@@ -13,6 +13,8 @@ from torchtune_adaptive.prediction.replay import Reserved, replay
 
 MOST_ROWS = 2**20
 """Looked at; where as many fit, memory is hardly what bounds them."""
+LOOKED_ABOVE = 16
+"""Rows above the first that do not fit in which more may fit again: holes in the cache do not grow with the rows."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,24 @@ class Answer:
 
     @cached_property
     def most_rows(self) -> int:
-        """The most that fit without flushing the cache; 0 if one row does not."""
-        return _most(lambda rows: self._unlimited(rows).peak_bytes <= self.budget.usable_bytes, self._most_allocated)
+        """The most that fit without flushing the cache; 0 if no number of rows does."""
+        return self._most(self._fits_at_once)
 
     @cached_property
     def most_rows_with_retries(self) -> int:
         """The most that run at all."""
-        return _most(lambda rows: self._replayed(rows, self.budget.usable_bytes) is not None, self._most_allocated)
+        return self._most(self._fits_somehow)
 
     @cached_property
     def chosen_rows(self) -> int:
         """The most rows without flushing, among those that may be chosen; 0 if there are none."""
-        index = bisect_right(self._rungs, self.most_rows)
-        return self._rungs[index - 1] if index else 0
+        fitting = self._rungs[: bisect_right(self._rungs, self.most_rows)]
+        return next((rows for rows in reversed(fitting) if self._fits_at_once(rows)), 0)
+
+    @property
+    def fits_by_flushing(self) -> bool:
+        """Whether one row runs, but has to flush the cache for it."""
+        return not self._fits_at_once(1) and self._fits_somehow(1)
 
     def at(self, tokens: int) -> Answer:
         """The answer for rows of another length."""
@@ -120,6 +127,22 @@ class Answer:
             return (self.peak(rows).peak_bytes or 0) <= self.budget.usable_bytes
 
         return _most(fits, MOST_ROWS)
+
+    def _most(self, fits: Callable[[int], bool]) -> int:
+        """The most rows that fit.
+
+        What is reserved may fall from one number of rows to the next, where blocks happen to fill holes, so bisecting
+        finds a number beyond which one row more does not fit, but two may.
+        """
+        found = _most(fits, self._most_allocated)
+        looked_at = range(min(self._most_allocated, found + 1 + LOOKED_ABOVE), found + 1, -1)
+        return next((rows for rows in looked_at if fits(rows)), found) if self._law.caches else found
+
+    def _fits_at_once(self, rows: int) -> bool:
+        return self._unlimited(rows).peak_bytes <= self.budget.usable_bytes
+
+    def _fits_somehow(self, rows: int) -> bool:
+        return self._replayed(rows, self.budget.usable_bytes) is not None
 
     def _unlimited(self, rows: int) -> Reserved:
         reserved = self._replayed(rows, None)

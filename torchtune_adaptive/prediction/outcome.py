@@ -14,7 +14,7 @@ class Outcome:
     """What one setting comes to, at the most rows that may be chosen; at one row, where none fit."""
 
     name: str
-    """The changes as one writes them; nothing for none."""
+    """The changes as one writes them, nothing for none; or the stage that this is about."""
     ranks: int
     tokens: int
     """Tokens of one row."""
@@ -35,7 +35,7 @@ class Outcome:
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens per second of all ranks together."""
+        """Tokens per second of all ranks together; 0 where that cannot be told."""
         return 0.0 if self.seconds is None else self._tokens / self.seconds.likely
 
     @property

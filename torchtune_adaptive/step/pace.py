@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from statistics import median
+from typing import Protocol
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.limits.change import in_step
+from torchtune_adaptive.limits.change import BEFORE_THE_FIRST, in_step
 
 logger = logging.getLogger(__name__)
 
@@ -20,30 +21,60 @@ HELD_UP = 0.25
 """Share of the time that the others wait longer than the slowest rank, from which on it is told."""
 
 
+class Waits(Protocol):
+    @property
+    def waited_s(self) -> float:
+        """Seconds for which this rank has waited for others, in the life of whatever counts them."""
+
+
 class Pace:
-    """The shares of the last steps that ranks have worked, and not waited for others."""
+    """The shares of the last steps that ranks have worked, and not waited for others.
+
+    Stages of one step share it: a rank that is slow in one of them is slow in the step.
+    """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
         self._told: frozenset[int] = frozenset()
+        self._waits: list[Waits] = []
         self._reported_at_s = time.perf_counter()
         self._waited_s = 0.0
+        self._step: int | None = None
+        self._told_at_s = time.perf_counter()
+        self._passed_s = 0.0
 
-    def worked(self, waited_s: float) -> float:
-        """The share of this rank since it was last asked; it has waited for so many seconds in its life."""
-        now_s = time.perf_counter()
+    def counting(self, *waits: Waits) -> Pace:
+        """This pace, with those counters of waits: each once, however many stages share it."""
+        for each in waits:
+            if not any(each is known for known in self._waits):
+                self._waits.append(each)
+                self._waited_s += each.waited_s
+        return self
+
+    def worked(self) -> float:
+        """The share of this rank since it was last asked."""
+        now_s, waited_s = time.perf_counter(), sum(each.waited_s for each in self._waits)
         waited, passed = waited_s - self._waited_s, now_s - self._reported_at_s
         self._waited_s, self._reported_at_s = waited_s, now_s
         return max(0.0, 1 - waited / passed) if passed else 1.0
 
     def tell(self, step: int, shares: Sequence[float]) -> None:
-        """Logs on rank 0 who holds the others up, after a step with these shares of all ranks."""
-        slow = self.after_step(shares) if rank() == 0 else None
+        """Logs on rank 0 who holds the others up, after a step or a stage of it with these shares of all ranks."""
+        now_s = time.perf_counter()
+        passed_s, self._told_at_s = now_s - self._told_at_s, now_s
+        slow = self.after(step, shares, passed_s) if rank() == 0 else None
         if slow is not None:
             logger.warning("%s: %s", in_step(step), slow)
 
-    def after_step(self, shares: Sequence[float]) -> str | None:
-        """What there is to tell; of the same ranks again only after they have kept up in between."""
+    def after(self, step: int, shares: Sequence[float], passed_s: float) -> str | None:
+        """What there is to tell after so many seconds of a step; of the same ranks again only after they have kept up
+        in between."""
+        if step == self._step != BEFORE_THE_FIRST:
+            before_s, self._passed_s = self._passed_s, self._passed_s + passed_s
+            both = zip(self._steps.pop(), shares, strict=True)
+            shares = [(before * before_s + share * passed_s) / (self._passed_s or 1) for before, share in both]
+        else:
+            self._step, self._passed_s = step, passed_s
         self._steps.append(tuple(shares))
         if len(shares) == 1 or len(self._steps) < STEPS:
             return None

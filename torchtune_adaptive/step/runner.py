@@ -59,7 +59,7 @@ class StepRunner(Generic[Sample]):
     A step of several stages has a runner for each: `stage` is its name, in messages and in the record. `frozen` are
     models that a microbatch runs beside the trained one. A stage may have no backward at all; it keeps its results by
     sample, since a repeated attempt writes them again: give it `trains=False`, for advice that helps. Stages that share
-    models share a `ledger`.
+    models share a `ledger`, and all of them a `pace`, which tells who holds the others up.
 
     `otherwise`, an attribute, is called on every rank where what has failed cannot be made smaller. It may see to it
     that microbatches need less from then on, and says how. None, as by default: nothing can be done, so the run ends.
@@ -90,14 +90,14 @@ class StepRunner(Generic[Sample]):
         on_change: Callable[[Change], None] | None = None,
         on_plan: Callable[[int, Plan], object] | None = None,
         asked_to_stop: Callable[[], bool] = bool,
+        pace: Pace | None = None,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         self.model = model
         self.length_of, self._row_lengths_of, self.cost_of = length_of, row_lengths_of, cost_of
         self.stand_in = stand_in
         self.padded, self.trains, self.recovers = padded, trains, recover
-        self.on_change, self.on_plan = on_change, on_plan
-        self._asked_to_stop = asked_to_stop
+        self.on_change, self.on_plan, self._asked_to_stop = on_change, on_plan, asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self.otherwise: Callable[[], str | None] = lambda: None
@@ -108,7 +108,7 @@ class StepRunner(Generic[Sample]):
         self._planner = Planner(self._agreement, padded=padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge(shared=bool(stage))
-        self._pace = Pace()
+        self._pace = (pace or Pace()).counting(self.ledger, self._agreement)
 
     @property
     def limit(self) -> Limit:
@@ -261,7 +261,7 @@ class StepRunner(Generic[Sample]):
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths, padded=self.padded, rows=rows, cost=self.cost_of)._asdict(),
             **reading._asdict(),
-            worked=self._pace.worked(self.ledger.waited_s + self._agreement.waited_s),
+            worked=self._pace.worked(),
             asked_to_stop=self._asked_to_stop(),
             foreign_messages=self.ledger.foreign_messages,
         )

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,12 +10,14 @@ from torch import Tensor
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.pace import STEPS
+from torchtune_adaptive.step.pace import STEPS, Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
 
 
-def log_of_steps(slow_rank: int | None, where: str) -> list[str]:
+def log_of_steps(slow_rank: int | None, where: str, stages: Sequence[str] = ("",)) -> list[str]:
+    """What is said of steps of one stage or several, which share what they share in a recipe."""
     model = build(ModelConfig(layers=1, dropout=0.0))
     forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 1)
 
@@ -22,16 +25,29 @@ def log_of_steps(slow_rank: int | None, where: str) -> list[str]:
         if dist.get_rank() == slow_rank and place == where:
             time.sleep(0.15)
 
-    def slowly(samples: Sequence[Tensor]) -> Totals:
-        sleep_here("forward")
+    def slowly(place: str, samples: Sequence[Tensor]) -> Totals:
+        sleep_here(place)
         return forward_backward(samples)
 
-    runner = StepRunner(model, slowly, limit=RowLimit(1), length_of=len, stand_in=lambda sample: sample[:2])
+    shared = {"ledger": CollectiveLedger(model), "pace": Pace()} if len(stages) > 1 else {}
+    runners = [
+        StepRunner(
+            model,
+            partial(slowly, stage or "forward"),
+            limit=RowLimit(1),
+            length_of=len,
+            stand_in=lambda sample: sample[:2],
+            stage=stage,
+            **shared,
+        )
+        for stage in stages
+    ]
     with listening() as lines:
         for step in range(1, STEPS + 2):
             sleep_here("dataset")
-            runner.run(samples, step=step)
-            model.zero_grad(set_to_none=True)
+            for runner in runners:
+                runner.run(samples, step=step)
+                model.zero_grad(set_to_none=True)
     return lines
 
 
@@ -41,6 +57,13 @@ def test_a_slow_rank_is_named_on_rank_0_whether_its_model_or_its_dataset_is_slow
         assert second == []
         (line,) = first
         assert f"step {STEPS}: rank 1 holds the others up: in the last {STEPS} steps it worked " in line
+
+
+def test_a_rank_that_is_slow_in_one_stage_of_three_is_named_once():
+    first, second = run_on_ranks(2, log_of_steps, 1, "second", ("first", "second", "third"))
+    assert second == []
+    (line,) = first
+    assert f"step {STEPS}: rank 1 holds the others up" in line
 
 
 def test_ranks_that_are_alike_are_not_told_of():

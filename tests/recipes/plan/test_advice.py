@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from tests.recipes.running import demo_config, start_here
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.outcome import Outcome
+from torchtune_adaptive.tune.plan import advice
 from torchtune_adaptive.tune.plan.advice import Alternatives, what_fits, what_is_fastest
 from torchtune_adaptive.tune.plan.answers import Answers, predict
 from torchtune_adaptive.tune.plan.keys import PlanSettings
@@ -76,14 +78,14 @@ def test_other_lines_start_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def alternatives(tmp_path: Path, limit: str, *overrides: str) -> Alternatives:
     cfg = demo_config("full", tmp_path / "run", *ON_GPU, *overrides)
     plan = PlanSettings(world_size=2, memory_limit=limit, memory_overhead=0, sequence_length=512)
-    return Alternatives(cfg, plan, predict(cfg, plan, lambda: None), lambda: None)
+    return Alternatives(cfg, plan, predict(cfg, plan, lambda: None), 0, lambda: None)
 
 
 class Told:
     """Alternatives of which only those fit that have one of these, and which nobody traces."""
 
     def __init__(self, cfg: OmegaConf, others: Alternatives, *enough: str) -> None:
-        self.cfg, self.plan, self.found = others.cfg, others.plan, others.found
+        self.cfg, self.plan, self.as_it_is = others.cfg, others.plan, others.as_it_is
         self.asked: list[tuple[Overrides, int]] = []
         self._enough = enough
 
@@ -139,6 +141,21 @@ def test_what_is_not_traced_to_its_end_would_not_have_fitted(tmp_path: Path) -> 
     assert fitting.most_rows == 1
 
 
+def test_what_cannot_be_predicted_is_named_and_the_rest_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = alternatives(tmp_path, "1GiB", "adaptive.memory_limit=[1GiB,1GiB]")
+    others.plan = replace(others.plan, memory_limit=None)
+    assert others.outcome((), 4) is None
+    monkeypatch.setattr(advice, "predict", lambda *_, **__: torch.zeros(2) + torch.zeros(3))
+    assert others.outcome(("compile=True",)) is None
+    ranks, broken = others.notes()
+    assert ranks.startswith(
+        "not predicted: on 4 ranks (ConfigError: adaptive.memory_limit has 2 amounts and world_size"
+    )
+    assert broken.startswith("not predicted: compile=True (RuntimeError: The size of tensor")
+
+
 def test_the_fastest_settings_are_what_is_known_of_them(tmp_path: Path) -> None:
     others = alternatives(tmp_path, "1GiB", "device=cpu", "dtype=fp32")
     told = what_is_fastest(others)
@@ -168,6 +185,6 @@ def test_several_numbers_of_ranks_are_answered_in_one_table(capsys: pytest.Captu
     ask("adaptive/demo/full", "world_size=[1,2]", "memory_limit=64MiB")
     heading, *lines = capsys.readouterr().out.splitlines()
     assert heading.split() == ["ranks", "tokens", "rows", "reserved", "tokens/s", "between"]
-    one, two = (line.split() for line in lines if not line.startswith("note"))
+    one, two = (line.split() for line in lines if line.startswith("  "))
     assert (one[0], two[0]) == ("1", "2")
     assert float(two[5]) > 1.5 * float(one[5])

@@ -10,7 +10,7 @@ import pytest
 from tests.recipes.plan.test_plan import NO_ACCUMULATION, ask
 from tests.recipes.running import demo_config
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
-from torchtune_adaptive.tune.plan.predict import fake_step
+from torchtune_adaptive.tune.trace.steps import fake_step
 
 ROWS, TOKENS, WIDTH = 4, 512, 128
 INPUT_BYTES = 2 * ROWS * TOKENS * WIDTH

@@ -31,10 +31,11 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.plan.fakes import FakeStep
-from torchtune_adaptive.tune.plan.predict import fake_step
 from torchtune_adaptive.tune.start.configs import locate, read_command_line
+from torchtune_adaptive.tune.trace.fakes import FakeStep
+from torchtune_adaptive.tune.trace.steps import fake_step
 
 TOLERANCE = 0.001
 LAYERS = 3
@@ -229,6 +230,57 @@ def test_a_length_that_the_chunks_of_the_loss_do_not_divide_is_rounded_up(capsys
     assert "lengths are rounded up to a multiple of 8, the chunks of the loss" in found["notes"]
 
 
+@pytest.mark.parametrize(("budget", "fits"), [("auto", "fit"), ("1024", "fits"), ("1000000", "does not fit")])
+def test_a_token_budget_is_answered_in_tokens(budget: str, fits: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/tokens", f"adaptive.token_budget={budget}", "sequence_length=100", "memory_limit=64MiB")
+    output = capsys.readouterr().out
+    tokens, rows = map(int, re.findall(r"(\d+)(?: fit)? \((\d+) rows of 100 tokens\)", output)[0])
+    assert tokens == 100 * rows
+    assert re.search(rf"^adaptive.token_budget: \d+ {fits}\b", output, re.MULTILINE)
+    assert "batch_size" not in output
+    (measured,) = re.findall(r"^measure it with: (.*)", output, re.MULTILINE)
+    assert {"adaptive.token_budget=auto", "adaptive.sequence_length=100"} < {*measured.split()}
+    assert "rounded down" not in output
+
+
+def test_several_numbers_of_ranks_are_answered_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/dpo", "world_size=[1,2]", "memory_limit=64MiB", "format=json", "sequence_length=64")
+    found = json.loads(capsys.readouterr().out)
+    told = [(row["ranks"], row["stage"]) for row in found["predictions"]]
+    assert told == [(ranks, stage) for ranks in (1, 2) for stage in (POLICY, REFERENCE)]
+    assert {row["tokens_per_s"] for row in found["predictions"]} == {None}
+    assert abs(found["largest_error"]) < 0.005
+    assert [f"--nproc_per_node {ranks} " in line for ranks, line in zip((1, 2), found["commands"], strict=True)]
+    ask("adaptive/demo/dpo", "world_size=[1,2]", "memory_limit=64MiB", "format=csv", "sequence_length=64")
+    (first, *_) = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    assert (first["stage"], first["tokens_per_s"], first["tokens_per_s_from"]) == (POLICY, "", "")
+
+
+def test_the_answer_is_there_before_the_advice(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(others: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torchtune_adaptive.tune.plan.advice.what_fits", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        ask("adaptive/demo/full", "memory_limit=8MiB")
+    assert "does not fit in 8.0 MiB: one row of 256 tokens needs" in capsys.readouterr().out
+
+
+def test_advice_is_on_the_length_that_does_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(
+        "torchtune_adaptive.tune.plan.advice.what_fits", lambda others: asked.append(others.as_it_is.tokens) or []
+    )
+    ask("adaptive/demo/full", "memory_limit=11MiB", "sequence_length=[64,256]")
+    output = capsys.readouterr().out
+    assert asked == [256]
+    assert output.index("does not fit in 11.0 MiB: one row of 256") < output.index("nothing that was tried fits")
+
+
 def test_csv_is_not_kept_waiting_for_advice_that_it_cannot_hold(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,6 +326,9 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
         (("format=csv", "advise=True"), "advise is True and format is csv, which has no rows for advice"),
         (("world_size=[1,2]", "picture=plan.png"), "picture draws the answer for one number of ranks"),
         (("link_bandwidth=h100",), "link_bandwidth: cannot read 'h100'"),
+        (("use_maximum_batch_size=True", "adaptive.token_budget=auto"), "both say what fits"),
+        (("adaptive.precompute_reference=True",), "finetuning has no reference"),
+        (("world_size=[2,3]", "data_parallel_replicate_dim=2"), "the world size is 3"),
         (("teacher_model._component_=torchtune_adaptive.demo.model.demo_model",), "distils one model into another"),
     ],
 )

@@ -15,7 +15,7 @@ from tests.recipes.running import STOCK
 from torchtune_adaptive.prediction.cards import CARDS
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import Timing, as_tensor
-from torchtune_adaptive.tune.plan.predict import fake_step
+from torchtune_adaptive.tune.trace.steps import fake_step
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08

@@ -26,12 +26,13 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.plan import answers, rows
-from torchtune_adaptive.tune.plan.predict import fake_steps
+from torchtune_adaptive.tune.plan.commands import command
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.tune.start.catalogue import PPO
+from torchtune_adaptive.tune.trace.steps import fake_steps
 
 SIZES = ((1, 64), (5, 96), (9, 32))
 """Rows, and tokens of each prompt."""
@@ -156,7 +157,9 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
         step = steps[GENERATE]
         gathered = step.record(1, 16)
         peak = peak_of(gathered.phases, sizes_of(gathered), caches=False).peak_bytes or 0
-        asked = OmegaConf.create({"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": 16})
+        asked = OmegaConf.create(
+            {"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": [16, 32]}
+        )
         static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.answer_tokens, peak - 1, GENERATE
         with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
             assert rows.most_rows(*static) == 0
@@ -175,12 +178,12 @@ def test_settings_of_ppo_are_not_compared() -> None:
 
 @pytest.mark.parametrize(
     ("budget", "sizes"),
-    [("null", "use_maximum_batch_size=True"), ("400", "use_maximum_batch_size=False adaptive.token_budget=auto")],
+    [("null", "use_maximum_batch_size=True"), ("400", "adaptive.token_budget=auto")],
 )
 def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, sizes: str) -> None:
     cfg = ppo_config(tmp_path / "run", f"adaptive.token_budget={budget}")
     plan = read_plan_settings(OmegaConf.create({"world_size": 2, "memory_limit": "4MiB"}))
-    told = answers.command(cfg, plan, "adaptive/demo/ppo", rows=1)
+    told = command(cfg, plan, "adaptive/demo/ppo", rows=1, tokens=64)
     assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo adaptive.memory_limit=4MiB {sizes}"
 
 

@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.preference import KEPT, PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.plan.predict import fake_steps
+from torchtune_adaptive.tune.trace.steps import fake_steps
 
 JOINED = replace(PAIR, padded=False)
 SIZES = ((1, 256), (5, 192), (9, 128))

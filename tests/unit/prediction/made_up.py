@@ -12,6 +12,7 @@ from torchtune_adaptive.prediction.roofline import Seconds
 
 MIB = 2**20
 PHASES = {"weights": 1, "optimizer state": 2, "forward": 4, "update": 6}
+SIZES = ((2, 64), (3, 64), (2, 128), (3, 128))
 POWERS = [1 << exponent for exponent in range(12)]
 
 
@@ -23,8 +24,18 @@ def recording(rows: int, tokens: int) -> Recording:
 
 
 def law(*, caches: bool) -> MemoryLaw:
-    sizes = ((2, 64), (3, 64), (2, 128), (3, 128))
-    return fit_law({size: recording(*size) for size in sizes}, tokens_multiple=1, caches=caches)
+    return fit_law({size: recording(*size) for size in SIZES}, tokens_multiple=1, caches=caches)
+
+
+def filling_holes() -> MemoryLaw:
+    """10 MiB for ever, 16 MiB a row for 64 tokens, and after those are freed 48 MiB whatever the rows."""
+
+    def recording(rows: int, tokens: int) -> Recording:
+        row_bytes = 16 * MIB * rows * tokens // 64
+        changes = array("q", [6 * MIB, 4 * MIB, row_bytes, -row_bytes, 48 * MIB, -48 * MIB])
+        return Recording(tuple(Allocation("op", 0) for _ in range(4)), array("q", [0, 1, 2, 2, 3, 3]), changes, PHASES)
+
+    return fit_law({size: recording(*size) for size in SIZES}, tokens_multiple=1, caches=True)
 
 
 def answer(limit_mib: int, *, overhead_mib: int = 0, caches: bool = False, tokens: int = 64) -> Answer:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from tests.unit.prediction.made_up import answer
+from tests.unit.prediction.made_up import MIB, POWERS, answer, filling_holes
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.prediction.answer import Answer, Budget
 from torchtune_adaptive.prediction.cards import CARDS, limit_bytes
 
 
@@ -32,6 +35,25 @@ def test_an_allocator_reserves_more_than_tensors_need() -> None:
         assert each.fits
         assert (each.retries > 0) == (each.rows > cached.most_rows)
     assert cached.most_rows < cached.most_rows_with_retries <= answer(340).most_rows
+
+
+@pytest.mark.parametrize("limit_mib", range(20, 150, 3))
+@pytest.mark.parametrize("rungs", [range(1, 2**20), POWERS])
+def test_more_rows_may_fit_where_fewer_do_not(limit_mib: int, rungs: Sequence[int]) -> None:
+    """A block of 48 MiB fits into what three rows of 16 MiB or more have left behind, and beside that of two not."""
+    cached = Answer(filling_holes(), 64, Budget(limit_mib * MIB, 0), rungs)
+    reserved = [cached.reserved_bytes(rows) for rows in range(1, 20)]
+    assert reserved != sorted(reserved)
+    fitting = [rows for rows, need in enumerate(reserved, start=1) if need <= cached.budget.usable_bytes]
+    assert cached.most_rows == max(fitting, default=0)
+    assert cached.chosen_rows == max({*fitting} & {*rungs}, default=0)
+
+
+@pytest.mark.parametrize(("limit_mib", "at_once", "flushing"), [(67, 0, False), (70, 0, True), (84, 1, False)])
+def test_a_row_that_runs_only_with_flushing_is_told_apart(limit_mib: int, at_once: int, flushing: bool) -> None:
+    """20 MiB stay; 16 have to be returned before 48 are taken."""
+    one = Answer(filling_holes(), 64, Budget(limit_mib * MIB, 0), [1])
+    assert (one.chosen_rows, one.fits_by_flushing) == (at_once, flushing)
 
 
 @pytest.mark.parametrize(

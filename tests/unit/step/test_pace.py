@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
+from collections.abc import Sequence
+from types import SimpleNamespace
 
+from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
 from torchtune_adaptive.step.pace import STEPS, Pace
 
 EVEN, THIRD_IS_SLOW = (0.9, 0.85, 0.9, 0.88), (0.5, 0.6, 0.97, 0.55)
 
 
 def told(pace: Pace, shares: tuple[float, ...], steps: int = STEPS) -> list[str]:
-    return [line for _ in range(steps) if (line := pace.after_step(shares)) is not None]
+    return [line for _ in range(steps) if (line := after_step(pace, shares)) is not None]
+
+
+NUMBERS = itertools.count()
+
+
+def after_step(pace: Pace, shares: Sequence[float]) -> str | None:
+    return pace.after(next(NUMBERS), shares, passed_s=1.0)
 
 
 def test_a_rank_for_which_the_others_wait_is_named_once_with_its_share_of_the_step() -> None:
@@ -49,7 +60,7 @@ def test_a_slow_node_is_named_once_with_all_its_ranks() -> None:
     draw = random.Random(0)
     steps = [tuple(draw.gauss(0.95 if rank >= 8 else 0.55, 0.03) for rank in range(16)) for _ in range(1000)]
     pace = Pace()
-    (line,) = (line for shares in steps if (line := pace.after_step(shares)) is not None)
+    (line,) = (line for shares in steps if (line := after_step(pace, shares)) is not None)
     assert line.startswith("ranks 8, 9, 10, 11, 12, 13, 14, 15 hold the others up: in the last 20 steps they worked 9")
 
 
@@ -60,14 +71,43 @@ def test_where_most_are_busy_nobody_is_named_for_whom_one_waits() -> None:
 def test_one_about_as_slow_as_is_told_is_named_once() -> None:
     draw = random.Random(0)
     pace = Pace()
-    lines = [pace.after_step((0.55, 0.55, 0.55, draw.gauss(0.8, 0.02))) for _ in range(1000)]
+    lines = [after_step(pace, (0.55, 0.55, 0.55, draw.gauss(0.8, 0.02))) for _ in range(1000)]
     assert len([line for line in lines if line]) == 1
 
 
-def test_a_share_is_of_the_time_since_the_last_one() -> None:
+def test_a_rank_that_is_slow_in_one_stage_of_many_is_named_once_by_its_share_of_the_whole_step() -> None:
+    pace, lines = Pace(), []
+    for step in range(3 * STEPS):
+        stages = [(0.9, 0.9, 0.9, 1.0)] * 6 + [(0.5, 0.5, 0.5, 1.0)]
+        lines += [pace.after(step, shares, passed_s=10.0 if shares[0] == 0.5 else 0.1) for shares in stages]
+    (line,) = [each for each in lines if each]
+    assert line.startswith(f"rank 3 holds the others up: in the last {STEPS} steps it worked 100% of the time")
+    assert "the others 52%" in line
+
+
+def test_short_stages_do_not_make_a_step_slow() -> None:
     pace = Pace()
+    for step in range(3 * STEPS):
+        assert pace.after(step, (0.1, 0.1, 1.0), passed_s=0.1) is None
+        assert pace.after(step, (0.95, 0.95, 1.0), passed_s=10.0) is None
+
+
+def test_a_share_is_of_the_time_since_the_last_one() -> None:
+    pace, waits, before = Pace(), SimpleNamespace(waited_s=0.0), SimpleNamespace(waited_s=70.0)
+    pace.counting(waits, before)
+    pace.counting(waits)
     time.sleep(0.02)
-    assert pace.worked(waited_s=0.0) == 1.0
+    assert pace.worked() == 1.0
+    waits.waited_s = 0.015
     time.sleep(0.02)
-    assert 0 <= pace.worked(waited_s=0.015) < 0.8
-    assert pace.worked(waited_s=100.0) == 0.0
+    assert 0 <= pace.worked() < 0.8
+    time.sleep(0.02)
+    assert pace.worked() == 1.0, "counted once"
+    before.waited_s = 170.0
+    assert pace.worked() == 0.0
+
+
+def test_steps_before_the_first_are_counted_one_by_one() -> None:
+    pace = Pace()
+    lines = [pace.after(BEFORE_THE_FIRST, THIRD_IS_SLOW, passed_s=1.0) for _ in range(STEPS)]
+    assert [line is not None for line in lines] == [False] * (STEPS - 1) + [True]

@@ -24,13 +24,13 @@ from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_colla
 from torchtune_adaptive.tune.parts.loss import checked_loss
 from torchtune_adaptive.tune.parts.model import META, built_on
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
-from torchtune_adaptive.tune.plan.shims import quantizing_at_once
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES, read_ppo_settings
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.arguments import COMPONENT
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.trace.shims import quantizing_at_once
 
 T = TypeVar("T")
 
@@ -38,9 +38,15 @@ SOME_STEPS = 100
 """Steps of an imaginary run, since the dataset is not read here."""
 
 
-def check_components(
-    cfg: DictConfig, settings: Settings | None, findings: Findings, of_its_own: Callable[[], None]
-) -> nn.Module | None:
+def check_traced(cfg: DictConfig, findings: Findings, of_its_own: Callable[[], None]) -> nn.Module | None:
+    """What a prediction builds; returns the model, on the meta device."""
+    model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
+    findings.of(of_its_own)
+    findings.of(lambda: check_optimizer(cfg, findings))
+    return model
+
+
+def check_components(cfg: DictConfig, findings: Findings, of_its_own: Callable[[], None]) -> nn.Module | None:
     """All of them; returns the model, on the meta device. `of_its_own` checks the loss, and what only one kind of
     recipe has."""
     model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
@@ -104,10 +110,10 @@ def check_pairs(cfg: DictConfig) -> None:
         check_fits("ref_checkpointer", cfg.ref_checkpointer, should_load_recipe_state=False)
 
 
-def check_rollouts(settings: Settings) -> None:
-    """What PPO has of its own."""
+def check_rollouts(settings: Settings, *, trained: bool) -> None:
+    """What PPO has of its own; weights of its other models, where it is trained."""
     build_ppo_loss(settings)
-    for key in (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
+    for key in () if not trained else (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
         check_fits(key, components.require(settings.config, key), should_load_recipe_state=False)
 
 
@@ -118,16 +124,22 @@ def check_models_of_ppo(settings: Settings, policy: nn.Module | None) -> None:
         check_room((policy, value), settings.adaptive, read_ppo_settings(settings.config)[1])
 
 
-def check_optimization(cfg: DictConfig, findings: Findings) -> None:
-    """The optimizer of one parameter, and its schedule."""
+def check_optimizer(cfg: DictConfig, findings: Findings) -> torch.optim.Optimizer | None:
+    """The optimizer of one parameter; None where only another machine can build it."""
     try:
-        optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
+        optimizer: torch.optim.Optimizer = components.build("optimizer", cfg, [nn.Parameter(torch.zeros(1))])
     except ConfigError as error:
         if torch.cuda.is_available() or "cuda" not in str(error.__cause__).lower():
             raise
         findings.of_this_machine(str(error))
-        return
-    if cfg.get("lr_scheduler") is not None:
+        return None
+    return optimizer
+
+
+def check_optimization(cfg: DictConfig, findings: Findings) -> None:
+    """The optimizer, and its schedule."""
+    optimizer = check_optimizer(cfg, findings)
+    if optimizer is not None and cfg.get("lr_scheduler") is not None:
         components.build("lr_scheduler", cfg, optimizer, num_training_steps=SOME_STEPS, last_epoch=-1)
 
 

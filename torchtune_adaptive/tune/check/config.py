@@ -18,9 +18,11 @@ from torchtune_adaptive.tune.check.components import (
     check_models_of_ppo,
     check_pairs,
     check_rollouts,
+    check_traced,
 )
 from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.check.places import check_output, check_weights
+from torchtune_adaptive.tune.check.plan import checks_of_plan
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.data import is_packed
@@ -29,8 +31,7 @@ from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.recipes import read_settings, trains_on_pairs
-from torchtune_adaptive.tune.plan.settings import budget, lengths, read_plan_settings
+from torchtune_adaptive.tune.plan.settings import check_length, lengths, read_plan_settings
 from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
@@ -46,6 +47,7 @@ from torchtune_adaptive.tune.start.settings import (
     read_lora_dpo_settings,
     read_lora_settings,
 )
+from torchtune_adaptive.tune.trace.recipes import read_settings, trains_on_pairs
 
 READERS: Mapping[str, Callable[[DictConfig], Settings]] = {
     FULL: read_full_settings,
@@ -79,19 +81,20 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     settings = findings.of(lambda: READERS[recipe](cfg))
     findings.wrong += in_adaptive.wrong
     of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
+    check = check_traced if recipe == PLAN else check_components
     # where the policy is what the others call the model
     if recipe in (PPO, PLAN) and POLICY in cfg:
         model = None
         if settings is not None:
-            model = check_components(settings.config, settings, findings, partial(check_rollouts, settings))
+            model = check(settings.config, findings, partial(check_rollouts, settings, trained=recipe != PLAN))
             findings.of(partial(check_models_of_ppo, settings, model))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
-        model = check_components(cfg, settings, findings, of_its_own)
+        model = check(cfg, findings, of_its_own)
     if settings is None or not well:
         return findings
     if recipe == PLAN:
-        findings.of(lambda: _check_question(settings))
+        _check_question(settings, model, findings)
         return findings
     findings.of(lambda: CHECKS.get(recipe, check_no_reference)(settings.adaptive))
     if recipe == PPO:
@@ -104,11 +107,17 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     return findings
 
 
-def _check_question(settings: Settings) -> None:
+def _check_question(settings: Settings, model: nn.Module | None, findings: Findings) -> None:
     """What is asked of `adaptive_plan`."""
-    plan = read_plan_settings(settings.config)
-    budget(plan, settings.adaptive, on_gpu=not settings.device.startswith("cpu"))
-    lengths(settings.config, settings.adaptive, plan)
+    plan = findings.of(lambda: read_plan_settings(settings.config))
+    if plan is None:
+        return
+    for check in checks_of_plan(settings, plan):
+        findings.of(check)
+    taken = getattr(model, "max_seq_len", None)
+    if taken is not None:
+        allowed = taken - (settings.config.get("max_generated_tokens") or 0)
+        findings.of(lambda: check_length(lengths(settings.config, settings.adaptive, plan), allowed))
 
 
 def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:

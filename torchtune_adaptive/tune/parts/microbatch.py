@@ -21,6 +21,7 @@ from torchtune_adaptive.comm.tensor import Rehearsal, TensorLedger
 from torchtune_adaptive.comm.tensor.refusals import DROPOUT, has_dropout
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import too_long
@@ -207,6 +208,7 @@ def runners_of(kind: Kind, settings: Settings, *, recover: bool) -> partial[Step
         recover=recover,
         regrow_after=settings.adaptive.regrow_after,
         asked_to_stop=THIS_RUN.asked_to_stop,
+        pace=Pace(),
     )
 
 

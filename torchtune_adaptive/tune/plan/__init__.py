@@ -1,1 +1,1 @@
-"""`adaptive_plan`: a recipe set up on tensors without data, to predict what it needs."""
+"""`adaptive_plan`: what is asked of a prediction, its answer, advice, and the command that trains with it."""

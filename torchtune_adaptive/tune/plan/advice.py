@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.answers import Answers, predict
 from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
-from torchtune_adaptive.tune.plan.laws import Traced
 from torchtune_adaptive.tune.plan.overrides import (
     Overrides,
     changed,
@@ -26,7 +27,10 @@ from torchtune_adaptive.tune.plan.overrides import (
     savers,
     starts,
 )
-from torchtune_adaptive.tune.plan.recipes import on_gpu, read_settings, trains_with_ppo
+from torchtune_adaptive.tune.start.components import reason
+from torchtune_adaptive.tune.trace.laws import Traced
+from torchtune_adaptive.tune.trace.recipes import on_gpu, read_settings, trains_with_ppo
+from torchtune_adaptive.wording import count_of
 
 ENOUGH = 2
 """Combinations that fit, after which no more are tried."""
@@ -47,32 +51,69 @@ class Advice:
         return [(printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
 
 
-def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, traced: Traced) -> Advice | None:
-    """What is asked for, or, unless it is declined, what fits where nothing does as it is."""
-    if plan.advise is False or trains_with_ppo(cfg) or (plan.advise is None and found.batch_size(0)):
+def advised_length(cfg: DictConfig, plan: PlanSettings, found: Answers) -> int | None:
+    """Which of the lengths is advised on: the first where that is asked for, and, unless it is declined, the first of
+    which not even one row fits; None where there is no advice."""
+    if plan.advise is False or trains_with_ppo(cfg):
         return None
+    if plan.advise:
+        return 0
+    return next((at for at in range(len(found.answers)) if not found.batch_size(at)), None)
+
+
+def ways_out(cfg: DictConfig, answer: Answer) -> list[str]:
+    """What to do where not even one row fits and nothing is tried: from the least to the most expensive."""
+    expanding = answer.within(replace(answer.budget, expandable_segments=True))
+    found = ["set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"] if expanding.most_rows else []
+    found.append(f"lower sequence_length{' or max_generated_tokens' if trains_with_ppo(cfg) else ''}")
+    if not cfg.get("enable_activation_checkpointing"):
+        found.append("set enable_activation_checkpointing: True")
+    return [*found, "train on more ranks"]
+
+
+def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, at: int, traced: Traced) -> Advice:
+    """What is asked for, or what fits where nothing does as it is, in rows of one of the lengths."""
     by_speed = bool(plan.advise and found.time)
-    others = Alternatives(cfg, plan, found, traced, if_it_fits=not by_speed)
+    others = Alternatives(cfg, plan, found, at, traced, if_it_fits=not by_speed)
     outcomes = what_is_fastest(others) if by_speed else what_fits(others)
     if by_speed and not any(each.fits for each in outcomes):
         outcomes, by_speed = what_fits(others), False
-    return Advice(by_speed, outcomes, _notes(cfg, plan, found))
+    stage = [f"advice is on the stage '{found.trains}'"] if found.trains else []
+    return Advice(by_speed, outcomes, [*stage, *_notes(plan, found), *others.notes()])
 
 
-def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> tuple[list[Outcome], list[str]]:
-    """One config on each number of ranks that was asked for, and what this assumes."""
-    outcomes, notes = [], dict[str, None]()
+class Compared(NamedTuple):
+    """One config on several numbers of ranks."""
+
+    outcomes: Sequence[Outcome]
+    """One for each number of ranks, length and stage."""
+    answers: Sequence[tuple[PlanSettings, Answers]]
+    notes: Sequence[str]
+    """What this assumes."""
+
+    @property
+    def largest_error(self) -> float:
+        return max((found.largest_error for _, found in self.answers), key=abs)
+
+
+def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Compared:
+    """One config on each number of ranks that was asked for."""
+    outcomes, answers, notes = [], [], dict[str, None]()
     for ranks in plan.several_ranks:
         one = replace(plan, world_size=ranks)
         found = predict(cfg, one, traced)
-        outcomes += [outcome_of("", ranks, each, found.time, found.time) for each in found.answers]
-        notes.update(dict.fromkeys([*found.notes, *_notes(cfg, one, found)]))
-    return outcomes, list(notes)
+        answers.append((one, found))
+        for at in range(len(found.answers)):
+            outcomes += [
+                outcome_of(stage, ranks, each, found.time, found.time) for stage, each in found.stages(at).items()
+            ]
+        notes.update(dict.fromkeys([*found.notes, *_notes(one, found)]))
+    return Compared(outcomes, answers, list(notes))
 
 
-def _notes(cfg: DictConfig, plan: PlanSettings, found: Answers) -> list[str]:
+def _notes(plan: PlanSettings, found: Answers) -> list[str]:
     if found.trains:
-        return [f"this is the stage '{found.trains}', and times of several stages are not told"]
+        return ["times of several stages are not told"]
     if found.time is None:
         return ["times are not told: other numbers of rows run other kernels"]
     timing = found.time.timing
@@ -90,16 +131,28 @@ class Alternatives:
     cfg: DictConfig
     plan: PlanSettings
     found: Answers
+    at: int
+    """Which of the lengths this is about."""
     traced: Traced
     if_it_fits: bool = False
     """Whether of what does not fit no more is wanted than that."""
     outcomes: dict[tuple[Overrides, int], Outcome | None] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """Why some cannot be predicted, by their name."""
+
+    @property
+    def as_it_is(self) -> Answer:
+        return self.found.answers[self.at]
+
+    def notes(self) -> list[str]:
+        """What could not be compared, in a note."""
+        return [f"not predicted: {name} ({why})" for name, why in self.failed.items()]
 
     def outcome(self, overrides: Overrides, ranks: int | None = None) -> Outcome | None:
         """Outcome of these overrides; None where the recipe does not take them, or they cannot be predicted."""
         key = overrides, ranks or self.plan.ranks
         if key == ((), self.plan.ranks):
-            return self._named(outcome_of("", self.plan.ranks, self.found.answers[0], self.found.time, self.found.time))
+            return self._named(outcome_of("", self.plan.ranks, self.as_it_is, self.found.time, self.found.time))
         if key not in self.outcomes:
             self.outcomes[key] = self._predicted(*key)
         return self.outcomes[key]
@@ -108,15 +161,16 @@ class Alternatives:
         cfg = changed(self.cfg, overrides)
         if not starts(cfg):
             return None
-        first = self.found.answers[0]
-        plan = replace(self.plan, world_size=ranks, sequence_length=first.tokens)
+        name, tokens = " ".join(overrides), self.as_it_is.tokens
+        plan = replace(self.plan, world_size=ranks, sequence_length=tokens)
         try:
             other = predict(cfg, plan, self.traced, check=False, if_it_fits=self.if_it_fits)
         except OneRowDoesNotFitError as error:
-            return at_least(error.need_bytes or 0, " ".join(overrides), ranks, first.tokens)
-        except AdaptiveError:
+            return at_least(error.need_bytes or 0, name, ranks, tokens)
+        except Exception as error:  # noqa: BLE001 - what torch fails on does not stand in the way of other settings
+            self.failed[name or f"on {count_of(ranks, 'rank')}"] = reason(error)
             return None
-        return self._named(outcome_of(" ".join(overrides), ranks, other.answers[0], other.time, self.found.time))
+        return self._named(outcome_of(name, ranks, other.answers[0], other.time, self.found.time))
 
     def _named(self, outcome: Outcome) -> Outcome:
         """The outcome, with a batch size in its name where the config's is more than fits."""
@@ -128,7 +182,7 @@ class Alternatives:
 def what_fits(others: Alternatives) -> list[Outcome]:
     """Where nothing fits as it is: what does, that first which takes the least time."""
     single = savers(others.cfg, others.plan.ranks)
-    first = others.found.answers[0]
+    first = others.as_it_is
     resident_bytes = first.peak(1).phase_bytes.get("optimizer state", 0)
     may_help = [each for each in single if resident_bytes < first.budget.usable_bytes or save_resident(each)]
     tried = [others.outcome(each) for each in may_help]

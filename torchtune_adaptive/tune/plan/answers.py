@@ -2,40 +2,37 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import ConfigError, PredictionError
+from torchtune_adaptive.errors import PredictionError
 from torchtune_adaptive.limits.rungs import rungs_up_to
-from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer
-from torchtune_adaptive.prediction.cards import card_named
+from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
-from torchtune_adaptive.tune.plan.overrides import Overrides, joined
-from torchtune_adaptive.tune.plan.predict import fake_steps
-from torchtune_adaptive.tune.plan.recipes import is_lora, on_gpu, read_settings, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
     Lengths,
     budget,
     card_of,
+    check_length,
     lengths,
     link_bytes_per_s,
 )
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
-from torchtune_adaptive.tune.start.catalogue import PPO
-from torchtune_adaptive.tune.start.sections import MOST_TOKENS, AdaptiveConfig, read_adaptive
+from torchtune_adaptive.tune.start.sections import MOST_TOKENS
+from torchtune_adaptive.tune.trace.fakes import FakeStep
+from torchtune_adaptive.tune.trace.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
+from torchtune_adaptive.tune.trace.recipes import is_lora, on_gpu, read_settings, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.tune.trace.steps import fake_steps
 from torchtune_adaptive.wording import count_of
 
 CHECKED_TOKENS = 2**22
@@ -51,6 +48,8 @@ class Answers:
     """The stage that updates the model."""
     longest: int
     """What the model takes."""
+    tokens_of_row: Mapping[str, Callable[[int], int]]
+    """Tokens of a row in a stage, if so many are asked about: those of both answers, or with those of the answer."""
     largest_error: float
     """Largest error of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
@@ -71,6 +70,11 @@ class Answers:
         """What the config says for all stages together; 0 where nothing fits."""
         return min(answer.chosen_rows for answer in self.stages(at).values())
 
+    def tokens(self, stage: str, at: int) -> int:
+        """Tokens that fit in a microbatch of a stage, in rows of one of the lengths."""
+        answer = self.by_stage[stage][at]
+        return answer.most_rows * self.tokens_of_row[stage](answer.tokens)
+
 
 def predict(
     cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True, if_it_fits: bool = False
@@ -88,31 +92,55 @@ def predict(
         training = steps[trains]
         longest = _longest(steps.values(), given)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
-        changed: list[str] = []
         one_row = OneRow(min(wanted), have.usable_bytes) if if_it_fits and training.otherwise is None else None
-
-        def answered(step: FakeStep) -> _StageAnswers:
-            answer_by = partial(Answer, tokens=wanted[0], budget=have, rungs=_rungs(step, adaptive))
-            law, work = laws_of(step, wanted[0], traced, counting=len(steps) == 1, one_row=one_row)
-            first, error = _checked(step, answer_by, law, traced) if check else (answer_by(law), 0.0)
-            if not first.most_rows_with_retries and step.otherwise is not None:
-                changed.append(step.otherwise())
-                step.run_first()
-                return answered(replace(step, otherwise=None))
-            return _StageAnswers([first, *map(first.at, wanted[1:])], error, work)
-
-        found = {stage: answered(step) for stage, step in steps.items() if check or stage == trains}
+        asked = _Asked(wanted, have, traced, check=check, counting=len(steps) == 1, one_row=one_row)
+        found = {stage: asked.of(step) for stage, step in steps.items() if check or stage == trains}
+        notes = [*notes_on_question(plan, given, wanted), *asked.changed]
         return Answers(
             by_stage={stage: each.answers for stage, each in found.items()},
             trains=trains,
             longest=longest,
+            tokens_of_row={stage: step.tokens_of_row for stage, step in steps.items()},
             largest_error=max((each.error for each in found.values()), key=abs),
-            notes=[*notes_on_question(plan, given, wanted), *changed, *notes_on_answer(cfg, training, have, wanted)],
+            notes=[*notes, *notes_on_answer(cfg, training, have, wanted)],
             time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
         )
 
 
-def _rungs(step: FakeStep, adaptive: AdaptiveConfig) -> Sequence[int]:
+@dataclass
+class _Asked:
+    """What is asked of each stage."""
+
+    wanted: Sequence[int]
+    """Lengths of rows."""
+    have: Budget
+    traced: Traced
+    check: bool
+    counting: bool
+    """Whether what kernels do is counted, too."""
+    one_row: OneRow | None
+    changed: list[str] = field(default_factory=list)
+    """What stages had to do without so that one row fits."""
+
+    def of(self, step: FakeStep) -> _StageAnswers:
+        first_length, traced = self.wanted[0], self.traced
+        answer_by = partial(Answer, tokens=first_length, budget=self.have, rungs=_rungs(step))
+        law, work = laws_of(step, first_length, traced, counting=self.counting, one_row=self.one_row)
+        first, error = _checked(step, answer_by, law, traced) if self.check else (answer_by(law), 0.0)
+        found = _StageAnswers([first, *map(first.at, self.wanted[1:])], error, work)
+        too_long = [each.tokens for each in found.answers if not each.most_rows_with_retries]
+        if step.otherwise is None or not too_long:
+            return found
+        whole = len(too_long) == len(self.wanted)
+        self.changed.append(f"{'' if whole else f'rows of {too_long} tokens: '}{step.otherwise()}")
+        step.run_first()
+        return found.where_it_fits(self.of(replace(step, otherwise=None)))
+
+
+def _rungs(step: FakeStep) -> Sequence[int]:
+    adaptive = step.settings.adaptive
+    if adaptive.token_budget is not None:  # which is not rounded
+        return rungs_up_to(step.most_rows or MOST_ROWS, "none")
     most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
     return rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
 
@@ -124,6 +152,12 @@ class _StageAnswers(NamedTuple):
     error: float
     """Error of the law against a step that was traced directly, as a share."""
     work: WorkLaw | None
+
+    def where_it_fits(self, otherwise: _StageAnswers) -> _StageAnswers:
+        """These answers, and those of another way to run the stage for lengths of which not even one row fits."""
+        both = zip(self.answers, otherwise.answers, strict=True)
+        error = max(self.error, otherwise.error, key=abs)
+        return otherwise._replace(answers=[a if a.most_rows_with_retries else b for a, b in both], error=error)
 
 
 def _time(step: FakeStep, plan: PlanSettings, work: WorkLaw | None) -> StepTime | None:
@@ -183,37 +217,11 @@ def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer, stage: str = ""
     return " · ".join(parts)
 
 
-def command(cfg: DictConfig, plan: PlanSettings, config_name: str, rows: int, given: Sequence[str] = ()) -> str:
-    """What trains with the answer, or finds as much for each of the stages of PPO; as the question was `given`."""
-    way = "dpo" if trains_on_pairs(cfg) else "finetune"
-    recipe = f"adaptive_{'lora' if is_lora(cfg) else 'full'}_{way}_distributed"
-    sizes: Overrides = (f"batch_size={rows}",)
-    if trains_with_ppo(cfg):
-        by_tokens = read_adaptive(cfg.get("adaptive")).token_budget is not None
-        recipe = PPO
-        sizes = (f"use_maximum_batch_size={not by_tokens}", *["adaptive.token_budget=auto"] * by_tokens)
-    ranks = plan.ranks
-    on_one_machine = ranks <= 8 or ranks % 8
-    nodes = f"--nnodes {ranks // 8} --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
-    launcher = f"--nproc_per_node {ranks}" if on_one_machine else nodes
-    words = shlex.join(joined(_for_a_run(cfg, plan, given), sizes))
-    return f"tune run {launcher} {recipe} --config {config_name} {words}"
-
-
-def _for_a_run(cfg: DictConfig, plan: PlanSettings, given: Sequence[str]) -> Overrides:
-    """The given overrides that a run takes too; a GPU has its limit without being told."""
-    asked = {each.name for each in fields(plan)}
-    kept = tuple(word for word in given if word.partition("=")[0] not in asked)
-    limit, on_cpu = plan.memory_limit, str(cfg.get("device")).startswith("cpu")
-    return (*kept, f"adaptive.memory_limit={limit}") if limit and on_cpu and not card_named(limit) else kept
-
-
 def _longest(steps: Iterable[FakeStep], given: Lengths | None) -> int:
     """What the models take, which has to be as long as what is given."""
     wanted = max(given.tokens) if given else ASSUMED_TOKENS
     allowed = min(step.most_tokens(wanted) for step in steps)
-    if given and wanted > allowed:
-        raise ConfigError(f"{given.key} is {wanted}, but the model takes at most {allowed} (its max_seq_len): lower it")
+    check_length(given, allowed)
     return allowed
 
 

@@ -11,11 +11,11 @@ from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.plan.fakes import FakeStep
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
 from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.trace.fakes import FakeStep
+from torchtune_adaptive.tune.trace.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 
 
 def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:

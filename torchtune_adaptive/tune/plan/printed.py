@@ -33,26 +33,48 @@ def _stage_line(name: str, answer: Answer) -> str:
     most = f"{MOST_ROWS}+" if answer.most_rows == MOST_ROWS else str(answer.most_rows)
     sizes = f"{format_bytes(prediction.peak.peak_bytes or 0):<12}{format_bytes(prediction.reserved_bytes):<12}"
     share = f"{100 * prediction.reserved_bytes / have:5.0f} %     "
-    fits = prediction.phase if answer.chosen_rows else "one row does not fit"
-    return f"  {name:<28}{rows:<7}{most:<10}{sizes}{share}{fits}"
+    one_row = "fits only by flushing the cache (slow)" if answer.fits_by_flushing else "one row does not fit"
+    return f"  {name:<28}{rows:<7}{most:<10}{sizes}{share}{prediction.phase if answer.chosen_rows else one_row}"
 
 
-def choice(answer: Answer, key: str = "batch_size") -> str:
-    """The batch size to train with, or the rows of one of several stages; or what to do where there is none."""
-    if not answer.chosen_rows:
-        return (
-            "one row does not fit: lower sequence_length, set enable_activation_checkpointing: True, "
-            "or train on more ranks"
-        )
+def choice(answer: Answer, key: str = "batch_size", at_most: int | None = None) -> str:
+    """The batch size to train with, or the rows of one of several stages, where at least one fits. `at_most` is
+    `adaptive.max_batch_size`."""
     if answer.chosen_rows == answer.most_rows:
         return f"{key}: {answer.chosen_rows}"
-    return f"{key}: {answer.chosen_rows} ({answer.most_rows} fit, rounded down as adaptive.round_to says)"
+    bounded = at_most is not None and at_most < answer.most_rows
+    why = f"adaptive.max_batch_size is {at_most}" if bounded else "rounded down as adaptive.round_to says"
+    return f"{key}: {answer.chosen_rows} ({answer.most_rows} fit, {why})"
+
+
+def choice_of_tokens(answer: Answer, tokens: int, budget: int | str, stage: str = "") -> str:
+    """The token budget to train with, where at least one row fits: `tokens` do. `budget` is what the config says."""
+    key, rows = "adaptive.token_budget", f"{count_of(answer.most_rows, 'row')} of {answer.tokens} tokens"
+    where = f" in {stage}" if stage else ""
+    if isinstance(budget, str):
+        return f"{key}: {tokens} fit{where} ({rows}); auto measures it on the device"
+    fits = "fits" if tokens >= budget else "does not fit"
+    return f"{key}: {budget} {fits}{where}; the most is {tokens} ({rows})"
 
 
 def shortfall(answer: Answer) -> str:
-    """How much memory is missing for even one row."""
+    """What is missing for even one row."""
     need, have = format_apart(answer.reserved_bytes(1), answer.budget.usable_bytes)
-    return f"does not fit in {have}: one row of {answer.tokens} tokens needs {need}"
+    row = f"one row of {answer.tokens} tokens"
+    if answer.fits_by_flushing:
+        return f"{row} fits in {have} only by flushing the cache, which is slow: without that it needs {need}"
+    return f"does not fit in {have}: {row} needs {need}"
+
+
+def no_row(answer: Answer, ways_out: Sequence[str]) -> str:
+    """That not even one row fits, and what to do about it."""
+    fact = shortfall(answer) if answer.fits_by_flushing else "one row does not fit"
+    *others, last = ways_out
+    return f"{fact}: {', '.join(others)}, or {last}"
+
+
+def checked(largest_error: float) -> str:
+    return f"checked against a step traced directly: {100 * largest_error:+.2f} %"
 
 
 def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
@@ -68,23 +90,28 @@ def speeds(outcomes: Sequence[Outcome], ranks: int) -> str:
     """Settings by their speed, with the range in which it is expected."""
     lines = ["  tokens/s   between           rows   reserved    with"]
     for each in outcomes:
-        slow, fast = each.range_of_tokens_per_s
-        speed = f"{each.tokens_per_s:<11.0f}{f'{slow:.0f} and {fast:.0f}':<18}{each.rows:<7}"
         need = format_bytes(each.peak_bytes)
-        cells = speed if each.fits else f"{'does not fit':<36}"
+        cells = f"{_speed(each)}{each.rows:<7}" if each.fits else f"{'does not fit':<36}"
         lines.append(f"  {cells}{need:<12}{name_of(each, ranks)}")
     return "\n".join(lines)
 
 
 def by_ranks(outcomes: Sequence[Outcome]) -> str:
-    """One config on several numbers of ranks."""
-    lines = ["  ranks   tokens   rows   reserved    tokens/s   between"]
+    """One config on several numbers of ranks; of a step of several stages, a line for each."""
+    staged = any(each.name for each in outcomes)
+    lines = [f"  ranks   tokens   {'stage                       ' * staged}rows   reserved    tokens/s   between"]
     for each in outcomes:
-        slow, fast = each.range_of_tokens_per_s
-        size = f"{each.ranks:<8}{each.tokens:<9}{each.rows or '-':<7}{format_bytes(each.peak_bytes):<12}"
-        speed = f"{each.tokens_per_s:<11.0f}{slow:.0f} and {fast:.0f}" if each.fits else "does not fit"
-        lines.append(f"  {size}{speed}")
+        stage = f"{each.name:<28}" if staged else ""
+        size = f"{each.ranks:<8}{each.tokens:<9}{stage}{each.rows or '-':<7}{format_bytes(each.peak_bytes):<12}"
+        lines.append(f"  {size}{_speed(each) if each.fits else 'does not fit'}".rstrip())
     return "\n".join(lines)
+
+
+def _speed(outcome: Outcome) -> str:
+    if outcome.seconds is None:
+        return f"{'not told':<29}"
+    slow, fast = outcome.range_of_tokens_per_s
+    return f"{outcome.tokens_per_s:<11.0f}{f'{slow:.0f} and {fast:.0f}':<18}"
 
 
 def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
@@ -97,8 +124,8 @@ def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             "rows": each.rows,
             "fits": each.fits,
             "reserved_bytes": each.peak_bytes,
-            "tokens_per_s": each.tokens_per_s,
-            "tokens_per_s_between": each.range_of_tokens_per_s,
+            "tokens_per_s": each.tokens_per_s if each.seconds else None,
+            "tokens_per_s_between": each.range_of_tokens_per_s if each.seconds else None,
             "slowdown": each.slowdown,
         }
         for each in outcomes
@@ -134,12 +161,28 @@ def figures(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
+def by_ranks_for_programs(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """Outcomes of one config, a row for each number of ranks, length and stage."""
+    rows = alternatives(outcomes)
+    return [{"stage": row.pop("overrides")} | row for row in rows]
+
+
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """A pair of figures is in two columns."""
+    flat = [_flat(row) for row in rows]
     text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
+    writer = csv.DictWriter(text, fieldnames=list(flat[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    writer.writerows(flat)
     return text.getvalue().rstrip("\n")
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    if "tokens_per_s_between" not in row:
+        return row
+    slow, fast = row["tokens_per_s_between"] or (None, None)
+    others = {key: value for key, value in row.items() if key != "tokens_per_s_between"}
+    return {**others, "tokens_per_s_from": slow, "tokens_per_s_to": fast}
 
 
 def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str], **beside: object) -> str:
@@ -158,10 +201,10 @@ def _line(prediction: Prediction, answer: Answer) -> str:
 def _remark(prediction: Prediction, answer: Answer) -> str:
     if not prediction.fits:
         return "does not fit"
+    if prediction.retries:
+        return "fits only by flushing the cache (slow)"
     if prediction.rows == MOST_ROWS:
         return f"<- at least {MOST_ROWS} rows fit, the search stops here"
     if prediction.rows == answer.most_rows:
         return "<- most without allocator retries"
-    if prediction.rows > answer.most_rows:
-        return "fits only by flushing the cache (slow)"
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,9 @@ from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, card_name
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_amount
 from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
-from torchtune_adaptive.tune.plan.recipes import trains_with_ppo
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.trace.recipes import trains_with_ppo
 
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
@@ -27,13 +28,14 @@ NETWORK = 50e9
 """Bytes a second between machines, for each rank: 400 Gbit."""
 ONE_PROCESS_OVERHEAD = "1GiB"
 MANY_RANKS_OVERHEAD = "3GiB"
+_NOTHING = re.compile(r"0+(\.0+)?\s*([KMGT]i?)?B", re.IGNORECASE)
 
 
 def read_plan_settings(cfg: DictConfig) -> PlanSettings:
     settings = sections.read(PlanSettings, cfg)
-    if settings.advise and not isinstance(settings.world_size, int):
+    if settings.advise and len(settings.several_ranks) > 1:
         raise ConfigError(
-            f"advise is True and world_size is {[*settings.world_size]}: settings are compared for one number of "
+            f"advise is True and world_size is {[*settings.several_ranks]}: settings are compared for one number of "
             "ranks; give one, or leave advise out"
         )
     if settings.picture is not None:
@@ -73,6 +75,14 @@ def lengths(cfg: DictConfig, adaptive: AdaptiveConfig, plan: PlanSettings) -> Le
         if given is not None:
             return Lengths((_tokens(given, key),), key)
     return None
+
+
+def check_length(given: Lengths | None, allowed: int) -> None:
+    """Refuses rows that are longer than the model takes."""
+    if given is not None and max(given.tokens) > allowed:
+        raise ConfigError(
+            f"{given.key} is {max(given.tokens)}, but the model takes at most {allowed} (its max_seq_len): lower it"
+        )
 
 
 def _tokens(given: Any, key: str) -> int:
@@ -151,4 +161,4 @@ def _overhead_bytes(plan: PlanSettings, *, on_gpu: bool) -> int:
         if not on_gpu:
             return 0
         overhead = MANY_RANKS_OVERHEAD if plan.ranks > 1 else ONE_PROCESS_OVERHEAD
-    return limit_bytes(overhead, "memory_overhead") if overhead else 0
+    return parse_amount(overhead, "memory_overhead") if overhead and not _NOTHING.fullmatch(str(overhead)) else 0

@@ -19,6 +19,7 @@ from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.data import Tokenizer
@@ -237,6 +238,7 @@ def _runners(
         regrow_after=settings.adaptive.regrow_after,
         ledger=ledger,
         asked_to_stop=THIS_RUN.asked_to_stop,
+        pace=Pace(),
     )
     return {
         name: build(

@@ -97,13 +97,24 @@ def _first(asked_by: signal.Signals) -> None:
     name = asked_by.name + f" on rank {rank}" * (rank != 0)
     waits_s = launcher_waits_s()
     time_left = "" if waits_s is None else f" (torchrun, if it was asked, waits {waits_s:g} s)"
-    _say(f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. A second signal ends it at once")
+    _say(
+        f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
+        f"{_or_a_restart(asked_by, os.environ)}A second signal ends it at once"
+    )
     THIS_RUN.try_to_note(run_file.ASKED, f"{name}, after which it was ended before it could say more")
     if waits_s is not None:
         notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
         late = threading.Timer(waits_s - notice_s, _too_late, (name, notice_s))
         late.daemon = True
         late.start()
+
+
+def _or_a_restart(asked_by: signal.Signals, environment: Mapping[str, str]) -> str:
+    """What SIGTERM may mean where there are several nodes, and nobody here knows of a rank of another."""
+    here, everywhere = (environment.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if asked_by != signal.SIGTERM or here == everywhere:
+        return ""
+    return "If another node has lost a rank, torchrun starts all of them again instead. "
 
 
 def _too_late(name: str, notice_s: float) -> None:

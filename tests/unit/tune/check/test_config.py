@@ -274,6 +274,29 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
     assert_refused(validate(*question, "world_size=8"), ["there is nothing to fit into"])
     assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])
+    wrong = ("world_size=[8,12]", "data_parallel_replicate_dim=8", "memory_limit=h100", "sequence_length=1000000")
+    refused = [
+        "the world size is 12",
+        "sequence_length is 1000000, but the model takes at most 131072",
+        "format is csv",
+    ]
+    assert_refused(validate(*question, *wrong, "format=csv", "advise=True", "picture=null"), ["advise is True"])
+    assert_refused(validate(*question, *wrong), refused[:2])
+    assert_refused(
+        validate(*question, "memory_limit=h100", "adaptive.token_budget=auto", "use_maximum_batch_size=True"),
+        ["use_maximum_batch_size is True"],
+    )
+    assert_refused(
+        validate(*question, "memory_limit=h100", "adaptive.precompute_reference=True"), ["finetuning has no reference"]
+    )
+
+
+@pytest.mark.parametrize("config", ["full", "ppo"])
+def test_a_question_needs_no_more_than_what_is_traced(config: str, validate: Validate) -> None:
+    untraced = [f"~{key}" for key in ("tokenizer", "dataset", "checkpointer", "metric_logger")]
+    others = ["~ref_policy_checkpointer", "~value_checkpointer", "~reward_checkpointer"] if config == "ppo" else []
+    status, _, errors = validate(f"adaptive/demo/{config}", "--recipe", PLAN, "memory_limit=1GiB", *untraced, *others)
+    assert (status, errors) == (0, "")
 
 
 def test_a_config_of_a_recipe_that_is_none_of_ours_is_refused(validate: Validate) -> None:

@@ -17,12 +17,12 @@ from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import check_are_pairs
 from torchtune_adaptive.tune.parts.preference import build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.plan.recipes import keeps_reference, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.run import preferences
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
 from torchtune_adaptive.tune.start.configs import locate
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings, read_full_dpo_settings
+from torchtune_adaptive.tune.trace.recipes import keeps_reference, read_settings, trains_on_pairs
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 

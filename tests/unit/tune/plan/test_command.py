@@ -3,29 +3,37 @@
 from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.tune.plan.answers import command
+from torchtune_adaptive.tune.plan.commands import command
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.start.configs import locate
+
+TOKENS = 256
 
 
 def told(*given: str, config: str = "dpo", device: str = "cpu", **asked: Any) -> str:
     cfg = OmegaConf.load(locate(f"adaptive/demo/{config}"))
     cfg.device = device
-    return command(cfg, PlanSettings(**asked), "NAME", rows=4, given=given)
+    return command(cfg, PlanSettings(**asked), "NAME", rows=4, tokens=TOKENS, given=given)
+
+
+def of(cfg_as: dict[str, Any], config: str = "full", **asked: Any) -> str:
+    cfg = OmegaConf.merge(OmegaConf.load(locate(f"adaptive/demo/{config}")), OmegaConf.create(cfg_as))
+    assert isinstance(cfg, DictConfig)
+    return command(cfg, PlanSettings(**asked), "NAME", rows=4, tokens=TOKENS)
 
 
 def test_it_trains_with_what_was_asked_about() -> None:
     given = ("world_size=2", "enable_activation_checkpointing=True", "format=table", "~loss.beta", "dataset.n=[1, 2]")
     assert told(*given, world_size=2) == (
         "tune run --nproc_per_node 2 adaptive_full_dpo_distributed --config NAME "
-        "enable_activation_checkpointing=True '~loss.beta' 'dataset.n=[1, 2]' batch_size=4"
+        "enable_activation_checkpointing=True '~loss.beta' 'dataset.n=[1, 2]' batch_size=4 use_maximum_batch_size=False"
     )
 
 
 def test_of_a_key_that_the_answer_sets_the_answer_counts() -> None:
-    assert told("batch_size=64", "epochs=2").endswith(" NAME batch_size=4 epochs=2")
+    assert told("batch_size=64", "epochs=2").endswith(" NAME batch_size=4 epochs=2 use_maximum_batch_size=False")
 
 
 @pytest.mark.parametrize(
@@ -35,3 +43,60 @@ def test_a_cpu_is_given_the_limit_that_was_asked_about(device: str, limit: str, 
     command = told(f"memory_limit={limit}", "adaptive.memory_limit=1GiB", device=device, memory_limit=limit)
     assert f" memory_limit={limit}" not in command
     assert f"adaptive.memory_limit={limit if carried else '1GiB'} batch_size=4" in command
+
+
+def test_rows_are_no_longer_than_was_asked_about() -> None:
+    longer = {"tokenizer": {"max_seq_len": 2 * TOKENS}}
+    assert of(longer, sequence_length=TOKENS).endswith(f" tokenizer.max_seq_len={TOKENS}")
+    assert "max_seq_len" not in of(longer)
+
+
+def test_what_measures_is_given_the_length_and_cuts_nothing() -> None:
+    by_tokens = {"use_maximum_batch_size": False, "adaptive": {"token_budget": 4096}}
+    told = of(by_tokens, sequence_length=[128, TOKENS])
+    assert told.endswith(f" NAME adaptive.token_budget=auto adaptive.sequence_length={TOKENS}")
+    told = of({}, "ppo", sequence_length=TOKENS)
+    assert told.endswith(f" NAME use_maximum_batch_size=True adaptive.sequence_length={TOKENS}")
+
+
+def test_a_length_that_the_config_has_is_not_said_again() -> None:
+    assert "max_seq_len" not in of({"tokenizer": {"max_seq_len": TOKENS}}, sequence_length=TOKENS)
+
+
+def test_a_batch_size_is_not_searched_for_anew() -> None:
+    assert of({}).endswith(" NAME batch_size=4 use_maximum_batch_size=False")
+    assert of({"use_maximum_batch_size": False}).endswith(" NAME batch_size=4")
+
+
+@pytest.mark.parametrize(
+    ("environment", "prefix"),
+    [
+        ({}, "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True tune run"),
+        (
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False, roundup_power2_divisions:[256:1,512:2]"},
+            "PYTORCH_CUDA_ALLOC_CONF='roundup_power2_divisions:[256:1,512:2],expandable_segments:True' tune run",
+        ),
+        (
+            {"PYTORCH_ALLOC_CONF": "max_split_size_mb:128,expandable_segments:False"},
+            "PYTORCH_ALLOC_CONF=max_split_size_mb:128,expandable_segments:True tune run",
+        ),
+    ],
+)
+def test_the_allocator_is_set_as_was_asked_about(
+    environment: dict[str, str], prefix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert of({"device": "cuda"}, expandable_segments=True).startswith(prefix)
+    assert of({"device": "cpu"}, expandable_segments=True).startswith("tune run")
+    assert of({"device": "cuda"}).startswith("tune run")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "launcher"),
+    [(8, "--nproc_per_node 8"), (12, "--nproc_per_node 12"), (16, "--nnodes 2 --nproc_per_node 8 --rdzv_backend c10d")],
+)
+def test_more_ranks_than_a_machine_has_are_on_several(ranks: int, launcher: str) -> None:
+    assert of({}, world_size=ranks).startswith(f"tune run {launcher}")

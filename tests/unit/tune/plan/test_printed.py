@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import replace
 
-from tests.unit.prediction.made_up import answer, outcome
-from torchtune_adaptive.prediction.answer import MOST_ROWS
+import pytest
+
+from tests.unit.prediction.made_up import MIB, answer, filling_holes, outcome
+from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.tune.plan import printed
 
 
@@ -52,6 +55,68 @@ def test_a_line_says_what_to_append_what_fits_and_what_it_costs() -> None:
 
 def test_where_nothing_fits_the_remedies_left_are_named() -> None:
     assert "lower sequence_length" in printed.what_fits([], ranks=1)
+
+
+def flushing() -> Answer:
+    """One row that fits only after the cache is flushed."""
+    return Answer(filling_holes(), 64, Budget(70 * MIB, 0), [1])
+
+
+def test_a_row_that_fits_only_by_flushing_is_not_said_not_to_fit() -> None:
+    texts = [
+        printed.table(flushing()),
+        printed.stages({"train": flushing()}),
+        printed.shortfall(flushing()),
+        printed.no_row(flushing(), ["do this", "do that"]),
+    ]
+    assert all("only by flushing the cache" in text and "not fit" not in text for text in texts)
+    assert "one row of 64 tokens fits in 70.0 MiB only by flushing" in texts[2]
+    assert texts[3].endswith("it needs 84.0 MiB: do this, or do that")
+    assert printed.no_row(answer(42), ["do this", "do that"]) == "one row does not fit: do this, or do that"
+
+
+def test_the_choice_says_what_bounds_it() -> None:
+    assert printed.choice(answer(340)) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
+    assert printed.choice(answer(340), at_most=64) == "batch_size: 64 (100 fit, adaptive.max_batch_size is 64)"
+    assert (
+        printed.choice(answer(340), at_most=100) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget", "told"),
+    [
+        ("auto", "adaptive.token_budget: 6400 fit (100 rows of 64 tokens); auto measures it on the device"),
+        (6400, "adaptive.token_budget: 6400 fits; the most is 6400 (100 rows of 64 tokens)"),
+        (6401, "adaptive.token_budget: 6401 does not fit; the most is 6400 (100 rows of 64 tokens)"),
+    ],
+)
+def test_a_token_budget_is_answered_in_tokens(budget: int | str, told: str) -> None:
+    assert printed.choice_of_tokens(answer(340), 6400, budget) == told
+
+
+def test_a_time_that_is_not_told_is_no_number() -> None:
+    unknown = replace(outcome(""), seconds=None)
+    (row,) = printed.alternatives([unknown])
+    assert (row["tokens_per_s"], row["tokens_per_s_between"]) == (None, None)
+    assert printed.by_ranks([unknown]).endswith("not told")
+    assert "not told" in printed.speeds([unknown], ranks=1)
+
+
+def test_a_range_is_two_columns() -> None:
+    known, unknown = outcome("", ranks=2), replace(outcome("", ranks=4), seconds=None)
+    text = printed.as_csv(printed.by_ranks_for_programs([known, unknown]))
+    first, second = csv.DictReader(io.StringIO(text))
+    assert (first["tokens_per_s_from"], first["tokens_per_s_to"]) == ("4096.0", "10240.0")
+    assert (second["tokens_per_s"], second["tokens_per_s_from"], second["tokens_per_s_to"]) == ("", "", "")
+
+
+def test_stages_are_beside_each_other_for_each_number_of_ranks() -> None:
+    told = printed.by_ranks([outcome("policy", ranks=2), outcome("reference", ranks=2, rows=0)])
+    heading, first, second = (line.split() for line in told.splitlines())
+    assert heading[:4] == ["ranks", "tokens", "stage", "rows"]
+    assert (first[2:4], second[2:4]) == (["policy", "4"], ["reference", "-"])
+    assert [row["stage"] for row in printed.by_ranks_for_programs([outcome("policy")])] == ["policy"]
 
 
 def test_speeds_are_told_with_their_range() -> None:

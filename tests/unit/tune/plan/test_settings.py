@@ -60,7 +60,7 @@ def test_a_limit_that_is_no_amount_for_every_rank_is_nothing_to_predict_with(lim
         budget(PlanSettings(), adaptive, on_gpu=False)
 
 
-@pytest.mark.parametrize(("overhead", "expected"), [(0, 0), ("256MiB", 2**28), (None, 2**30)])
+@pytest.mark.parametrize(("overhead", "expected"), [(0, 0), ("0GiB", 0), ("0 b", 0), ("256MiB", 2**28), (None, 2**30)])
 def test_what_is_not_for_tensors_may_be_nothing(overhead: object, expected: int) -> None:
     plan = read_plan_settings(OmegaConf.create({"memory_limit": "8GiB", "memory_overhead": overhead}))
     assert budget(plan, read_adaptive(None), on_gpu=True).overhead_bytes == expected
@@ -72,9 +72,17 @@ def test_an_overhead_without_a_unit_is_refused(overhead: object) -> None:
         read_plan_settings(OmegaConf.create({"memory_overhead": overhead}))
 
 
+@pytest.mark.parametrize("overhead", ["h100", "0.0", "00xB", "0.5"])
+def test_an_overhead_is_an_amount_and_no_card(overhead: str) -> None:
+    plan = read_plan_settings(OmegaConf.create({"memory_limit": "8GiB", "memory_overhead": overhead}))
+    with pytest.raises(ConfigError, match="memory_overhead"):
+        budget(plan, read_adaptive(None), on_gpu=True)
+
+
 def test_settings_are_compared_for_one_number_of_ranks() -> None:
     several = OmegaConf.create({"memory_limit": "h100", "world_size": [1, 2], "advise": True})
     with pytest.raises(ConfigError, match=r"advise is True and world_size is \[1, 2\]: .* leave advise out"):
         read_plan_settings(several)
     assert read_plan_settings(OmegaConf.merge(several, {"advise": None})).several_ranks == (1, 2)
     assert read_plan_settings(OmegaConf.merge(several, {"world_size": 2})).several_ranks == (2,)
+    assert read_plan_settings(OmegaConf.merge(several, {"world_size": [2]})).several_ranks == (2,)

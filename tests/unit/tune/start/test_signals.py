@@ -133,6 +133,19 @@ def test_a_rank_that_alone_was_asked_says_so_at_once(attempt: Path) -> None:
     assert "SIGTERM on rank 1: the run ends as soon as the ranks can agree on it" in ended.stderr
 
 
+SEVERAL = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+
+
+@pytest.mark.parametrize(
+    ("number", "nodes", "told"),
+    [("SIGTERM", SEVERAL, True), ("SIGINT", SEVERAL, False), ("SIGTERM", {**SEVERAL, "WORLD_SIZE": "2"}, False)],
+)
+def test_of_several_nodes_one_may_have_failed(number: str, nodes: dict[str, str], told: bool, attempt: Path) -> None:
+    ended = python(f"os.kill(me, signal.{number}); time.sleep(1)", **rank_1(attempt), **nodes)
+    assert f"{number} on rank 1: the run ends" in ended.stderr
+    assert ("If another node has lost a rank, torchrun starts all of them again instead." in ended.stderr) == told
+
+
 def test_what_all_ranks_are_asked_is_said_once(attempt: Path) -> None:
     (attempt / signals.ASKED_FILE).touch()  # as rank 0 does
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(1); print(THIS_RUN.asked_to_stop())", **rank_1(attempt))

@@ -16,6 +16,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.this_run import was_restarted
@@ -40,7 +41,8 @@ class Lock:
         if self._descriptor is None:
             return
         with suppress(OSError):
-            self._path.unlink()  # while it is held: nobody else holds this file, and nobody will
+            if _is_still(self._path, self._descriptor):  # nobody has deleted it by hand, so nobody holds another
+                self._path.unlink()
         os.close(self._descriptor)
         self._descriptor = None
 
@@ -73,7 +75,7 @@ def holder(directory: Path) -> str | None:
 def in_use(directory: Path, who: str) -> ConfigError:
     return ConfigError(
         f"output_dir {str(directory)!r} is in use by {who}: wait until it has ended, end it, or choose another "
-        "output_dir"
+        f"output_dir{_if_its_machine_is_gone(directory / LOCK_FILE)}"
     )
 
 
@@ -131,8 +133,32 @@ def _sign(descriptor: int) -> None:
 
 
 def _named(path: Path) -> str:
+    signed = _signature(path)
+    return f"process {signed.pid} on {signed.host}, since {signed.since}" if signed else "another run"
+
+
+def _if_its_machine_is_gone(path: Path) -> str:
+    """What to do about a holder on another machine, which cannot be asked whether it is still there."""
+    signed = _signature(path)
+    if signed is None or signed.host == socket.gethostname():
+        return ""
+    return (
+        f". If {signed.host} is gone, its lock ends with the file server's lease, after a minute or two; where that "
+        f"never ends (NFSv3), delete {path}"
+    )
+
+
+class _Signature(NamedTuple):
+    """Who has signed a lock."""
+
+    pid: object
+    host: object
+    since: object
+
+
+def _signature(path: Path) -> _Signature | None:
     try:
-        signature = json.loads(path.read_bytes())
-        return f"process {signature['pid']} on {signature['host']}, since {signature['since']}"
+        signed = json.loads(path.read_bytes())
+        return _Signature(signed["pid"], signed["host"], signed["since"])
     except (OSError, ValueError, TypeError, KeyError):
-        return "another run"
+        return None

@@ -60,6 +60,28 @@ def test_the_second_run_says_who_holds_it_and_touches_nothing(tmp_path: Path, mo
         assert f"process {other.pid}" in str(holder(tmp_path))
 
 
+def test_of_a_machine_that_may_be_gone_it_says_what_becomes_of_its_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "WAIT_S", 0.3)
+    with another_run(tmp_path):
+        with pytest.raises(ConfigError) as here:
+            take(tmp_path)
+        monkeypatch.setattr(socket, "gethostname", lambda: "another-machine")
+        with pytest.raises(ConfigError) as elsewhere:
+            take(tmp_path)
+    assert "is gone" not in str(here.value)
+    assert re.search(rf"If \S+ is gone, its lock ends with .* delete {tmp_path / LOCK_FILE}$", str(elsewhere.value))
+
+
+def test_who_comes_back_to_a_lock_that_was_deleted_leaves_that_of_the_next_alone(tmp_path: Path) -> None:
+    held = take(tmp_path)
+    (tmp_path / LOCK_FILE).unlink()
+    (tmp_path / LOCK_FILE).write_text("the next run's")
+    held.release()
+    assert (tmp_path / LOCK_FILE).read_text() == "the next run's"
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_it_ends_with_its_process(number: signal.Signals, tmp_path: Path) -> None:
     with another_run(tmp_path) as other:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torchao.dtypes.nf4tensor import NF4Tensor, to_nf4
 
 from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.tune.plan.shims import own_shard, quantizing_at_once, rank_0_of, without_garbage_collection
+from torchtune_adaptive.tune.trace.shims import own_shard, quantizing_at_once, rank_0_of, without_garbage_collection
 
 
 def parts(weight: NF4Tensor) -> list[tuple[torch.dtype, torch.Size]]:

@@ -20,9 +20,6 @@ from torchtune_adaptive.tune.parts import generation
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
-from torchtune_adaptive.tune.plan.fakes import FakeStep, resharding
-from torchtune_adaptive.tune.plan.inputs import made_up_checkpoint
-from torchtune_adaptive.tune.plan.recipes import on_gpu
 from torchtune_adaptive.tune.rl import passes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
@@ -41,6 +38,9 @@ from torchtune_adaptive.tune.rl.stages import (
     passes_of,
 )
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.trace.fakes import FakeStep, resharding
+from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
+from torchtune_adaptive.tune.trace.recipes import on_gpu
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
 TRACED_ANSWER = 3

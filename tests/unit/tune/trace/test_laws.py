@@ -10,7 +10,7 @@ import pytest
 from tests.unit.prediction.made_up import MIB, recording
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.prediction.recorder import Recording
-from torchtune_adaptive.tune.plan.laws import OneRow, laws_of
+from torchtune_adaptive.tune.trace.laws import OneRow, laws_of
 
 
 class MadeUpStep:

@@ -10,7 +10,7 @@ from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_t
 from torchtune_adaptive.prediction.recorder import Recording
 from torchtune_adaptive.prediction.roofline import WorkLaw, fit_work
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.tune.plan.fakes import FakeStep
+from torchtune_adaptive.tune.trace.fakes import FakeStep
 
 TRACED_ROWS = (2, 3)
 """One row is cut into chunks in another way than several."""

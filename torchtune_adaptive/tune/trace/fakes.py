@@ -20,10 +20,10 @@ from torchtune_adaptive.prediction.work import WorkCounter
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
-from torchtune_adaptive.tune.plan.recipes import on_gpu
-from torchtune_adaptive.tune.plan.shims import fake_tables
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.trace.recipes import on_gpu
+from torchtune_adaptive.tune.trace.shims import fake_tables
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +51,8 @@ class FakeStep:
     """The least that goes through the model like such a row."""
     padded: bool = True
     """Whether rows of a microbatch are padded to the longest, or stand one after another."""
+    sequences: int = 1
+    """Sequences of a row, each of so many tokens."""
     answer_tokens: int = 0
     """Tokens of a row besides those that are asked about."""
     accumulates: bool = False
@@ -118,6 +120,10 @@ class FakeStep:
     def most_tokens(self, unbounded: int) -> int:
         """The longest row that the model takes, counted in the tokens that are asked about."""
         return int(getattr(self.model, "max_seq_len", unbounded + self.answer_tokens)) - self.answer_tokens
+
+    def tokens_of_row(self, tokens: int) -> int:
+        """Tokens of a row, if it is asked about so many."""
+        return self.sequences * (tokens + self.answer_tokens)
 
     def _gradients_left(self) -> list[Tensor]:
         """Gradients of another stage; the update takes them along."""

@@ -41,9 +41,11 @@ from torchtune_adaptive.tune.parts.preference import (
 )
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
-from torchtune_adaptive.tune.plan.fakes import Built, FakeStep, resharding
-from torchtune_adaptive.tune.plan.inputs import batching_of, made_up_checkpoint
-from torchtune_adaptive.tune.plan.recipes import (
+from torchtune_adaptive.tune.start import components
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
+from torchtune_adaptive.tune.trace.fakes import Built, FakeStep, resharding
+from torchtune_adaptive.tune.trace.inputs import batching_of, made_up_checkpoint
+from torchtune_adaptive.tune.trace.recipes import (
     compiles_itself,
     keeps_reference,
     on_gpu,
@@ -51,8 +53,8 @@ from torchtune_adaptive.tune.plan.recipes import (
     trains_on_pairs,
     trains_with_ppo,
 )
-from torchtune_adaptive.tune.plan.rollouts import ppo_steps
-from torchtune_adaptive.tune.plan.shims import (
+from torchtune_adaptive.tune.trace.rollouts import ppo_steps
+from torchtune_adaptive.tune.trace.shims import (
     apart_from_host,
     fake_tables,
     joined_as_on_a_gpu,
@@ -61,8 +63,6 @@ from torchtune_adaptive.tune.plan.shims import (
     rank_0_of,
     working_on_fakes,
 )
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
 
 @contextmanager
@@ -221,5 +221,6 @@ def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None)
         "sample_of": sample_of,
         "stand_in": kind.stand_in,
         "padded": kind.padded,
+        "sequences": kind.rows,
         "accumulates": _accumulates(settings),
     }

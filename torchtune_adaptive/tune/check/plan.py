@@ -1,0 +1,46 @@
+"""What can be asked of `adaptive_plan`: a question that it answers, about a run that would start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import together
+from torchtune_adaptive.tune.parts.process_group import mesh_shape
+from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.settings import budget, check_advice, lengths
+from torchtune_adaptive.tune.rl.settings import check_ppo
+from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
+from torchtune_adaptive.tune.run.token_budget import check_token_budget
+from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.trace.recipes import on_gpu, read_settings, trains_on_pairs, trains_with_ppo
+
+
+def check_plan(cfg: DictConfig, plan: PlanSettings) -> None:
+    """Refuses, before anything is traced, what is no question, and what a run would refuse."""
+    settings, _ = read_settings(cfg)
+    together(checks_of_plan(settings, plan))
+
+
+def checks_of_plan(settings: Settings, plan: PlanSettings) -> Iterator[Callable[[], object]]:
+    """Each raises ConfigError by itself."""
+    cfg, adaptive = settings.config, settings.adaptive
+    yield lambda: check_advice(cfg, plan)
+    yield lambda: lengths(cfg, adaptive, plan)
+    for ranks in plan.several_ranks:
+        one = replace(plan, world_size=ranks)
+        yield partial(budget, one, adaptive, on_gpu=on_gpu(settings))
+        yield partial(mesh_shape, settings, ranks)
+    yield lambda: check_token_budget(settings)
+    yield lambda: _check_kind(cfg)(adaptive)
+
+
+def _check_kind(cfg: DictConfig) -> Callable[[AdaptiveConfig], None]:
+    """What a recipe refuses of `adaptive:`."""
+    if trains_with_ppo(cfg):
+        return check_ppo
+    return check_preferences if trains_on_pairs(cfg) else check_no_reference
