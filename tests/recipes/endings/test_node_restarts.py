@@ -87,6 +87,28 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -
     assert (tmp_path / "out" / "epoch_0").is_dir()
 
 
+@pytest.mark.parametrize("of", [0, 1], ids=["the meeting place", "the other node"])
+def test_a_rank_that_is_killed_costs_no_checkpoint_though_the_run_may_overwrite_what_it_finds(
+    of: int, tmp_path: Path
+) -> None:
+    """Only the launcher of the lost rank counts a restart, and rank 0 may be under the other."""
+    (port,) = free_ports(1)
+    with ExitStack() as stack:
+        overwriting = "overwrite_output_dir=True"
+        nodes = [stack.enter_context(node(tmp_path, port, overwriting, meeting_place=where)) for where in (True, False)]
+        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
+        os.kill(nodes[of].ranks()[0], signal.SIGKILL)
+        before = max(saved(*nodes))
+        for each in nodes:
+            each.when(lambda each=each: each.process.poll() is not None, RESTARTS_S)
+    told = "\n".join(each.output for each in nodes)
+    assert [each.process.returncode for each in nodes] == [0, 0], told
+    resumed = [int(step) for step in re.findall(r"resuming from \S+/step_(\d+)", told)]
+    assert resumed, told
+    assert resumed[0] >= before, told
+    assert f"{STEPS} of {STEPS} steps" in told, told
+
+
 def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:

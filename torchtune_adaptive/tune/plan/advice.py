@@ -46,9 +46,12 @@ class Advice:
     """Whether all that were tried are there by their speed, and not only those that fit by their cost."""
     outcomes: Sequence[Outcome]
     notes: Sequence[str]
+    stage: str = ""
+    """The stage that this is about, where there are several."""
 
     def lines(self, ranks: int) -> list[str]:
-        return [(printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
+        heading = [f"for {self.stage}:"] if self.stage else []
+        return [*heading, (printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
 
 
 def advised_length(cfg: DictConfig, plan: PlanSettings, found: Answers) -> int | None:
@@ -78,8 +81,7 @@ def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, at: int, traced:
     outcomes = what_is_fastest(others) if by_speed else what_fits(others)
     if by_speed and not any(each.fits for each in outcomes):
         outcomes, by_speed = what_fits(others), False
-    stage = [f"advice is on the stage '{found.trains}'"] if found.trains else []
-    return Advice(by_speed, outcomes, [*stage, *_notes(plan, found), *others.notes()])
+    return Advice(by_speed, outcomes, [*_notes(plan, found), *others.notes()], found.trains)
 
 
 class Compared(NamedTuple):
