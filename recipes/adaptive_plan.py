@@ -24,7 +24,7 @@ from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, advised_length, on_ranks, ways_out
 from torchtune_adaptive.tune.plan.answers import Answers, frontier, heading, predict, traces
-from torchtune_adaptive.tune.plan.commands import command
+from torchtune_adaptive.tune.plan.commands import Wanted, command
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
@@ -104,28 +104,27 @@ def of_a_step(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int, 
         if each.chosen_rows:
             parts += [choice(cfg, found, stage, at)]
         else:
-            parts += [printed.shortfall(each) if with_advice else printed.no_row(each, ways_out(cfg, each))]
+            parts += [printed.shortfall(each) if with_advice else printed.no_row(each, ways_out(cfg, {stage: each}))]
     return parts
 
 
 def choice(cfg: DictConfig, found: Answers, stage: str, at: int) -> str:
-    each, adaptive = found.by_stage[stage][at], read_adaptive(cfg.get("adaptive"))
-    if adaptive.token_budget is not None:
-        return printed.choice_of_tokens(each, found.tokens(stage, at), adaptive.token_budget, stage)
-    return printed.choice(each, f"rows of {stage}" if stage else "batch_size", adaptive.max_batch_size)
+    each, budget = found.by_stage[stage][at], found.token_budgets.get(stage)
+    if budget is not None:
+        return printed.choice_of_tokens(each, found.row_tokens(stage, at), budget, stage)
+    at_most = read_adaptive(cfg.get("adaptive")).max_batch_size
+    return printed.choice(each, f"rows of {stage}" if stage else "batch_size", at_most)
 
 
 def of_rollouts(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int, *, with_advice: bool) -> list[str]:
     """A line for each stage."""
-    stages, budget = found.stages(at), read_adaptive(cfg.get("adaptive")).token_budget
+    stages = found.stages(at)
     parts = [heading(cfg, settings, found.answers[at]), printed.stages(stages)]
     if not found.batch_size(at):
-        worst = next(each for each in stages.values() if not each.chosen_rows)
-        return [*parts, printed.no_row(worst, ways_out(cfg, worst))]
-    if isinstance(budget, int):
-        short = [stage for stage in stages if found.tokens(stage, at) < budget]
-        parts += [choice(cfg, found, stage, at) for stage in short]
-    return parts
+        short = {stage: each for stage, each in stages.items() if not each.chosen_rows}
+        return [*parts, printed.no_row(next(iter(short.values())), ways_out(cfg, short))]
+    short = [stage for stage in found.token_budgets if not found.budget_fits(stage, at)]
+    return [*parts, *(choice(cfg, found, stage, at) for stage in short)]
 
 
 def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers) -> None:
@@ -161,8 +160,8 @@ def rows_of(found: Answers) -> list[dict[str, Any]]:
 
 def commands(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int) -> list[str]:
     """What trains with the answer for a length; none where nothing fits."""
-    rows, tokens = found.batch_size(at), found.answers[at].tokens
-    return [command(cfg, settings, config_name(), rows=rows, tokens=tokens, given=overrides())] if rows else []
+    rows = found.batch_size(at)
+    return [command(cfg, settings, config_name(), Wanted.of(found, at), given=overrides())] if rows else []
 
 
 def all_commands(cfg: DictConfig, settings: PlanSettings, found: Answers) -> list[str]:

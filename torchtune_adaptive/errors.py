@@ -78,7 +78,7 @@ def together(checks: Iterable[Callable[[], T]]) -> list[T]:
             errors += several.errors
         except ConfigError as error:
             errors.append(error)
-    if errors:
+    if errors := list({str(each): each for each in errors}.values()):  # two checks may find the same
         raise errors[0] if len(errors) == 1 else SeveralErrors(errors)
     return results
 

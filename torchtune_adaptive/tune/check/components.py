@@ -117,11 +117,12 @@ def check_rollouts(settings: Settings, *, trained: bool) -> None:
         check_fits(key, components.require(settings.config, key), should_load_recipe_state=False)
 
 
-def check_models_of_ppo(settings: Settings, policy: nn.Module | None) -> None:
-    """What is not the policy, and whether beside an answer there is room for a prompt in all of them."""
+def check_models_of_ppo(settings: Settings, policy: nn.Module | None) -> nn.Module:
+    """What is not the policy, and whether beside an answer there is room for a prompt in all of them; returns it."""
     value = built_on(META, settings.config, torch.float32, VALUE)
     if policy is not None:
         check_room((policy, value), settings.adaptive, read_ppo_settings(settings.config)[1])
+    return value
 
 
 def check_optimizer(cfg: DictConfig, findings: Findings) -> torch.optim.Optimizer | None:

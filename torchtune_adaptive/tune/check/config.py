@@ -31,7 +31,8 @@ from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.settings import check_length, lengths, read_plan_settings
+from torchtune_adaptive.tune.plan.settings import Lengths, check_length, lengths, read_plan_settings
+from torchtune_adaptive.tune.rl.room import longest_taken
 from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
@@ -84,17 +85,17 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     check = check_traced if recipe == PLAN else check_components
     # where the policy is what the others call the model
     if recipe in (PPO, PLAN) and POLICY in cfg:
-        model = None
+        model, value = None, None
         if settings is not None:
             model = check(settings.config, findings, partial(check_rollouts, settings, trained=recipe != PLAN))
-            findings.of(partial(check_models_of_ppo, settings, model))
+            value = findings.of(partial(check_models_of_ppo, settings, model))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
-        model = check(cfg, findings, of_its_own)
+        model, value = check(cfg, findings, of_its_own), None
     if settings is None or not well:
         return findings
     if recipe == PLAN:
-        _check_question(settings, model, findings)
+        _check_question(settings, [each for each in (model, value) if each is not None], findings)
         return findings
     findings.of(lambda: CHECKS.get(recipe, check_no_reference)(settings.adaptive))
     if recipe == PPO:
@@ -107,17 +108,18 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     return findings
 
 
-def _check_question(settings: Settings, model: nn.Module | None, findings: Findings) -> None:
+def _check_question(settings: Settings, models: Sequence[nn.Module], findings: Findings) -> None:
     """What is asked of `adaptive_plan`."""
     plan = findings.of(lambda: read_plan_settings(settings.config))
     if plan is None:
         return
     for check in checks_of_plan(settings, plan):
         findings.of(check)
-    taken = getattr(model, "max_seq_len", None)
+    taken = longest_taken(models)
     if taken is not None:
         allowed = taken - (settings.config.get("max_generated_tokens") or 0)
         findings.of(lambda: check_length(lengths(settings.config, settings.adaptive, plan), allowed))
+        findings.of(lambda: check_length(Lengths.of(settings.adaptive), allowed))
 
 
 def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:

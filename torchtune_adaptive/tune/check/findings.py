@@ -26,12 +26,16 @@ class Findings:
         try:
             return work()
         except SeveralErrors as several:
-            self.wrong += map(in_keys, several.errors)
+            self._add(*several.errors)
         except AdaptiveError as error:
-            self.wrong.append(in_keys(error))
+            self._add(error)
         except RunFinished as finished:
             self.notes.append(str(finished))
         return None
+
+    def _add(self, *errors: AdaptiveError) -> None:
+        """Each once: two checks may find the same."""
+        self.wrong = list(dict.fromkeys([*self.wrong, *map(in_keys, errors)]))
 
     def of_this_machine(self, missing: str) -> None:
         """What this machine lacks: wrong if it is the one that the run will be on."""

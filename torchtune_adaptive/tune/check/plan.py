@@ -9,10 +9,12 @@ from functools import partial
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import together
+from torchtune_adaptive.sizes import size_for_rank
+from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.settings import budget, check_advice, lengths
-from torchtune_adaptive.tune.rl.settings import check_ppo
+from torchtune_adaptive.tune.rl.settings import check_ppo, read_ppo_settings
 from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
 from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
@@ -35,8 +37,19 @@ def checks_of_plan(settings: Settings, plan: PlanSettings) -> Iterator[Callable[
         one = replace(plan, world_size=ranks)
         yield partial(budget, one, adaptive, on_gpu=on_gpu(settings))
         yield partial(mesh_shape, settings, ranks)
+        yield partial(_check_ranks, settings, ranks)
+    yield lambda: obstacle_to_recovery(settings)
     yield lambda: check_token_budget(settings)
     yield lambda: _check_kind(cfg)(adaptive)
+
+
+def _check_ranks(settings: Settings, ranks: int) -> None:
+    """What else a run on so many ranks refuses."""
+    limits = settings.adaptive.memory_limit
+    if limits is not None and on_gpu(settings):  # on a CPU the command names another
+        size_for_rank(limits, 0, ranks, "adaptive.memory_limit")
+    if trains_with_ppo(settings.config):
+        read_ppo_settings(settings.config)[1].iterations(ranks)
 
 
 def _check_kind(cfg: DictConfig) -> Callable[[AdaptiveConfig], None]:

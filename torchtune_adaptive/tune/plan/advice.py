@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
+from torchtune_adaptive.tune.parts.preference import REFERENCE
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.answers import Answers, predict
 from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
@@ -27,6 +28,7 @@ from torchtune_adaptive.tune.plan.overrides import (
     savers,
     starts,
 )
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.tune.trace.laws import Traced
 from torchtune_adaptive.tune.trace.recipes import on_gpu, read_settings, trains_with_ppo
@@ -34,6 +36,8 @@ from torchtune_adaptive.wording import count_of
 
 ENOUGH = 2
 """Combinations that fit, after which no more are tried."""
+WITHOUT_BACKWARD = {REFERENCE, GENERATE, *FORWARD}
+"""Stages in which checkpointing activations saves nothing."""
 MOST_MORE_RANKS = 8
 """Times as many as were asked for."""
 
@@ -64,13 +68,15 @@ def advised_length(cfg: DictConfig, plan: PlanSettings, found: Answers) -> int |
     return next((at for at in range(len(found.answers)) if not found.batch_size(at)), None)
 
 
-def ways_out(cfg: DictConfig, answer: Answer) -> list[str]:
-    """What to do where not even one row fits and nothing is tried: from the least to the most expensive."""
-    expanding = answer.within(replace(answer.budget, expandable_segments=True))
-    found = ["set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"] if expanding.most_rows else []
+def ways_out(cfg: DictConfig, short: Mapping[str, Answer]) -> list[str]:
+    """What to do where not even one row fits in some stages and nothing is tried: what costs least comes first."""
+    found = []
+    if all(each.within(replace(each.budget, expandable_segments=True)).most_rows for each in short.values()):
+        found.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     found.append(f"lower sequence_length{' or max_generated_tokens' if trains_with_ppo(cfg) else ''}")
-    if not cfg.get("enable_activation_checkpointing"):
-        found.append("set enable_activation_checkpointing: True")
+    everywhere = checkpointing(cfg)[2]
+    if everywhere and not WITHOUT_BACKWARD.issuperset(short):
+        found.append(f"set {' and '.join(each.replace('=', ': ') for each in everywhere)}")
     return [*found, "train on more ranks"]
 
 
@@ -175,10 +181,15 @@ class Alternatives:
         return self._named(outcome_of(name, ranks, other.answers[0], other.time, self.found.time))
 
     def _named(self, outcome: Outcome) -> Outcome:
-        """The outcome, with a batch size in its name where the config's is more than fits."""
-        if not 0 < outcome.rows < self.cfg.batch_size:
-            return outcome
-        return replace(outcome, name=f"{outcome.name} batch_size={outcome.rows}".strip())
+        """The outcome, with a batch size or a token budget in its name where the config's is more than fits."""
+        budget = self.found.token_budgets.get(self.found.trains)
+        if budget is None:
+            lower = f"batch_size={outcome.rows}" if 0 < outcome.rows < self.cfg.batch_size else ""
+        else:
+            fitting = outcome.rows * self.found.row_tokens(self.found.trains, self.at)
+            more = isinstance(budget.asked, int) and budget.asked > fitting > 0
+            lower = f"adaptive.token_budget={fitting}" if more else ""
+        return replace(outcome, name=f"{outcome.name} {lower}".strip())
 
 
 def what_fits(others: Alternatives) -> list[Outcome]:

@@ -16,6 +16,7 @@ from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.plan.budgets import TokenBudget
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
 from torchtune_adaptive.tune.plan.settings import (
@@ -28,7 +29,7 @@ from torchtune_adaptive.tune.plan.settings import (
     link_bytes_per_s,
 )
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
-from torchtune_adaptive.tune.start.sections import MOST_TOKENS
+from torchtune_adaptive.tune.start.sections import MOST_TOKENS, AdaptiveConfig
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
 from torchtune_adaptive.tune.trace.recipes import is_lora, on_gpu, read_settings, trains_on_pairs, trains_with_ppo
@@ -50,6 +51,8 @@ class Answers:
     """What the model takes."""
     tokens_of_row: Mapping[str, Callable[[int], int]]
     """Tokens of a row in a stage, if so many are asked about: those of both answers, or with those of the answer."""
+    token_budgets: Mapping[str, TokenBudget]
+    """What is asked of each stage, where microbatches go by tokens."""
     largest_error: float
     """Largest error of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
@@ -70,10 +73,14 @@ class Answers:
         """What the config says for all stages together; 0 where nothing fits."""
         return min(answer.chosen_rows for answer in self.stages(at).values())
 
-    def tokens(self, stage: str, at: int) -> int:
-        """Tokens that fit in a microbatch of a stage, in rows of one of the lengths."""
-        answer = self.by_stage[stage][at]
-        return answer.most_rows * self.tokens_of_row[stage](answer.tokens)
+    def row_tokens(self, stage: str, at: int) -> int:
+        """Tokens of a row of one of the lengths."""
+        return self.tokens_of_row[stage](self.by_stage[stage][at].tokens)
+
+    def budget_fits(self, stage: str, at: int) -> bool:
+        """Whether the token budget of the config does, where it has one."""
+        budget = self.token_budgets.get(stage)
+        return budget is not None and budget.fits(self.by_stage[stage][at], self.row_tokens(stage, at))
 
 
 def predict(
@@ -91,6 +98,7 @@ def predict(
         trains = TRAIN_POLICY if TRAIN_POLICY in steps else next(iter(steps))
         training = steps[trains]
         longest = _longest(steps.values(), given)
+        check_length(Lengths.of(adaptive), longest)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
         one_row = OneRow(min(wanted), have.usable_bytes) if if_it_fits and training.otherwise is None else None
         asked = _Asked(wanted, have, traced, check=check, counting=len(steps) == 1, one_row=one_row)
@@ -101,6 +109,7 @@ def predict(
             trains=trains,
             longest=longest,
             tokens_of_row={stage: step.tokens_of_row for stage, step in steps.items()},
+            token_budgets=_token_budgets(steps, adaptive),
             largest_error=max((each.error for each in found.values()), key=abs),
             notes=[*notes, *notes_on_answer(cfg, training, have, wanted)],
             time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
@@ -135,6 +144,15 @@ class _Asked:
         self.changed.append(f"{'' if whole else f'rows of {too_long} tokens: '}{step.otherwise()}")
         step.run_first()
         return found.where_it_fits(self.of(replace(step, otherwise=None)))
+
+
+def _token_budgets(steps: Mapping[str, FakeStep], adaptive: AdaptiveConfig) -> dict[str, TokenBudget]:
+    budget = adaptive.token_budget
+    if budget is None:
+        return {}
+    return {
+        stage: TokenBudget(budget, step.most_rows or step.settings.samples_per_step) for stage, step in steps.items()
+    }
 
 
 def _rungs(step: FakeStep) -> Sequence[int]:

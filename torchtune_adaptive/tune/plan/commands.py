@@ -6,11 +6,13 @@ import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.prediction.cards import card_named
+from torchtune_adaptive.tune.parts.data import is_packed
+from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, joined
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
@@ -19,11 +21,26 @@ from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.trace.recipes import is_lora, trains_on_pairs, trains_with_ppo
 
 
-def command(
-    cfg: DictConfig, plan: PlanSettings, config_name: str, *, rows: int, tokens: int, given: Sequence[str] = ()
-) -> str:
-    """What trains with so many rows of so many tokens, or finds as much by itself; as the question was `given`."""
-    words = joined(_for_a_run(cfg, plan, given), _sizes(cfg, plan, rows, tokens))
+@dataclass(frozen=True)
+class Wanted:
+    """What a run is to be like."""
+
+    rows: int
+    tokens: int
+    """Tokens of a row, as they were asked about."""
+    budget_fits: bool = False
+    """Whether it may keep the token budget of its config."""
+
+    @classmethod
+    def of(cls, found: Answers, at: int) -> Wanted:
+        """The answer for one of the lengths."""
+        fits = all(found.budget_fits(stage, at) for stage in found.by_stage)
+        return cls(found.batch_size(at), found.answers[at].tokens, fits)
+
+
+def command(cfg: DictConfig, plan: PlanSettings, config_name: str, wanted: Wanted, given: Sequence[str] = ()) -> str:
+    """What trains so, or finds as much by itself; as the question was `given`."""
+    words = joined(_for_a_run(cfg, plan, given), _sizes(cfg, plan, wanted))
     parts = [_launcher(plan.ranks), _recipe(cfg), f"--config {config_name}", shlex.join(words)]
     return f"{_environment(cfg, plan, os.environ)}tune run {' '.join(parts)}".rstrip()
 
@@ -42,21 +59,30 @@ def _launcher(ranks: int) -> str:
     return f"--nnodes {machines} --nproc_per_node {RANKS_OF_A_MACHINE} --rdzv_backend c10d --rdzv_endpoint NODE0:29400"
 
 
-def _sizes(cfg: DictConfig, plan: PlanSettings, rows: int, tokens: int) -> Overrides:
+def _sizes(cfg: DictConfig, plan: PlanSettings, wanted: Wanted) -> Overrides:
     """The batch size, or what measures it for each stage, or in tokens; and the length that was asked about."""
-    if read_adaptive(cfg.get("adaptive")).token_budget is not None:
-        sizes: Overrides = ("adaptive.token_budget=auto",)
-    elif trains_with_ppo(cfg):
-        sizes = ("use_maximum_batch_size=True",)
-    else:
-        searched = bool(cfg.get("use_maximum_batch_size"))
-        sizes = (f"batch_size={rows}", *["use_maximum_batch_size=False"] * searched)
-        if OmegaConf.select(cfg, "tokenizer.max_seq_len") == tokens:
-            return sizes
+    return (*_size(cfg, wanted), *_length(cfg, plan, wanted.tokens))
+
+
+def _size(cfg: DictConfig, wanted: Wanted) -> Overrides:
+    budget = read_adaptive(cfg.get("adaptive")).token_budget
+    if budget is not None:
+        return () if wanted.budget_fits else ("adaptive.token_budget=auto",)
+    if trains_with_ppo(cfg):
+        return ("use_maximum_batch_size=True",)
+    searched = bool(cfg.get("use_maximum_batch_size"))
+    return (f"batch_size={wanted.rows}", *["use_maximum_batch_size=False"] * searched)
+
+
+def _length(cfg: DictConfig, plan: PlanSettings, tokens: int) -> Overrides:
+    """No row longer than that; where the run measures, the length that it measures, which cuts nothing."""
     if plan.sequence_length is None:
-        return sizes
-    by_rows = sizes[0].startswith("batch_size")
-    return (*sizes, f"{'tokenizer.max_seq_len' if by_rows else 'adaptive.sequence_length'}={tokens}")
+        return ()
+    measures = trains_with_ppo(cfg) or read_adaptive(cfg.get("adaptive")).token_budget is not None
+    if measures and not is_packed(cfg):
+        return (f"adaptive.sequence_length={tokens}",)
+    known = OmegaConf.select(cfg, "tokenizer.max_seq_len") == tokens
+    return () if known else (f"tokenizer.max_seq_len={tokens}",)
 
 
 def _for_a_run(cfg: DictConfig, plan: PlanSettings, given: Sequence[str]) -> Overrides:

@@ -41,7 +41,7 @@ def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Seque
     if trains_with_ppo(cfg):
         notes += _notes_on_rollouts(cfg, step)
     if not step.padded:
-        notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is rows × tokens")
+        notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is their tokens")
     if step.settings.fsdp_cpu_offload:
         host = format_bytes(step.host_bytes)
         notes.append(f"fsdp_cpu_offload: each rank keeps {host} of weights, gradients and optimizer state on its host")
@@ -65,11 +65,11 @@ def _notes_on_stages(cfg: DictConfig, step: FakeStep) -> list[str]:
 
 
 def _notes_on_rollouts(cfg: DictConfig, step: FakeStep) -> list[str]:
-    rows = "rows: the most that a rank has in a stage (batch_size, ppo_batch_size) or that fit, rounded down; "
+    rows = "rows: the most that a rank has in a stage (batch_size, ppo_batch_size) or that fit"
     if read_adaptive(cfg.get("adaptive")).token_budget is None:
-        notes = [f"{rows}use_maximum_batch_size finds as many for each"]
+        notes = [f"{rows}, rounded down; use_maximum_batch_size finds as many for each"]
     else:
-        notes = [f"{rows}adaptive.token_budget: so many of the longest, and more of those that turn out shorter"]
+        notes = [f"{rows}; adaptive.token_budget: so many of the longest, and more of those that turn out shorter"]
     if step.on_gpu:
         notes.append("stages are replayed one by one: what one leaves cached may have to be flushed for the next")
     return notes

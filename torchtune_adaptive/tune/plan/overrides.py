@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.trace.recipes import compiles_itself, is_lora, keeps_reference, on_gpu, read_settings
 
@@ -121,7 +122,8 @@ def _chunked_loss(cfg: DictConfig) -> Overrides:
 
 def _without_reference(cfg: DictConfig) -> Overrides:
     """What it says is found before training, and its model freed."""
-    return ("adaptive.precompute_reference=True",) if keeps_reference(cfg) else ()
+    cuts = read_adaptive(cfg.get("adaptive")).oversize == "truncate"  # which it does not go with
+    return ("adaptive.precompute_reference=True",) if keeps_reference(cfg) and not cuts else ()
 
 
 def _smaller_rank(cfg: DictConfig) -> Overrides:

@@ -11,6 +11,7 @@ from typing import Any
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.sizes import format_apart, format_bytes
+from torchtune_adaptive.tune.plan.budgets import TokenBudget
 from torchtune_adaptive.wording import count_of
 
 
@@ -47,14 +48,17 @@ def choice(answer: Answer, key: str = "batch_size", at_most: int | None = None) 
     return f"{key}: {answer.chosen_rows} ({answer.most_rows} fit, {why})"
 
 
-def choice_of_tokens(answer: Answer, tokens: int, budget: int | str, stage: str = "") -> str:
-    """The token budget to train with, where at least one row fits: `tokens` do. `budget` is what the config says."""
-    key, rows = "adaptive.token_budget", f"{count_of(answer.most_rows, 'row')} of {answer.tokens} tokens"
-    where = f" in {stage}" if stage else ""
-    if isinstance(budget, str):
-        return f"{key}: {tokens} fit{where} ({rows}); auto measures it on the device"
-    fits = "fits" if tokens >= budget else "does not fit"
-    return f"{key}: {budget} {fits}{where}; the most is {tokens} ({rows})"
+def choice_of_tokens(answer: Answer, row_tokens: int, budget: TokenBudget, stage: str = "") -> str:
+    """The token budget to train with, where at least one row fits, which has so many tokens."""
+    key, where = "adaptive.token_budget", f" in {stage}" if stage else ""
+    most = answer.most_rows * row_tokens
+    rows = f"{count_of(answer.most_rows, 'row')} of {row_tokens} tokens"
+    if not isinstance(budget.asked, int):
+        return f"{key}: {most} fit{where} ({rows}); auto measures it on the device"
+    if budget.asked < row_tokens:
+        return f"{key}: {budget.asked} has no room for a row of {row_tokens} tokens{where}; {most} fit ({rows})"
+    fits = "fits" if budget.fits(answer, row_tokens) else "does not fit"
+    return f"{key}: {budget.asked} {fits}{where}; the most is {most} ({rows})"
 
 
 def shortfall(answer: Answer) -> str:

@@ -61,6 +61,12 @@ class Lengths:
     key: str
     """What says so."""
 
+    @classmethod
+    def of(cls, adaptive: AdaptiveConfig) -> Lengths | None:
+        """The length that a run measures, where its config says one."""
+        key, tokens = "adaptive.sequence_length", adaptive.sequence_length
+        return None if tokens is None else cls((tokens,), key)
+
 
 def lengths(cfg: DictConfig, adaptive: AdaptiveConfig, plan: PlanSettings) -> Lengths | None:
     """Lengths that are asked about; None where nothing says how long rows are."""

@@ -112,7 +112,8 @@ def _first(asked_by: signal.Signals) -> None:
 def _or_a_restart(asked_by: signal.Signals, environment: Mapping[str, str]) -> str:
     """What SIGTERM may mean where there are several nodes, and nobody here knows of a rank of another."""
     here, everywhere = (environment.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    if asked_by != signal.SIGTERM or here == everywhere:
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if asked_by != signal.SIGTERM or here == everywhere or not restarts:
         return ""
     return "If another node has lost a rank, torchrun starts all of them again instead. "
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.tune.plan.commands import command
+from torchtune_adaptive.tune.plan.commands import Wanted, command
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.start.configs import locate
 
@@ -15,13 +15,13 @@ TOKENS = 256
 def told(*given: str, config: str = "dpo", device: str = "cpu", **asked: Any) -> str:
     cfg = OmegaConf.load(locate(f"adaptive/demo/{config}"))
     cfg.device = device
-    return command(cfg, PlanSettings(**asked), "NAME", rows=4, tokens=TOKENS, given=given)
+    return command(cfg, PlanSettings(**asked), "NAME", Wanted(4, TOKENS), given=given)
 
 
-def of(cfg_as: dict[str, Any], config: str = "full", **asked: Any) -> str:
+def of(cfg_as: dict[str, Any], config: str = "full", *, budget_fits: bool = False, **asked: Any) -> str:
     cfg = OmegaConf.merge(OmegaConf.load(locate(f"adaptive/demo/{config}")), OmegaConf.create(cfg_as))
     assert isinstance(cfg, DictConfig)
-    return command(cfg, PlanSettings(**asked), "NAME", rows=4, tokens=TOKENS)
+    return command(cfg, PlanSettings(**asked), "NAME", Wanted(4, TOKENS, budget_fits))
 
 
 def test_it_trains_with_what_was_asked_about() -> None:
@@ -55,8 +55,15 @@ def test_what_measures_is_given_the_length_and_cuts_nothing() -> None:
     by_tokens = {"use_maximum_batch_size": False, "adaptive": {"token_budget": 4096}}
     told = of(by_tokens, sequence_length=[128, TOKENS])
     assert told.endswith(f" NAME adaptive.token_budget=auto adaptive.sequence_length={TOKENS}")
+    assert "token_budget" not in of(by_tokens, budget_fits=True), "as the config has it"
     told = of({}, "ppo", sequence_length=TOKENS)
     assert told.endswith(f" NAME use_maximum_batch_size=True adaptive.sequence_length={TOKENS}")
+
+
+def test_packed_rows_have_the_length_that_was_asked_about() -> None:
+    packed = {"use_maximum_batch_size": False, "adaptive": {"token_budget": "auto"}, "dataset": {"packed": True}}
+    longer = {**packed, "tokenizer": {"max_seq_len": 2 * TOKENS}}
+    assert of(longer, sequence_length=TOKENS).endswith(f"token_budget=auto tokenizer.max_seq_len={TOKENS}")
 
 
 def test_a_length_that_the_config_has_is_not_said_again() -> None:

@@ -12,6 +12,7 @@ import pytest
 from tests.unit.prediction.made_up import MIB, answer, filling_holes, outcome
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.tune.plan import printed
+from torchtune_adaptive.tune.plan.budgets import TokenBudget
 
 
 def test_the_table_marks_the_answer_and_what_is_slow() -> None:
@@ -83,16 +84,23 @@ def test_the_choice_says_what_bounds_it() -> None:
     )
 
 
+MOST = "(100 rows of 64 tokens)"
+
+
 @pytest.mark.parametrize(
-    ("budget", "told"),
+    ("budget", "samples", "told"),
     [
-        ("auto", "adaptive.token_budget: 6400 fit (100 rows of 64 tokens); auto measures it on the device"),
-        (6400, "adaptive.token_budget: 6400 fits; the most is 6400 (100 rows of 64 tokens)"),
-        (6401, "adaptive.token_budget: 6401 does not fit; the most is 6400 (100 rows of 64 tokens)"),
+        ("auto", 4, f"6400 fit {MOST}; auto measures it on the device"),
+        (6400, 200, f"6400 fits; the most is 6400 {MOST}"),
+        (6400 + 63, 200, f"6463 fits; the most is 6400 {MOST}"),
+        (6400 + 64, 200, f"6464 does not fit; the most is 6400 {MOST}"),
+        (1_000_000, 100, f"1000000 fits; the most is 6400 {MOST}"),
+        (63, 200, f"63 has no room for a row of 64 tokens; 6400 fit {MOST}"),
     ],
 )
-def test_a_token_budget_is_answered_in_tokens(budget: int | str, told: str) -> None:
-    assert printed.choice_of_tokens(answer(340), 6400, budget) == told
+def test_a_token_budget_is_answered_in_tokens(budget: int | str, samples: int, told: str) -> None:
+    asked = TokenBudget(budget, samples)
+    assert printed.choice_of_tokens(answer(340), 64, asked) == f"adaptive.token_budget: {told}"
 
 
 def test_a_time_that_is_not_told_is_no_number() -> None:

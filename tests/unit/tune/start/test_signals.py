@@ -133,12 +133,17 @@ def test_a_rank_that_alone_was_asked_says_so_at_once(attempt: Path) -> None:
     assert "SIGTERM on rank 1: the run ends as soon as the ranks can agree on it" in ended.stderr
 
 
-SEVERAL = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}
+SEVERAL = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "3"}
 
 
 @pytest.mark.parametrize(
     ("number", "nodes", "told"),
-    [("SIGTERM", SEVERAL, True), ("SIGINT", SEVERAL, False), ("SIGTERM", {**SEVERAL, "WORLD_SIZE": "2"}, False)],
+    [
+        ("SIGTERM", SEVERAL, True),
+        ("SIGINT", SEVERAL, False),
+        ("SIGTERM", {**SEVERAL, "WORLD_SIZE": "2"}, False),
+        ("SIGTERM", {**SEVERAL, "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+    ],
 )
 def test_of_several_nodes_one_may_have_failed(number: str, nodes: dict[str, str], told: bool, attempt: Path) -> None:
     ended = python(f"os.kill(me, signal.{number}); time.sleep(1)", **rank_1(attempt), **nodes)
