@@ -48,12 +48,14 @@ RESTARTS_S = 200.0
 
 
 @contextmanager
-def node(folder: Path, port: int, *overrides: str, meeting_place: bool, restarts: int = 3) -> Iterator[Started]:
+def node(
+    folder: Path, port: int, *overrides: str, meeting_place: bool, restarts: int = 3, **variables: str
+) -> Iterator[Started]:
     """The launcher of one node, and what it and its ranks write."""
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
     conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", str(restarts)]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    with in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **NEW_STORE, **QUICKLY) as started:
+    with in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **NEW_STORE, **variables) as started:
         yield started
 
 

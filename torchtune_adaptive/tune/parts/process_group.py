@@ -77,7 +77,7 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
     raise ConfigError(
         f"{told}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
         "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means whatever is left. Change one of them "
-        "or the number of ranks"
+        "or the number of ranks (--nproc_per_node; of adaptive_plan, world_size)"
     )
 
 
