@@ -123,8 +123,8 @@ def of_rollouts(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int
     if not found.batch_size(at):
         short = {stage: each for stage, each in stages.items() if not each.chosen_rows}
         return [*parts, printed.no_row(next(iter(short.values())), ways_out(cfg, short))]
-    short = [stage for stage in found.token_budgets if not found.budget_fits(stage, at)]
-    return [*parts, *(choice(cfg, found, stage, at) for stage in short)]
+    too_much = [stage for stage in found.token_budgets if not found.budget_fits(stage, at)]
+    return [*parts, *(choice(cfg, found, stage, at) for stage in too_much)]
 
 
 def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers) -> None:
