@@ -46,7 +46,7 @@ def answer_one(cfg: DictConfig, settings: PlanSettings) -> None:
         found = predict(cfg, settings, traced=bar.update)
     advice = FORMATS[settings.format](cfg, settings, found)
     if settings.picture is not None:
-        picture(Path(settings.picture), cfg, settings, found, advice)
+        picture(Path(settings.picture).resolve(), cfg, settings, found, advice)
 
 
 def compare(cfg: DictConfig, settings: PlanSettings) -> None:

@@ -83,6 +83,13 @@ class Answer:
         return next((rows for rows in reversed(fitting) if self._fits_at_once(rows)), 0)
 
     @property
+    def passed_over(self) -> int | None:
+        """Rows that may be chosen and need more than some that may not: the fewest beyond those that are chosen."""
+        index = bisect_right(self._rungs, self.chosen_rows)
+        following = self._rungs[index] if index < len(self._rungs) else None
+        return following if following is not None and following <= self.most_rows else None
+
+    @property
     def fits_by_flushing(self) -> bool:
         """Whether one row runs, but has to flush the cache for it."""
         return not self._fits_at_once(1) and self._fits_somehow(1)

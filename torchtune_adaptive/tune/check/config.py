@@ -26,6 +26,7 @@ from torchtune_adaptive.tune.check.plan import checks_of_plan
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.data import is_packed
+from torchtune_adaptive.tune.parts.loss import check_cuts, checked_loss
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
 from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
@@ -92,6 +93,8 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
         model, value = check(cfg, findings, of_its_own), None
+        if model is not None and not of_pairs:
+            findings.of(lambda: check_cuts(checked_loss(cfg), model))
     if settings is None or not well:
         return findings
     if recipe == PLAN:

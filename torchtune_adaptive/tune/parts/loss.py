@@ -23,9 +23,19 @@ def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
     loss_fn = checked_loss(settings.config)
     if settings.compile:
         training.compile_loss(loss_fn, verbose=False)
+    check_cuts(loss_fn, model)
     if hasattr(loss_fn, "num_output_chunks"):
         cast(Any, model).set_num_output_chunks(loss_fn.num_output_chunks)
     return loss_fn
+
+
+def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
+    """Refuses a loss that takes logits in chunks, of a model that does not cut them."""
+    if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
+        raise ConfigError(
+            f"loss takes its logits in {loss_fn.num_output_chunks} chunks, which the model ({type(model).__name__}) "
+            "does not cut: take a model of torchtune's, or loss._component_: torch.nn.CrossEntropyLoss"
+        )
 
 
 def checked_loss(cfg: DictConfig) -> nn.Module:

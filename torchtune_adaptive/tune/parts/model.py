@@ -127,7 +127,11 @@ def build_lora_model(
 def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str = "model") -> nn.Module:
     """The model of the config as its builder leaves it, ready for samples one after another."""
     with training.set_default_dtype(dtype), where:
-        model: nn.Module = components.build(key, cfg)
+        model = components.build(key, cfg)
+    if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
+        made = f"makes a {type(model).__name__}" + " without parameters" * isinstance(model, nn.Module)
+        path = components.path_of(key, cfg[key])
+        raise ConfigError(f"{key}._component_ is {path!r}, which {made}: allowed is what builds a model")
     take_documents(model)
     return model
 

@@ -86,11 +86,20 @@ def _length(cfg: DictConfig, plan: PlanSettings, tokens: int) -> Overrides:
 
 
 def _for_a_run(cfg: DictConfig, plan: PlanSettings, given: Sequence[str]) -> Overrides:
-    """The given overrides that a run takes too; a GPU has its limit without being told."""
+    """The given overrides that a run takes too, and the limit that was asked about."""
     asked = {each.name for each in fields(plan)}
-    kept = tuple(word for word in given if word.partition("=")[0] not in asked)
-    limit, on_cpu = plan.memory_limit, str(cfg.get("device")).startswith("cpu")
-    return (*kept, f"adaptive.memory_limit={limit}") if limit and on_cpu and not card_named(limit) else kept
+    return (*(word for word in given if word.partition("=")[0] not in asked), *_limit(cfg, plan))
+
+
+def _limit(cfg: DictConfig, plan: PlanSettings) -> Overrides:
+    """A GPU has its limit without being told, unless the config says less; a CPU has none."""
+    limit, card = plan.memory_limit, card_named(plan.memory_limit)
+    if limit is None:
+        return ()
+    if str(cfg.get("device")).startswith("cpu"):
+        return (f"adaptive.memory_limit={f'{card.gib:g}GiB' if card else limit}",)
+    said = read_adaptive(cfg.get("adaptive")).memory_limit is not None
+    return ("adaptive.memory_limit=null",) if said else ()
 
 
 def _environment(cfg: DictConfig, plan: PlanSettings, environment: Mapping[str, str]) -> str:

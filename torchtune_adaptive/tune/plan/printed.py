@@ -43,8 +43,11 @@ def choice(answer: Answer, key: str = "batch_size", at_most: int | None = None) 
     `adaptive.max_batch_size`."""
     if answer.chosen_rows == answer.most_rows:
         return f"{key}: {answer.chosen_rows}"
-    bounded = at_most is not None and at_most < answer.most_rows
-    why = f"adaptive.max_batch_size is {at_most}" if bounded else "rounded down as adaptive.round_to says"
+    why = "rounded down as adaptive.round_to says"
+    if answer.passed_over is not None:
+        why = f"but not {answer.passed_over}, which leave holes in the cache that nothing fills"
+    elif at_most is not None and at_most < answer.most_rows:
+        why = f"adaptive.max_batch_size is {at_most}"
     return f"{key}: {answer.chosen_rows} ({answer.most_rows} fit, {why})"
 
 

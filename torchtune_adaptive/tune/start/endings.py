@@ -59,6 +59,8 @@ def end_silently() -> None:
 @contextmanager
 def answering() -> Iterator[None]:
     """Around what prints an answer: a reader who has seen enough, as `| head`, or a full disk, is no traceback."""
+    if sys.stdout is None:  # closed before the start, as by `>&-`
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
     try:
         yield
         sys.stdout.flush()

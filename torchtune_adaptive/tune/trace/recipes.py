@@ -6,6 +6,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.data import is_packed
+from torchtune_adaptive.tune.parts.devices import device_named
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
 from torchtune_adaptive.tune.start import components
@@ -19,6 +20,8 @@ from torchtune_adaptive.tune.start.settings import (
     read_lora_settings,
 )
 
+PREDICTED = ("cpu", "cuda")
+
 
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings of the recipe that this config is for, if its step can be traced."""
@@ -27,6 +30,8 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
             "teacher_model: the config distils one model into another, which a prediction does not cover: "
             "without the teacher it would promise too much"
         )
+    if (shared := cfg.get("tensor_parallel_dim", 1)) != 1:  # before a run's own conditions, which lead to this one
+        raise ConfigError(f"tensor_parallel_dim is {shared}, which a prediction does not cover: allowed is 1")
     pairs, lora = trains_on_pairs(cfg), None
     if trains_with_ppo(cfg):
         settings = read_ppo_settings(cfg)[0]
@@ -34,12 +39,13 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
         settings, lora = (read_lora_dpo_settings if pairs else read_lora_settings)(cfg)
     else:
         settings = (read_full_dpo_settings if pairs else read_full_settings)(cfg)
-    for key, value, allowed in (
-        ("tensor_parallel_dim", settings.tensor_parallel_dim, 1),
-        ("dataset.packed on a CPU", settings.device.startswith("cpu") and is_packed(cfg), False),
-    ):
-        if value != allowed:
-            raise ConfigError(f"{key} is {value}, which a prediction does not cover: allowed is {allowed}")
+    if settings.device.partition(":")[0] not in PREDICTED:
+        raise ConfigError(
+            f"device is {settings.device!r}, which a prediction does not cover: allowed is {' or '.join(PREDICTED)}"
+        )
+    device_named(settings)
+    if not on_gpu(settings) and is_packed(cfg):
+        raise ConfigError("dataset.packed on a CPU is True, which a prediction does not cover: allowed is False")
     return settings, lora
 
 

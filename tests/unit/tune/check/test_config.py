@@ -290,6 +290,32 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (("device=gpu",), "device is 'gpu', which a prediction does not cover: allowed is cpu or cuda"),
+        (("device=mps",), "device is 'mps', which a prediction does not cover"),
+        (("device=cuda:x",), "device is 'cuda:x'"),
+        (("tensor_parallel_dim=2",), "tensor_parallel_dim is 2, which a prediction does not cover"),
+        (("model._component_=os.getcwd",), "'os.getcwd', which makes a str: allowed is what builds a model"),
+        (("model._component_=torch.nn.Identity",), "which makes a Identity without parameters"),
+        (
+            ("model._component_=torch.nn.Linear", "model.in_features=4", "model.out_features=4"),
+            "loss takes its logits in 8 chunks, which the model (Linear) does not cut",
+        ),
+    ],
+)
+def test_what_a_prediction_cannot_trace_is_refused(
+    wrong: tuple[str, ...], told: str, validate: Validate, tmp_path: Path
+) -> None:
+    cfg = OmegaConf.load(locate("adaptive/demo/full"))
+    assert isinstance(cfg, DictConfig)
+    if wrong[0].startswith("model."):
+        cfg.model = {}
+    OmegaConf.save(cfg, tmp_path / "mine.yaml")
+    assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", PLAN, "memory_limit=1GiB", *wrong), [told])
+
+
 @pytest.mark.parametrize("config", ["full", "dpo", "ppo"])
 def test_a_question_needs_no_more_than_what_is_traced(config: str, validate: Validate, tmp_path: Path) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/demo/{config}"))

@@ -37,12 +37,16 @@ def test_of_a_key_that_the_answer_sets_the_answer_counts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "limit", "carried"), [("cpu", "18MiB", True), ("cuda", "24GB", False), ("cpu", "h100", False)]
+    ("device", "limit", "carried"), [("cpu", "18MiB", "18MiB"), ("cuda", "24GB", "null"), ("cpu", "h100", "79.1GiB")]
 )
-def test_a_cpu_is_given_the_limit_that_was_asked_about(device: str, limit: str, carried: bool) -> None:
+def test_a_run_has_the_limit_that_was_asked_about(device: str, limit: str, carried: str) -> None:
     command = told(f"memory_limit={limit}", "adaptive.memory_limit=1GiB", device=device, memory_limit=limit)
     assert f" memory_limit={limit}" not in command
-    assert f"adaptive.memory_limit={limit if carried else '1GiB'} batch_size=4" in command
+    assert f"adaptive.memory_limit={carried} batch_size=4" in command
+
+
+def test_a_gpu_is_told_no_limit_where_the_config_says_none() -> None:
+    assert "memory_limit" not in of({"device": "cuda", "adaptive": None}, memory_limit="24GB")
 
 
 def test_rows_are_no_longer_than_was_asked_about() -> None:

@@ -77,6 +77,11 @@ def test_a_row_that_fits_only_by_flushing_is_not_said_not_to_fit() -> None:
 
 
 def test_the_choice_says_what_bounds_it() -> None:
+    holes = Answer(filling_holes(), 64, Budget(90 * MIB, 0), [1, 2, 5])
+    assert (holes.most_rows, holes.chosen_rows) == (4, 1)
+    assert (
+        printed.choice(holes) == "batch_size: 1 (4 fit, but not 2, which leave holes in the cache that nothing fills)"
+    )
     assert printed.choice(answer(340)) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
     assert printed.choice(answer(340), at_most=64) == "batch_size: 64 (100 fit, adaptive.max_batch_size is 64)"
     assert (
