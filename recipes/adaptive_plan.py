@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -24,8 +24,9 @@ from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, advised_length, on_ranks, ways_out
 from torchtune_adaptive.tune.plan.answers import Answers, frontier, heading, predict, traces
-from torchtune_adaptive.tune.plan.commands import Wanted, command
+from torchtune_adaptive.tune.plan.commands import Wanted, command, notes_on_samples
 from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.overrides import changed
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
 from torchtune_adaptive.tune.start import launch
@@ -55,7 +56,13 @@ def compare(cfg: DictConfig, settings: PlanSettings) -> None:
         compared = on_ranks(cfg, settings, traced=bar.update)
     rows = printed.by_ranks_for_programs(compared.outcomes)
     if settings.format == "json":
-        lines = [line for one, found in compared.answers for line in all_commands(cfg, one, found)]
+        told = {
+            (one.ranks, found.answers[at].tokens): commands(cfg, one, found, at)
+            for one, found in compared.answers
+            for at in range(len(found.answers))
+        }
+        rows = [{**row, "command": next(iter(told[row["ranks"], row["tokens"]]), None)} for row in rows]
+        lines = [line for each in told.values() for line in each]
         print(printed.as_json(rows, compared.notes, commands=lines, largest_error=compared.largest_error))
     elif settings.format == "csv":
         print(printed.as_csv(rows))
@@ -90,9 +97,9 @@ def as_table(cfg: DictConfig, settings: PlanSettings, found: Answers) -> Advice 
         print(*lines, sep="\n", flush=True)
         if at == advised:
             advice = advice_on(cfg, settings, found, at)
-            print(*advice.lines(settings.ranks), sep="\n")
+            print(*advice.lines(settings.ranks), *best_command(cfg, settings, advice), sep="\n")
     print(printed.checked(found.largest_error))
-    tell([*found.notes, *(advice.notes if advice else ())])
+    tell(notes_of(cfg, found, advice))
     return advice
 
 
@@ -136,10 +143,16 @@ def as_csv(cfg: DictConfig, settings: PlanSettings, found: Answers) -> None:
 def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers) -> Advice | None:
     advised = advised_length(cfg, settings, found)
     advice = None if advised is None else advice_on(cfg, settings, found, advised)
+    rows = rows_of(found)
+    lines = {found.answers[at].tokens: commands(cfg, settings, found, at) for at in range(len(found.answers))}
+    for row in rows:
+        if row["chosen"]:
+            row["command"] = next(iter(lines[row["tokens"]]), None)
     told = printed.as_json(
-        rows_of(found),
-        [*found.notes, *(advice.notes if advice else ())],
+        rows,
+        notes_of(cfg, found, advice),
         advice=printed.alternatives(advice.outcomes) if advice else [],
+        token_budgets=printed.budgets(found),
         commands=all_commands(cfg, settings, found),
         largest_error=found.largest_error,
     )
@@ -162,6 +175,20 @@ def commands(cfg: DictConfig, settings: PlanSettings, found: Answers, at: int) -
     """What trains with the answer for a length; none where nothing fits."""
     rows = found.batch_size(at)
     return [command(cfg, settings, config_name(), Wanted.of(found, at), given=overrides())] if rows else []
+
+
+def best_command(cfg: DictConfig, settings: PlanSettings, advice: Advice) -> list[str]:
+    """What trains with the first line of the advice, whole."""
+    if (best := advice.best) is None:
+        return []
+    words, one = best.name.split(), replace(settings, world_size=best.ranks)
+    wanted = Wanted(best.rows, best.tokens, budget_fits=True)
+    line = command(changed(cfg, tuple(words)), one, config_name(), wanted, given=[*overrides(), *words])
+    return [f"measure the first with: {line}"]
+
+
+def notes_of(cfg: DictConfig, found: Answers, advice: Advice | None) -> list[str]:
+    return [*found.notes, *notes_on_samples(cfg, found.batch_size(0)), *(advice.notes if advice else ())]
 
 
 def all_commands(cfg: DictConfig, settings: PlanSettings, found: Answers) -> list[str]:

@@ -51,6 +51,9 @@ def test_a_line_of_advice_starts_as_it_is_printed(tmp_path: Path, capsys: pytest
     ask("adaptive/demo/full", f"memory_limit={TOO_LITTLE}B")
     output = capsys.readouterr().out
     assert "does not fit in 11.0 MiB: one row of 256 tokens needs 13.9 MiB" in output
+    assert re.search(
+        r"^measure the first with: tune run .* enable_activation_checkpointing=True batch_size=1 ", output, re.M
+    )
     lines = re.findall(r"^  (\S+=.*\S) +fits (\d) rows? +about (\d\.\d\d) × the time of a step$", output, re.MULTILINE)
     ((overrides, rows, slowdown),) = [each for each in lines if "rank" not in each[0]]
     assert "enable_activation_checkpointing=True" in overrides.split()
@@ -109,6 +112,13 @@ def test_single_changes_are_tried_first_and_together_only_where_none_is_enough(t
     assert what_fits(nothing) == []  # type: ignore[arg-type]
     assert ("compile=True", "enable_activation_checkpointing=True") in [each for each, _ in nothing.asked]
     assert [ranks for each, ranks in nothing.asked if each == ()] == [4, 8, 16]
+
+
+def test_what_saves_most_is_tried_on_more_ranks_too(capsys: pytest.CaptureFixture[str]) -> None:
+    ask("adaptive/demo/full", "memory_limit=9MiB", "sequence_length=512")
+    output = capsys.readouterr().out
+    assert re.search(r"^  enable_activation_checkpointing=True batch_size=1  \(on 8 ranks\) +fits 1 row", output, re.M)
+    assert "measure the first with: tune run --nproc_per_node 8 " in output
 
 
 def test_where_weights_alone_are_too_much_only_what_makes_them_smaller_is_tried(tmp_path: Path) -> None:

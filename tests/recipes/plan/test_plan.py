@@ -217,8 +217,11 @@ def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str], mon
     chosen = [int(row["rows"]) for row in rows if str(row["chosen"]) == "True"]
     assert chosen[0] == 2 * chosen[1]
     if form == "json":
-        for most, line in zip(chosen, json.loads(output)["commands"], strict=True):
+        commands = json.loads(output)["commands"]
+        for most, line in zip(chosen, commands, strict=True):
             assert f" batch_size={most}" in line
+        assert [row.get("command") for row in rows if row["chosen"]] == commands
+        assert any("makes" in note and "samples a step of each rank" in note for note in json.loads(output)["notes"])
         assert abs(json.loads(output)["largest_error"]) < 0.005
 
 
@@ -238,10 +241,10 @@ def test_a_token_budget_is_answered_in_tokens(budget: str, fits: str, capsys: py
     assert tokens == 100 * rows
     assert re.search(rf"^adaptive.token_budget: \d+ {fits}\b", output, re.MULTILINE)
     assert "batch_size" not in output
-    (measured,) = re.findall(r"^measure it with: (.*)", output, re.MULTILINE)
-    kept = budget if fits == "fits" else "auto"
-    assert {f"adaptive.token_budget={kept}", "adaptive.sequence_length=100"} < {*measured.split()}
-    assert "rounded down" not in output
+    ask("adaptive/demo/tokens", f"adaptive.token_budget={budget}", "sequence_length=100", "format=json")
+    (told,) = json.loads(capsys.readouterr().out)["token_budgets"]
+    asked = budget if budget == "auto" else int(budget)
+    assert told == {"tokens": 100, "token_budget": asked, "fits": fits != "does not fit", "most_tokens": tokens}
 
 
 def test_several_numbers_of_ranks_are_answered_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:

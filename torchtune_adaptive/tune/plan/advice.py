@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -53,13 +53,19 @@ class Advice:
     stage: str = ""
     """The stage that this is about, where there are several."""
 
+    @property
+    def best(self) -> Outcome | None:
+        """The first that fits, where it is not the config as it is."""
+        first = next((each for each in self.outcomes if each.fits), None)
+        return first if first and (first.name or not self.by_speed) else None
+
     def lines(self, ranks: int) -> list[str]:
         heading = [f"for {self.stage}:"] if self.stage else []
         return [*heading, (printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
 
 
 def advised_length(cfg: DictConfig, plan: PlanSettings, found: Answers) -> int | None:
-    """Which of the lengths is advised on: the first where that is asked for, and, unless it is declined, the first of
+    """The index of the length to advise on: the first where that is asked for, and, unless it is declined, the first of
     which not even one row fits; None where there is no advice."""
     if plan.advise is False or trains_with_ppo(cfg):
         return None
@@ -73,6 +79,8 @@ def ways_out(cfg: DictConfig, short: Mapping[str, Answer]) -> list[str]:
     found = []
     if all(each.within(replace(each.budget, expandable_segments=True)).most_rows for each in short.values()):
         found.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    if not all(each.at(1).most_rows_with_retries for each in short.values()):  # so it is not activations
+        return [*found, "train on more ranks", "keep less: smaller models, or an optimizer with less state"]
     found.append(f"lower sequence_length{' or max_generated_tokens' if trains_with_ppo(cfg) else ''}")
     everywhere = checkpointing(cfg)[2]
     if everywhere and not WITHOUT_BACKWARD.issuperset(short):
@@ -140,7 +148,7 @@ class Alternatives:
     plan: PlanSettings
     found: Answers
     at: int
-    """Which of the lengths this is about."""
+    """Index of the length that this is about."""
     traced: Traced
     if_it_fits: bool = False
     """Whether of what does not fit no more is wanted than that."""
@@ -198,27 +206,35 @@ def what_fits(others: Alternatives) -> list[Outcome]:
     first = others.as_it_is
     resident_bytes = first.peak(1).phase_bytes.get("optimizer state", 0)
     may_help = [each for each in single if resident_bytes < first.budget.usable_bytes or save_resident(each)]
-    tried = [others.outcome(each) for each in may_help]
-    if not any(each and each.fits for each in tried):
-        tried += _until_enough(others, combinations(single))
-    return cheapest_first([each for each in [*tried, *_on_more_ranks(others)] if each])
+    tried = {each: others.outcome(each) for each in may_help}
+    if not _fitting(tried.values()):
+        tried |= dict(_until_enough(others, combinations(single)))
+    more = [*_on_more_ranks(others)]
+    if not _fitting([*tried.values(), *more]):
+        needs = {overrides: each.one_row_bytes for overrides, each in tried.items() if each}
+        more += _on_more_ranks(others, min(needs, key=needs.__getitem__)) if needs else []
+    return cheapest_first([each for each in [*tried.values(), *more] if each])
 
 
-def _until_enough(others: Alternatives, several: list[Overrides]) -> Iterator[Outcome | None]:
+def _fitting(outcomes: Iterable[Outcome | None]) -> list[Outcome]:
+    return [each for each in outcomes if each and each.fits]
+
+
+def _until_enough(others: Alternatives, several: list[Overrides]) -> Iterator[tuple[Overrides, Outcome | None]]:
     fitting = 0
     for overrides in several:
         tried = others.outcome(overrides)
-        yield tried
+        yield overrides, tried
         fitting += bool(tried and tried.fits)
         if fitting == ENOUGH:
             return
 
 
-def _on_more_ranks(others: Alternatives) -> Iterator[Outcome | None]:
-    """The config as it is, on twice as many until it fits."""
+def _on_more_ranks(others: Alternatives, overrides: Overrides = ()) -> Iterator[Outcome | None]:
+    """The config, as it is or with these changes, on twice as many until it fits."""
     ranks = 2 * others.plan.ranks
     while ranks <= min(MOST_RANKS, MOST_MORE_RANKS * others.plan.ranks):
-        tried = others.outcome((), ranks)
+        tried = others.outcome(overrides, ranks)
         yield tried
         if tried is None or tried.fits:
             return

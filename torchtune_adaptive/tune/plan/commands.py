@@ -45,6 +45,18 @@ def command(cfg: DictConfig, plan: PlanSettings, config_name: str, wanted: Wante
     return f"{_environment(cfg, plan, os.environ)}tune run {' '.join(parts)}".rstrip()
 
 
+def notes_on_samples(cfg: DictConfig, rows: int) -> list[str]:
+    """How many samples a step has with the printed batch size, where that is another number than the config's."""
+    by_tokens = read_adaptive(cfg.get("adaptive")).token_budget is not None
+    microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
+    if not rows or by_tokens or trains_with_ppo(cfg) or rows == configured:
+        return []
+    return [
+        f"batch_size={rows} makes {rows * microbatches} samples a step of each rank, where the config has "
+        f"{configured * microbatches}: use_maximum_batch_size=True finds as many rows and keeps the samples"
+    ]
+
+
 def _recipe(cfg: DictConfig) -> str:
     if trains_with_ppo(cfg):
         return PPO

@@ -11,6 +11,7 @@ from typing import Any
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.sizes import format_apart, format_bytes
+from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.budgets import TokenBudget
 from torchtune_adaptive.wording import count_of
 
@@ -34,8 +35,10 @@ def _stage_line(name: str, answer: Answer) -> str:
     most = f"{MOST_ROWS}+" if answer.most_rows == MOST_ROWS else str(answer.most_rows)
     sizes = f"{format_bytes(prediction.peak.peak_bytes or 0):<12}{format_bytes(prediction.reserved_bytes):<12}"
     share = f"{100 * prediction.reserved_bytes / have:5.0f} %     "
-    one_row = "fits only by flushing the cache (slow)" if answer.fits_by_flushing else "one row does not fit"
-    return f"  {name:<28}{rows:<7}{most:<10}{sizes}{share}{prediction.phase if answer.chosen_rows else one_row}"
+    bound_by = prediction.phase
+    if not answer.chosen_rows:
+        bound_by = "fits only by flushing the cache (slow)" if answer.fits_by_flushing else "one row does not fit"
+    return f"  {name:<28}{answer.chosen_rows or '-':<7}{most:<10}{sizes}{share}{bound_by}"
 
 
 def choice(answer: Answer, key: str = "batch_size", at_most: int | None = None) -> str:
@@ -74,7 +77,7 @@ def shortfall(answer: Answer) -> str:
 
 
 def no_row(answer: Answer, ways_out: Sequence[str]) -> str:
-    """That not even one row fits, and what to do about it."""
+    """A line for where not even one row fits, with what to do about it."""
     fact = shortfall(answer) if answer.fits_by_flushing else "one row does not fit"
     *others, last = ways_out
     return f"{fact}: {', '.join(others)}, or {last}"
@@ -87,7 +90,9 @@ def checked(largest_error: float) -> str:
 def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
     """Changes after which a step fits, a line each; what stands in front of a line is given as it is."""
     if not outcomes:
-        return "  nothing that was tried fits: lower sequence_length, or take a larger card"
+        return (
+            "  nothing that was tried fits, nor on 8 times as many ranks: lower sequence_length, or take a larger card"
+        )
     names = [name_of(each, ranks) for each in outcomes]
     width = max(map(len, names))
     return "\n".join(f"  {name:<{width}}   {_costs(each)}" for name, each in zip(names, outcomes, strict=True))
@@ -131,8 +136,8 @@ def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
             "rows": each.rows,
             "fits": each.fits,
             "reserved_bytes": each.peak_bytes,
-            "tokens_per_s": each.tokens_per_s if each.seconds else None,
-            "tokens_per_s_between": each.range_of_tokens_per_s if each.seconds else None,
+            "tokens_per_s": each.tokens_per_s if each.seconds and each.fits else None,
+            "tokens_per_s_between": each.range_of_tokens_per_s if each.seconds and each.fits else None,
             "slowdown": each.slowdown,
         }
         for each in outcomes
@@ -142,7 +147,7 @@ def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
 def name_of(outcome: Outcome, ranks: int) -> str:
     """What to append, and on how many ranks where it is on more."""
     name = outcome.name or "as it is"
-    return name if outcome.ranks == ranks else f"{name}, on {count_of(outcome.ranks, 'rank')}"
+    return name if outcome.ranks == ranks else f"{name}  (on {count_of(outcome.ranks, 'rank')})"
 
 
 def _costs(outcome: Outcome) -> str:
@@ -172,6 +177,21 @@ def by_ranks_for_programs(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     """Outcomes of one config, a row for each number of ranks, length and stage."""
     rows = alternatives(outcomes)
     return [{"stage": row.pop("overrides")} | row for row in rows]
+
+
+def budgets(found: Answers) -> list[dict[str, Any]]:
+    """What a token budget comes to at each length and in each stage, for programs."""
+    return [
+        {
+            **({"stage": stage} if stage else {}),
+            "tokens": answer.tokens,
+            "token_budget": budget.asked,
+            "fits": found.budget_fits(stage, at),
+            "most_tokens": answer.most_rows * found.row_tokens(stage, at),
+        }
+        for stage, budget in found.token_budgets.items()
+        for at, answer in enumerate(found.by_stage[stage])
+    ]
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
