@@ -229,6 +229,8 @@ def test_a_length_that_the_chunks_of_the_loss_do_not_divide_is_rounded_up(capsys
     ask("adaptive/demo/full", "format=json", "sequence_length=[97,104]", "memory_limit=64MiB", "advise=False")
     found = json.loads(capsys.readouterr().out)
     odd, even = ([row for row in found["predictions"] if row["tokens"] == tokens] for tokens in (97, 104))
+    for row in found["predictions"]:
+        row.pop("command", None)
     assert [{**row, "tokens": 104} for row in odd] == even
     assert "lengths are rounded up to a multiple of 8, the chunks of the loss" in found["notes"]
 
