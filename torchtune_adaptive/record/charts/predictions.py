@@ -40,12 +40,12 @@ def check_drawable(path: Path, key: str) -> None:
         raise ConfigError(
             f"{key} is '{path}', and matplotlib draws no '{path.suffix}': let the name end in .png, .svg or .pdf"
         )
-    if path.is_dir():
-        raise ConfigError(f"{key} is '{path}', which is a folder: give a file in it")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{key} is '{path}', which is no file but a device or the like: give a file of yours")
-    there = next(each for each in path.absolute().parents if each.exists())
     try:
+        if path.is_dir():
+            raise ConfigError(f"{key} is '{path}', which is a folder: give a file in it")
+        if path.exists() and not path.is_file():
+            raise ConfigError(f"{key} is '{path}', which is no file but a device or the like: give a file of yours")
+        there = next(each for each in path.absolute().parents if each.exists())
         with tempfile.NamedTemporaryFile(dir=there):  # permissions do not tell of /proc, or of a full disk
             pass
     except OSError as error:
