@@ -21,6 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch._inductor import async_compile, cpp_builder, cpu_vec_isa
 
 from tests.ranks import run_on_ranks
+from tests.recipes.metering import CPU_WORKSPACES
 from tests.recipes.plan.test_plan import (
     NO_ACCUMULATION,
     RNG_BYTES,
@@ -39,8 +40,8 @@ from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.rows import most_rows
 
-ALLOWED, OF_ONE_ROW = (0.01, 0.07) if torch.__version__.startswith("2.12.") else (TOLERANCE, 0.06)
-"""On torch 2.12 one case needs 0.95 % more than predicted, and 6.6 % for one row; why, nobody has found out yet."""
+ALLOWED = 0.01 if torch.__version__.startswith("2.12.") else TOLERANCE
+"""On torch 2.12 one case needs 0.95 % more than predicted; why, nobody has found out yet."""
 CONFIGS = {
     "full": ("full",),
     "full, checkpointed, one microbatch": ("full", "enable_activation_checkpointing=True", *NO_ACCUMULATION),
@@ -76,10 +77,8 @@ def test_one_process_allocates_what_was_predicted(name: str, tmp_path: Path) -> 
             real = profiled_peaks(kind, cfg)
     finally:
         process_group.leave()
-    one_row, *others = predicted_peaks(cfg, world_size=1)
-    assert others == [pytest.approx(peak, rel=ALLOWED, abs=RNG_BYTES) for peak in real[1:]]
-    # for one row Inductor may order the backward in another way: docs/log.md
-    assert one_row == pytest.approx(real[0], rel=OF_ONE_ROW)
+    predicted = predicted_peaks(cfg, world_size=1, workspaces=CPU_WORKSPACES)
+    assert predicted == [pytest.approx(peak, rel=ALLOWED, abs=RNG_BYTES) for peak in real]
 
 
 class SeeingMeter(MemoryMeter):
@@ -106,8 +105,7 @@ def test_two_ranks_with_fsdp_allocate_what_was_predicted(tmp_path: Path) -> None
     real = run_on_ranks(2, seen_peaks, "full", cfg, timeout_s=200, in_group=False)
     predicted = predicted_peaks(cfg, world_size=2)
     for rank in real:
-        assert predicted[1:] == [about(peak) for peak in rank[1:]]
-        assert predicted[0] == pytest.approx(rank[0], rel=0.06)
+        assert predicted == [about(peak) for peak in rank]
 
 
 ON_GPU = ("device=cuda", "dtype=bf16", *NO_ACCUMULATION)

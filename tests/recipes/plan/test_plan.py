@@ -8,7 +8,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,13 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
+from torchtune_adaptive.prediction.recorder import Recorder, Workspace
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.start.configs import locate, read_command_line
+from torchtune_adaptive.tune.trace import fakes
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.steps import fake_step
 
@@ -99,8 +101,10 @@ def metered_peaks(kind: str, cfg: DictConfig, of: type[MemoryMeter] = MemoryMete
     return peaks
 
 
-def predicted_peaks(cfg: DictConfig, world_size: int) -> list[int]:
-    with fake_step(cfg, world_size) as step:
+def predicted_peaks(cfg: DictConfig, world_size: int, workspaces: Mapping[Any, Workspace] | None = None) -> list[int]:
+    """`workspaces`: what kernels take for themselves, where the witness sees that."""
+    recorder = mock.patch.object(fakes, "Recorder", lambda _, counter: Recorder(workspaces or {}, counter))
+    with fake_step(cfg, world_size) as step, recorder:
         recordings = [step.record(*size) for size in SIZES]
     return [peak_of(each.phases, sizes_of(each), caches=False).peak_bytes for each in recordings]
 
