@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from typing import Protocol
 
+from torchtune_adaptive.bisecting import most_that_fit
 from torchtune_adaptive.limits.packing import Plan, longest_first, split_largest, tokens_of_joined
 
 
@@ -42,11 +43,9 @@ def spread_joined(plan: Plan, lengths: Sequence[int], limit: FitsJoined, microba
 
 def _fewest(lengths: Sequence[int], limit: FitsJoined) -> int:
     """No fewer microbatches can be enough: as if each were full to its last token."""
-    low, high = 1, sum(lengths)
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if limit.fits(1, 1, middle) else (low, middle - 1)
-    return min(len(lengths), -(-sum(lengths) // low))
+    total = sum(lengths)
+    fullest = max(1, most_that_fit(lambda tokens: limit.fits(1, 1, tokens), total))
+    return min(len(lengths), -(-total // fullest))
 
 
 def _dealt(order: Sequence[int], lengths: Sequence[int], microbatches: int) -> Plan:

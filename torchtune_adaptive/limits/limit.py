@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
+from torchtune_adaptive.bisecting import most_that_fit
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.sizes import format_bytes
@@ -225,11 +226,7 @@ class SurfaceLimit:
 
 def longest_row(limit: Limit, at_most: int) -> int:
     """The longest sample, of no more than `at_most` tokens, that fits alone; 0 if none does."""
-    low, high = 0, at_most
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if limit.fits(1, middle) else (low, middle - 1)
-    return low
+    return most_that_fit(lambda length: limit.fits(1, length), at_most)
 
 
 def exhausted(length: int) -> LimitExhaustedError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -52,11 +51,8 @@ def plan_step(lengths: Sequence[int], limit: Fits) -> Plan:
 
 
 def longest_first(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Indices of the samples, the longest first. Linear time: buckets by length, since few lengths are distinct."""
-    of_length: defaultdict[int, list[int]] = defaultdict(list)
-    for index, length in enumerate(lengths):
-        of_length[length].append(index)
-    return tuple(index for length in sorted(of_length, reverse=True) for index in of_length[length])
+    """Indices of the samples, the longest first; among samples of one length, the earlier first."""
+    return tuple(sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True))
 
 
 def _filled(order: tuple[int, ...], lengths: Sequence[int], limit: Fits) -> Plan:

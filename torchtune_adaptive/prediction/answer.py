@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from torchtune_adaptive.bisecting import most_that_fit
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.prediction.law import MemoryLaw
 from torchtune_adaptive.prediction.replay import Reserved, replay
@@ -133,7 +134,7 @@ class Answer:
         def fits(rows: int) -> bool:
             return (self.peak(rows).peak_bytes or 0) <= self.budget.usable_bytes
 
-        return _most(fits, MOST_ROWS)
+        return most_that_fit(fits, MOST_ROWS)
 
     def _most(self, fits: Callable[[int], bool]) -> int:
         """The most rows that fit.
@@ -141,7 +142,7 @@ class Answer:
         What is reserved may fall from one number of rows to the next, where blocks happen to fill holes, so bisecting
         finds a number beyond which one row more does not fit, but two may.
         """
-        found = _most(fits, self._most_allocated)
+        found = most_that_fit(fits, self._most_allocated)
         looked_at = range(min(self._most_allocated, found + 1 + LOOKED_ABOVE), found + 1, -1)
         return next((rows for rows in looked_at if fits(rows)), found) if self._law.caches else found
 
@@ -163,15 +164,3 @@ class Answer:
         sizes = self._law.sizes(rows, self.tokens).tolist()
         expandable = self.budget.expandable_segments
         return replay(self._law.program, sizes, capacity_bytes, expandable_segments=expandable)
-
-
-def _most(fits: Callable[[int], bool], bound: int) -> int:
-    """The most rows up to `bound` that fit, where fewer rows always fit as well; 0 if one does not."""
-    fitting, too_many = 0, bound + 1
-    while too_many - fitting > 1:
-        rows = (fitting + too_many) // 2
-        if fits(rows):
-            fitting = rows
-        else:
-            too_many = rows
-    return fitting
