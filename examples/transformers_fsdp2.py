@@ -1,6 +1,6 @@
 """A Hugging Face model under FSDP2: finds its batch size, then survives a rank that runs out of memory. No GPU needed:
 
-pip install 'torchtune-adaptive[hf]'
+pip install '.[hf]'
 torchrun --nproc_per_node 2 examples/transformers_fsdp2.py
 """
 

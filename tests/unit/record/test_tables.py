@@ -192,7 +192,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive.record.charts.figures"):
         assert draw_search(tmp_path, example(), 4096) is None
-    assert caplog.messages == ["batch_search.png is not drawn: pip install 'torchtune-adaptive[plot]'"]
+    assert caplog.messages == ["batch_search.png is not drawn: pip install matplotlib"]
     assert not list(tmp_path.iterdir())
 
 

@@ -121,7 +121,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     with caplog.at_level("INFO"):
         assert draw_run(tmp_path, read_timeline(tmp_path)) is None
     assert [record.getMessage() for record in caplog.records] == [
-        "adaptive_report.png is not drawn: pip install 'torchtune-adaptive[plot]'"
+        "adaptive_report.png is not drawn: pip install matplotlib"
     ]
 
 

@@ -46,7 +46,7 @@ def new_figure(path: Path, width: float, height: float) -> Figure | None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        _log.info("%s is not drawn: pip install 'torchtune-adaptive[plot]'", path.name)
+        _log.info("%s is not drawn: pip install matplotlib", path.name)
         return None
     # A Figure of its own, without pyplot: no global state, no window, no backend to choose.
     return Figure(figsize=(width, height), layout="constrained")
