@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ LET_GO_S = 0.2
 
 
 _ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
+_REACHING_ALL: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup | None, ...]] = WeakKeyDictionary()
+"""By the group of all ranks."""
 
 
 def rank() -> int:
@@ -79,7 +81,8 @@ class Agreement:
     """
 
     def __init__(self, columns: int) -> None:
-        """Collective: creates a gloo group where the training group cannot carry what is on the host."""
+        """Collective: the first creates gloo groups, where the training group cannot carry what is on the host or has
+        too many ranks."""
         self._columns = columns
         # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
         # exists from the start, and is read and written as Python numbers.
@@ -104,7 +107,17 @@ class Agreement:
 
 
 def _groups_that_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
-    """Collective: sums over one of these after the other are sums over all ranks.
+    """Collective: sums over one of these after the other are sums over all ranks. Whoever agrees shares them: a group
+    is a connection to each of its ranks."""
+    world = dist.group.WORLD
+    assert world is not None, "asked for where there is a group of all ranks"
+    if world not in _REACHING_ALL:
+        _REACHING_ALL[world] = _made_to_reach_all()
+    return _REACHING_ALL[world]
+
+
+def _made_to_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
+    """Collective.
 
     gloo passes a sum around a ring, so its time grows with the ranks. Of many, each sums over its row of a grid, then
     over its column: 1,024 ranks take 124 rounds so, and 2,046 in one ring.

@@ -31,6 +31,7 @@ __all__ = [
     "has_replicas",
     "initialize",
     "is_idle",
+    "partially_summed",
     "reduce_over_replicas",
     "replace_collectives",
     "reset",
@@ -128,6 +129,12 @@ def reduce_over_replicas(root: Any, now: bool) -> None:
     root.set_requires_all_reduce(now)
 
 
+def partially_summed(root: FSDPModule) -> list[str]:
+    """Modules whose gradients still wait to be summed over replicas: the next backward would add them to its own."""
+    groups = (group for module in _modules(root) for group in _groups(module))
+    return [group._module_fqn or "the model" for group in groups if group._partial_reduce_output is not None]
+
+
 def initialize(root: FSDPModule) -> None:
     """Does now what FSDP leaves to the first forward."""
     root._get_fsdp_state()._lazy_init()
@@ -139,8 +146,10 @@ def awaits_backward(root: FSDPModule) -> bool:
 
 
 def is_idle(root: FSDPModule) -> bool:
-    """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching."""
-    return not awaits_backward(root) and all(group.is_sharded for module in _modules(root) for group in _groups(module))
+    """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching, no partial sum."""
+    if awaits_backward(root) or partially_summed(root):
+        return False
+    return all(group.is_sharded for module in _modules(root) for group in _groups(module))
 
 
 def settle(root: FSDPModule) -> None:

@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -18,8 +19,10 @@ import torch.distributed as dist
 
 from torchtune_adaptive.comm.collectives import from_rank_0
 
-BEATS_PER_TIMEOUT = 8
+BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
+FROM_SILENT_TO_TOLD = 5
+"""Intervals: until the silence is looked at, one look too many, two to be sure, and one until all have heard of it."""
 LEFT = "left"
 """The last beat of a rank that has ended as it should."""
 SILENT = "silent"
@@ -72,13 +75,13 @@ class Heartbeat:
     def __init__(self, timeout_s: float, on_silence: Callable[[Silent], None]) -> None:
         """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
-        # Two looks to be sure, and one until the last rank has heard of it, are part of the time.
-        self._timeout_s, self._limit_s = timeout_s, timeout_s - 3 * self._interval_s
+        self._timeout_s, self._limit_s = timeout_s, timeout_s - FROM_SILENT_TO_TOLD * self._interval_s
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
         # Other attempts at this run may have left their beats in the same store.
         attempt = from_rank_0(uuid.uuid4().hex)
-        self._store = dist.PrefixStore(attempt, _own_connection(timeout_s))  # type: ignore[attr-defined]
+        self._connect: Callable[[], Any] = lambda: dist.PrefixStore(attempt, _own_connection(timeout_s))  # type: ignore[attr-defined]
+        self._store = self._connect()
         self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
         self._where_first = self._store.get(_where(0)).decode()
         self._stopping = threading.Event()
@@ -97,21 +100,27 @@ class Heartbeat:
             thread.join(2 * self._interval_s)  # no longer: the store may be gone, and with it its answer
 
     def _beat(self) -> None:
-        watched = (self._rank + 1) % self._ranks
         silence = Silence(self._interval_s)
-        try:
-            while not self._stopping.wait(self._interval_s):
-                self._rounds += 1
-                self._store.set(_beat_of(self._rank), str(self._rounds))
-                if self._store.check([SILENT]):
-                    self._tell([int(rank) for rank in self._text(SILENT).split()])
-                beat = self._text(_beat_of(watched))
-                if beat != LEFT and silence.seconds(beat, time.monotonic()) > self._limit_s:
-                    self._find_silent()
-            if self._says_so:
+        while not self._stopping.wait(self._interval_s):
+            # One broken connection is no reason to fall silent. Where the store is gone, this fails again and again,
+            # and the other thread sees that there are no more rounds.
+            with suppress(RuntimeError):
+                self._beat_once(silence)
+                continue
+            with suppress(RuntimeError):
+                self._store = self._connect()
+        if self._says_so:
+            with suppress(RuntimeError):
                 self._store.set(_beat_of(self._rank), LEFT)
-        except RuntimeError:  # of a store that is gone: the other thread sees that there are no more rounds
-            return
+
+    def _beat_once(self, silence: Silence) -> None:
+        self._store.set(_beat_of(self._rank), str(self._rounds + 1))
+        self._rounds += 1
+        if self._store.check([SILENT]):
+            self._tell([int(rank) for rank in self._text(SILENT).split()])
+        beat = self._text(_beat_of((self._rank + 1) % self._ranks))
+        if beat != LEFT and silence.seconds(beat, time.monotonic()) > self._limit_s:
+            self._find_silent()
 
     def _watch_the_store(self) -> None:
         silence = Silence(self._interval_s)
@@ -124,16 +133,26 @@ class Heartbeat:
 
     def _find_silent(self) -> None:
         """Looks at all ranks twice: where one has stopped, a whole machine may have."""
-        before = [self._text(_beat_of(rank)) for rank in range(self._ranks)]
-        self._stopping.wait(2 * self._interval_s)
-        self._store.set(_beat_of(self._rank), str(self._rounds + 1))
-        after = [self._text(_beat_of(rank)) for rank in range(self._ranks)]
-        pairs = enumerate(zip(before, after, strict=True))
+        before = self._beats()
+        for _ in range(2):  # whoever looks after this rank is to hear it meanwhile
+            if self._stopping.wait(self._interval_s):
+                return
+            self._rounds += 1
+            self._store.set(_beat_of(self._rank), str(self._rounds))
+        pairs = enumerate(zip(before, self._beats(), strict=True))
         silent = [rank for rank, (was, beat) in pairs if was == beat != LEFT and rank != self._rank]
         if silent:
             self._store.set(SILENT, " ".join(map(str, silent)))
-            self._stopping.wait(self._interval_s)  # until all have heard of it, and none takes this rank's end for it
-            self._tell(silent)
+            # until all have heard of it, and none takes this rank's end for it
+            if not self._stopping.wait(self._interval_s):
+                self._tell(silent)
+
+    def _beats(self) -> list[str]:
+        """The last beat of every rank: one question to the store once all have beaten."""
+        keys = [_beat_of(rank) for rank in range(self._ranks)]
+        if self._store.check(keys):
+            return [beat.decode() for beat in self._store.multi_get(keys)]
+        return [self._text(key) for key in keys]
 
     def _tell(self, ranks: list[int]) -> None:
         if self._rank not in ranks:  # it was away, and is back: its peers are gone

@@ -27,7 +27,7 @@ from torchtune_adaptive.comm.counting import (
 )
 from torchtune_adaptive.comm.foreign import Listener, MessageCount, refusal, what_is_foreign
 from torchtune_adaptive.comm.fsdp import FSDPModule
-from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
+from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 
 
 class _Schedule(NamedTuple):
@@ -103,12 +103,14 @@ class CollectiveLedger:
         ]
 
     def close(self) -> None:
-        """Puts FSDP's own collectives back."""
+        """Puts FSDP's own collectives back, and drops what a step that broke off has not summed over replicas yet."""
         for put_back in self._put_back:
             put_back()
         self._watches = False
         for root in self._replicated:
             fsdp.reduce_over_replicas(root, True)
+            if not fsdp.is_idle(root):
+                fsdp.reset(root)
 
     def forget(self, stage: str) -> None:
         """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""
@@ -141,6 +143,18 @@ class CollectiveLedger:
         """Records what a microbatch communicates, or compares with the record."""
         self._settle()
         self._compare(complete=True)
+        if self._replicated and self._is_last(self._number):
+            self._check_summed()
+
+    def _check_summed(self) -> None:
+        """After the last microbatch of a step: FSDP sums over replicas only what has a gradient in that one."""
+        left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
+        if left_over:
+            raise UnrecoverableError(
+                f"{', '.join(left_over)}: some microbatch of this step has made gradients there, but not its last, in "
+                "which gradients are summed over replicas; let every microbatch use the same parameters, or shard "
+                "without replicas"
+            )
 
     def break_off_microbatch(self) -> None:
         """Compares what a microbatch has communicated until it ran out of memory with the record."""

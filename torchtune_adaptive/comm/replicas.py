@@ -13,28 +13,36 @@ from torchtune_adaptive.errors import UnrecoverableError
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEIGHTS = 251
 """One for each place, before they begin anew; prime, so that the rows of a matrix begin with different ones."""
+_ROWS_AT_ONCE = 4096
+"""Eight megabytes, once they are 64 bits each."""
 _MODULUS = 2**52
 """Every number below it is one of float64, in which the ranks agree."""
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
     """Collective, where there are replicas: raises on all ranks if those of any shard differ in a bit."""
-    # not those of which each rank has a part of its own, as most are under tensor parallelism
-    parameters = [each for model in models for each in model.parameters() if any(_replica_groups(each))]
-    groups = {id(group): group for parameter in parameters for group in _replica_groups(parameter)}
-    if not groups:
+    of_holders: dict[object, list[DTensor]] = {}
+    for parameter in (each for model in models for each in model.parameters()):
+        # not those of which each rank has a part of its own, as most are under tensor parallelism
+        if isinstance(parameter, DTensor) and (dims := _replicated_dims(parameter)):
+            of_holders.setdefault((parameter.device_mesh, dims), []).append(parameter)
+    if not of_holders:
         return
-    first = min(dist.get_process_group_ranks(group)[0] for group in groups.values())
-    table = Agreement(2).gather([first, checksum(parameters)])
-    of_first = {int(of): found for of, found in reversed(table)}
-    different = [rank for rank, (of, found) in enumerate(table) if found != of_first[int(of)]]
-    if different:
-        raise UnrecoverableError(
-            f"the weights on rank {different[0]} are not those on rank {int(table[different[0]][0])}, which holds the "
-            "same shard: replicas that begin unlike are trained with the same gradients and stay unlike; load the "
-            "same weights everywhere, or call torchtune_adaptive.comm.make_replicas_alike(model.parameters()) before "
-            "the first step"
-        )
+    row = [each for held in of_holders.values() for each in (_first_holder(held[0]), checksum(held))]
+    table = Agreement(len(row)).gather(row)
+    for column in range(0, len(row), 2):
+        for rank, told in enumerate(table):
+            first, found = int(told[column]), told[column + 1]
+            if found != table[first][column + 1]:
+                raise _unlike(rank, first)
+
+
+def _unlike(rank: int, first: int) -> UnrecoverableError:
+    return UnrecoverableError(
+        f"the weights on rank {rank} are not those on rank {first}, which holds the same shard: replicas that begin "
+        "unlike are trained with the same gradients and stay unlike; load the same weights everywhere, or call "
+        "torchtune_adaptive.comm.make_replicas_alike(model.parameters()) before the first step"
+    )
 
 
 def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
@@ -51,10 +59,23 @@ def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
 def _replica_groups(parameter: Tensor) -> Iterator[dist.ProcessGroup]:
     """The groups whose ranks hold the same shard of a parameter."""
     if isinstance(parameter, DTensor):
-        mesh = parameter.device_mesh
-        for dim, placement in enumerate(parameter.placements):
-            if placement.is_replicate() and mesh.size(dim) > 1:
-                yield mesh.get_group(dim)
+        for dim in _replicated_dims(parameter):
+            yield parameter.device_mesh.get_group(dim)
+
+
+def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
+    """Dimensions of a parameter's mesh along which all ranks hold the same."""
+    size = parameter.device_mesh.size
+    return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
+
+
+def _first_holder(parameter: DTensor) -> int:
+    """The first of the ranks that hold the same shard as this one."""
+    mesh = parameter.device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None, "a rank trains what is on its own mesh"
+    same = _replicated_dims(parameter)
+    return int(mesh.mesh[tuple(slice(None) if dim in same else at for dim, at in enumerate(here))].min())
 
 
 def checksum(parameters: Iterable[Tensor]) -> int:
@@ -69,10 +90,15 @@ def checksum(parameters: Iterable[Tensor]) -> int:
 
 
 def _weighted_sum(bits: Tensor) -> int:
-    """Other numbers, or the same ones in another order, have another sum; without a copy of them all."""
+    """Other numbers, or the same ones in another order, have another sum.
+
+    In pieces: torch makes a copy of what it sums in another type, and this may run where memory is tight.
+    """
     weights = torch.arange(1, _WEIGHTS + 1, device=bits.device)
     rows = len(bits) // _WEIGHTS
-    columns = bits[: rows * _WEIGHTS].view(rows, _WEIGHTS).sum(0, dtype=torch.int64)
+    columns = torch.zeros_like(weights)
+    for piece in bits[: rows * _WEIGHTS].view(rows, _WEIGHTS).split(_ROWS_AT_ONCE):
+        columns += piece.sum(0, dtype=torch.int64)
     rest = bits[rows * _WEIGHTS :].to(torch.int64)
     return int((columns * weights).sum() + (rest * weights[: len(rest)]).sum())
 

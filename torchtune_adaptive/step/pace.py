@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections import deque
@@ -98,11 +97,11 @@ class Pace:
 def _slow(of_rank: Sequence[float], by: float) -> frozenset[int]:
     """The ranks for which at least as many others wait by so much, from the share of time in which each works.
 
-    Those above the widest gap between two shares that follow one another: where a whole node is slow, the median would
-    be one of its ranks.
+    Those above the widest gap between two shares that follow one another, among the upper half of the ranks: where a
+    whole node is slow, the median would be one of its ranks.
     """
     order = sorted(range(len(of_rank)), key=of_rank.__getitem__)
-    gaps = [of_rank[after] - of_rank[before] for before, after in itertools.pairwise(order)]
-    widest = max(range(len(gaps)), key=gaps.__getitem__)
-    above = order[widest + 1 :]
-    return frozenset(above) if gaps[widest] >= by and 2 * len(above) <= len(order) else frozenset()
+    gap_below = {first: of_rank[order[first]] - of_rank[order[first - 1]] for first in range(1, len(order))}
+    upper = [first for first in gap_below if 2 * (len(order) - first) <= len(order)]
+    widest = max(upper, key=gap_below.__getitem__)
+    return frozenset(order[widest:]) if gap_below[widest] >= by else frozenset()

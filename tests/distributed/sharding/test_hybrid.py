@@ -1,6 +1,8 @@
 """Shards inside of a node and replicas across nodes, in loops that know nothing of torchtune."""
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -113,8 +115,8 @@ def test_replicas_exchange_gradients_once_a_step_however_many_microbatches_it_ha
     assert four == 4 * one > 0
 
 
-def step_of_unlike_replicas(alike: bool) -> str:
-    model = sharded_in_nodes(plain_model(seed=dist.get_rank() // 2))
+def step_of_unlike_replicas(alike: bool, spread: Callable[[nn.Module], nn.Module] = sharded_in_nodes) -> str:
+    model = spread(plain_model(seed=dist.get_rank() // 2))
     if alike:
         make_replicas_alike(model.parameters())
     runner = runner_of(model)
@@ -131,29 +133,109 @@ def test_replicas_that_begin_unlike_are_refused_on_all_ranks():
     assert messages[0].startswith("the weights on rank 2 are not those on rank 0, which holds the same shard")
 
 
+def test_whole_replicas_that_begin_unlike_are_refused_too():
+    messages = run_on_ranks(4, step_of_unlike_replicas, False, replicated)
+    assert messages == messages[:1] * 4
+    assert messages[0].startswith("the weights on rank 2 are not those on rank 0, which holds the same shard")
+
+
+def step_beside_another_mesh(alike: bool) -> str:
+    """The policy is sharded in nodes, beside a frozen model of which every rank has a replica."""
+    frozen = replicated(plain_model(seed=1 if alike else dist.get_rank() // 3))
+    policy = sharded_in_nodes(plain_model())
+    runner = StepRunner(
+        policy,
+        forward_backward_of(policy),
+        limit=RowLimit(4),
+        length_of=len,
+        stand_in=lambda s: s[:2],
+        frozen=(frozen,),
+    )
+    try:
+        runner.run(samples_of(dist.get_rank(), 2), step=1)
+    except UnrecoverableError as error:
+        return str(error)
+    return ""
+
+
+def test_each_model_is_compared_among_its_own_replicas():
+    assert run_on_ranks(4, step_beside_another_mesh, True) == [""] * 4
+    for message in run_on_ranks(4, step_beside_another_mesh, False):
+        assert message.startswith("the weights on rank 3 are not those on rank 0, which holds the same shard")
+
+
 def test_replicas_can_be_made_alike():
     assert run_on_ranks(4, step_of_unlike_replicas, True) == [""] * 4
 
 
-def use_the_model_after_the_runner() -> bool:
-    """Collective: whether a backward of the user's own sums over replicas again, after a step that broke off."""
-    model, samples = sharded_in_nodes(plain_model()), samples_of(dist.get_rank(), SAMPLES)
-    runner = runner_of(model, rows=2)
+def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> StepRunner[Tensor]:
+    """Collective: a runner whose last step the user's own code has ended on all ranks, in one of four microbatches."""
+    runner, begun = runner_of(spread(plain_model()), rows=2), itertools.count()
 
     def broken(inside: str):
-        raise KeyError("in the first of four microbatches")
+        if next(begun) == microbatch:
+            raise KeyError("not a number")
+        return nullcontext()
 
-    runner.around_pass = broken
+    around, runner.around_pass = runner.around_pass, broken
     with pytest.raises(KeyError):
-        runner.run(samples, step=1)
+        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    runner.around_pass = around
+    return runner
+
+
+def use_the_model_after_the_runner(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> float:
+    """Collective: the error of a backward of the user's own, which is to sum over replicas, after a step that broke
+    off."""
+    runner = break_off(spread, microbatch)
     runner.close()
-    loss_of(model, samples).backward()
-    error = (whole_gradients(model) - gradients_of_one_process()).abs().max()
-    return error.item() < 1e-3
+    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
+    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
 
 
-def test_a_closed_runner_leaves_a_model_that_sums_over_replicas_in_every_backward():
-    assert run_on_ranks(4, use_the_model_after_the_runner) == [True] * 4
+def use_the_runner_after_that(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> float:
+    """Collective: the error of the next step."""
+    runner = break_off(spread, microbatch)
+    runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
+    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
+
+
+@pytest.mark.parametrize("next_use", [use_the_model_after_the_runner, use_the_runner_after_that])
+@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
+def test_nothing_of_a_step_that_broke_off_is_in_the_next_gradients(spread: Callable, next_use: Callable):
+    for microbatch in (0, 2):
+        assert max(run_on_ranks(4, next_use, spread, microbatch)) < 1e-3
+
+
+class SometimesTwoHeads(nn.Module):
+    """A second head is used by long samples only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = plain_model(), nn.Linear(64, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.body(tokens)
+        return self.head(found) if tokens.shape[1] > 8 else found
+
+
+def use_a_head_in_all_but_the_last() -> str:
+    torch.manual_seed(1)
+    model = SometimesTwoHeads()
+    for module in (model.body, model.head, model):
+        fully_shard(module, mesh=mesh_of(2))
+    runner = runner_of(model, rows=1)
+    try:
+        runner.run([torch.arange(1, 20), torch.arange(1, 6)], step=1)
+    except UnrecoverableError as error:
+        return str(error)
+    return ""
+
+
+def test_gradients_that_are_never_summed_over_replicas_end_the_run():
+    messages = run_on_ranks(4, use_a_head_in_all_but_the_last)
+    assert messages == messages[:1] * 4
+    assert messages[0].startswith("head: some microbatch of this step has made gradients there, but not its last")
 
 
 def lose_a_replica() -> str:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.recipes.metering import profiled
 from torchtune_adaptive.comm.replicas import checksum
 
 
@@ -33,6 +34,11 @@ def test_other_weights_have_anotherchecksum(change: str, dtype: torch.dtype) -> 
     weights = torch.randn(20, 30, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert checksum([weights]) == checksum([weights.clone()])
     assert checksum([weights]) != checksum([CHANGES[change](weights.clone())])
+
+
+def test_a_checksum_takes_no_copy_of_the_weights() -> None:
+    weights = torch.randn(4_000_000).to(torch.bfloat16)
+    assert profiled(lambda: checksum([weights])) < 10 * 2**20
 
 
 def test_the_order_of_parameters_counts_and_what_is_empty_does_not() -> None:

@@ -68,6 +68,11 @@ def test_where_most_are_busy_nobody_is_named_for_whom_one_waits() -> None:
     assert told(Pace(), (0.9, 0.3, 0.9, 0.92), 3 * STEPS) == []
 
 
+def test_a_rank_that_idles_hides_no_slow_one() -> None:
+    (line,) = told(Pace(), (0.1, *[0.5] * 6, 0.85), 3 * STEPS)
+    assert line.startswith("rank 7 holds the others up")
+
+
 def test_one_about_as_slow_as_is_told_is_named_once() -> None:
     draw = random.Random(0)
     pace = Pace()

@@ -73,7 +73,8 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
         "data_parallel_shard_dim": given,
         "tensor_parallel_dim": tensor_parallel,
     }
-    told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in (None, LEFT, 1))
+    unset = {"data_parallel_replicate_dim": (1,), "data_parallel_shard_dim": (None, LEFT), "tensor_parallel_dim": (1,)}
+    told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in unset[key])
     raise ConfigError(
         f"{told}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
         "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means whatever is left. Change one of them "

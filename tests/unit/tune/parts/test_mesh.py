@@ -27,6 +27,7 @@ def test_shards_are_what_is_left() -> None:
     [
         (6, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim is 4, but the world size is 6"),
         (2, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim is 4, but the world size is 2"),
+        (2, {"data_parallel_shard_dim": 1}, "data_parallel_shard_dim is 1, but the world size is 2"),
         (8, {"data_parallel_shard_dim": 4}, "data_parallel_shard_dim is 4, but the world size is 8"),
         (
             16,

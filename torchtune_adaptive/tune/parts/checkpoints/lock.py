@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.this_run import was_restarted
+from torchtune_adaptive.tune.start.this_run import launcher_waits_s, was_restarted
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = ".adaptive_lock"
 WAIT_S = 5.0
 """Seconds to wait for a process that was just ended: it takes a moment to give back what it has."""
-WAIT_AFTER_RESTART_S = 40.0
-"""A launcher gives the ranks of the attempt before 30 s, which may be on another node."""
+MORE_AFTER_RESTART_S = 10.0
+"""Beyond what the launcher gives the ranks of the attempt before, which may be on another node."""
 _POLL_S = 0.1
 
 
@@ -50,12 +50,16 @@ class Lock:
 def take(directory: Path) -> Lock:
     """Makes the directory if it is not there. Raises ConfigError, which says who holds it."""
     path = directory / LOCK_FILE
-    until = time.monotonic() + (WAIT_AFTER_RESTART_S if was_restarted() else WAIT_S)
+    until = time.monotonic() + _waits_s()
     while (lock := _tried(path)) is None:
         if time.monotonic() > until:
             raise in_use(directory, holder(directory) or "another run")
         time.sleep(_POLL_S)
     return lock
+
+
+def _waits_s() -> float:
+    return (launcher_waits_s() or 0.0) + MORE_AFTER_RESTART_S if was_restarted() else WAIT_S
 
 
 def holder(directory: Path) -> str | None:
