@@ -50,6 +50,12 @@ class Pace:
                 self._waited_s += each.waited_s
         return self
 
+    def without(self, *waits: Waits) -> None:
+        """No longer counts those, which may hold on to a whole model, of a stage that is over."""
+        over = [each for each in self._waits if any(each is other for other in waits)]
+        self._waits = [each for each in self._waits if not any(each is other for other in over)]
+        self._waited_s -= sum(each.waited_s for each in over)
+
     def worked(self) -> float:
         """The share of this rank since it was last asked."""
         now_s, waited_s = time.perf_counter(), sum(each.waited_s for each in self._waits)

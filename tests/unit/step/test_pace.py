@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import time
+import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 
@@ -110,6 +111,23 @@ def test_a_share_is_of_the_time_since_the_last_one() -> None:
     assert pace.worked() == 1.0, "counted once"
     before.waited_s = 170.0
     assert pace.worked() == 0.0
+
+
+class OfAModel:
+    waited_s = 5.0
+
+
+def test_what_is_over_is_neither_counted_nor_kept() -> None:
+    pace, over, goes_on = Pace(), OfAModel(), SimpleNamespace(waited_s=1.0)
+    kept = weakref.ref(over)
+    pace.counting(over, goes_on)
+    pace.without(over)
+    del over
+    assert kept() is None
+    assert pace.worked() == 1.0
+    time.sleep(0.02)
+    goes_on.waited_s += 0.015
+    assert 0 <= pace.worked() < 0.8
 
 
 def test_steps_before_the_first_are_counted_one_by_one() -> None:
