@@ -16,7 +16,7 @@ class Remedy(Enum):
     SHORTEN = "give shorten=True"
     CHECKPOINT_ACTIVATIONS = "checkpoint activations"
     MORE_RANKS = "train on more ranks"
-    LARGER_BUDGET = "give it more memory, where less than there is was given"
+    LARGER_BUDGET = "raise the memory limit, if one was given"
     SMALLER_LIMIT = "give a smaller limit"
     NO_RECOVERY = "give recover=False"
     RECOVERY = "leave out recover=False"

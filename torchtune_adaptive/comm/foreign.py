@@ -98,7 +98,8 @@ def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
 
 def refusal(what: str) -> RecoveryUnsupportedError:
     return RecoveryUnsupportedError(
-        f"out of memory on rank {rank()}, and microbatches communicate besides FSDP ({what}), in which a rank that has "
-        "failed cannot take part, so its peers would wait for ever; communicate after the step, in the update say",
+        f"out of memory on rank {rank()}, and microbatches communicate besides FSDP ({what}): a rank that has failed "
+        "cannot take part in that, and its peers would wait for ever; communicate after the step, for example in the "
+        "update",
         Remedy.SMALLER_LIMIT,
     )

@@ -81,7 +81,7 @@ def chosen(words: Sequence[str]) -> list[Key]:
     if not found:
         hint = did_you_mean(words[0], [key.name for key in everything], likeness=0.4)
         raise ConfigError(
-            f"none of our keys has {' or '.join(words)} in its name{hint or '; without a word all are listed'}"
+            f"none of our keys has {' or '.join(words)} in its name{hint or '; without an argument all are listed'}"
         )
     return found
 

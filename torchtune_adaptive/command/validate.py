@@ -62,7 +62,7 @@ def chosen_recipe(name: str, config: Path) -> str:
         return named
     if name != str(config):
         raise ConfigError(
-            f"{name} is a config of {named}, which is none of ours: give --recipe to check it for another"
+            f"{name} is a config of {named}, which is not one of our recipes: give --recipe to check it for another"
         )
     return LORA if "lora_attn_modules" in config.read_text(encoding="utf-8") else FULL
 

@@ -96,7 +96,7 @@ class Governor:
         largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
         change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
         if largest.rows == 1:  # may have met what larger ones have left behind, or who shares the device
-            how = "it was alone in its microbatch, so it is tried once more"
+            how = "a row alone in its microbatch is tried once more"
             change = f"{how}, with all others in at most {self.limit}, step repeated"
         return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
 
@@ -174,7 +174,9 @@ class Governor:
             after = _shrunk(before, retrying)
         except LimitExhaustedError:
             self._tolerated.add(before.size)
-            return self._note(THRASHING, step, f"{what}, and {before} cannot be made less: going on", before, retrying)
+            return self._note(
+                THRASHING, step, f"{what}, and {before} is the smallest limit already: going on", before, retrying
+            )
         proven = self._before_growth is not None
         remark = self._step_down(after)
         if not proven:

@@ -255,7 +255,7 @@ def _explaining(rows: int) -> AbstractContextManager[None]:
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
             f"rank {rank()} ran out of memory in the measurement of {count_of(rows, 'row')}, in the update or in a "
-            "step that cannot be run again, and its peers cannot go on alone",
+            "step that cannot be repeated, and its peers cannot go on alone",
             Remedy.FEWER_ROWS,
             Remedy.SHORTER_SAMPLES,
             Remedy.MORE_RANKS,

@@ -130,7 +130,7 @@ class PlanRunner(Generic[Sample]):
         where = self._stage if step is None else in_step(step, self._stage)
         if rank() == 0:
             logger.warning(
-                "%s%s: training goes on without recovery, and running out of memory ends it",
+                "%s%s: training goes on without recovery; the next out-of-memory error ends it",
                 where and f"{where}: ",
                 why,
             )

@@ -9,7 +9,9 @@ from tests.recipes.crash.points import TIME, Point
 from tests.recipes.crash.victims import Life
 
 TOLD = re.compile(
-    r"(SIG\w+)((?: on rank \d)?): stopped (.*); (nothing is saved|saved is \S+)\. To (?:go on|start again): (.*)$", re.M
+    r"(SIG\w+)((?: on rank \d)?): stopped (.*); (nothing is saved|last checkpoint: \S+)\. "
+    r"To (?:go on|start again): (.*)$",
+    re.M,
 )
 AFTER_STEP = re.compile(r"after step (\d+)")
 AT_ONCE = "ended at once"
@@ -22,7 +24,7 @@ def faults_of_a_stop(point: Point, life: Life, trained: int | None, saved: int) 
     if not told and point.stage == TIME and trained is None:
         return
     if trained is not None and saved != trained:
-        yield f"step {trained} was trained, and saved is step {saved}"
+        yield f"step {trained} was trained, and last checkpoint: step {saved}"
     if len(told) != 1:
         yield f"it says {len(told)} times what is saved"
         return

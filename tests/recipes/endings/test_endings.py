@@ -253,9 +253,9 @@ def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkey
             r"\(on rank 0\) has label -7, but the model knows \d+ tokens, .*, and the loss ignores -100: give",
         ),
         ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs its label"),
-        ("text", r"\(on rank 0\) has tokens that are no list of whole numbers \('aa"),
-        ("none", r"\(on rank 0\) has tokens that are no list of whole numbers \(null\): see whether"),
-        ("nested", r"\(on rank 0\) has tokens that are no list of whole numbers \(\[\["),
+        ("text", r"\(on rank 0\) has tokens that are not a list of integers \('aa"),
+        ("none", r"\(on rank 0\) has tokens that are not a list of integers \(null\): see whether"),
+        ("nested", r"\(on rank 0\) has tokens that are not a list of integers \(\[\["),
     ],
 )
 def test_a_sample_that_nothing_can_be_made_of_is_named(

@@ -84,7 +84,7 @@ def test_a_signal_saves_the_step_that_is_under_way(
     place = tmp_path / "run" / "out" / name
     by = f"{blow.signals[0].name}{'' if 0 in blow.ranks else ' on rank 1'}: stopped after"
     assert by in ended[0].lines
-    assert told(ended[0].lines) == f"stopped after step {step}; saved is {place}"
+    assert told(ended[0].lines) == f"stopped after step {step}; last checkpoint: {place}"
     assert place.is_dir()
     assert all(not TO_GO_ON.search(each.lines) for each in ended[1:])
     notices = [line for each in ended for line in each.lines.splitlines() if "a checkpoint follows this step" in line]
@@ -99,7 +99,7 @@ def test_an_asynchronous_save_is_whole_before_it_is_told(
     options = ("enable_async_checkpointing=True", EVERY_TWO)
     ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *options, blow=Blow(3, ranks=(1,)))
     place = tmp_path / "run" / "out" / "step_3"
-    assert told(ended[0].lines) == f"stopped after step 3; saved is {place}"
+    assert told(ended[0].lines) == f"stopped after step 3; last checkpoint: {place}"
     assert (place / "adaptive_checkpoint.json").is_file()
     assert_goes_on(tmp_path / "run", 2, undisturbed, *options)
 
@@ -109,7 +109,7 @@ def test_a_signal_in_a_save_ends_the_run_with_that_save(moment: str, tmp_path: P
     blow = Blow(moment)
     ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", blow=blow)
     assert [each.status for each in ended] == [0, 0]
-    assert told(ended[0].lines) == f"stopped after step 1; saved is {tmp_path / 'run' / 'out' / 'step_1'}"
+    assert told(ended[0].lines) == f"stopped after step 1; last checkpoint: {tmp_path / 'run' / 'out' / 'step_1'}"
 
 
 @pytest.mark.parametrize("blow", [Blow(8), Blow(signalled.SAVE, skip=1)], ids=["step", "save"])
@@ -142,7 +142,10 @@ def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved
     blow = Blow(signalled.SEARCH, left_s=3)
     ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=blow)
     assert "(torchrun, if it was asked, waits 3 s)" in ended[0].lines
-    late = "SIGTERM: no end in sight, and torchrun, if it was asked, ends the run in 2 s; nothing is saved\n"
+    late = (
+        "SIGTERM: the step under way will not end in time (torchrun, if it was asked, ends the run in 2 s); "
+        "nothing is saved\n"
+    )
     assert late in ended[0].lines
     assert told(ended[0].lines) == "stopped in the search, before the first step; nothing is saved"
 
@@ -152,7 +155,7 @@ def test_steps_that_are_not_saved_are_told(tmp_path: Path) -> None:
     place = tmp_path / "run" / "out" / "step_1"
     poison = ("optimizer.lr=1e30", "adaptive.on_nan_loss=warn")
     ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", *poison, blow=Blow(3))
-    assert told(ended[0].lines) == f"stopped after step 3, and steps 2 to 3 are not saved; saved is {place}"
+    assert told(ended[0].lines) == f"stopped after step 3, and steps 2 to 3 are not saved; last checkpoint: {place}"
 
 
 def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> None:
@@ -161,5 +164,5 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
         live_on_ranks(1, "full", tmp_path / "run", *RUN, EVERY_TWO, blow=blow)
     lines = (tmp_path / "run" / "lines0").read_text()
     saved = tmp_path / "run" / "out" / "step_2"
-    assert f"SIGTERM again: ended at once; saved is {saved}, and what was trained since then is lost" in lines
+    assert f"SIGTERM again: ended at once; last checkpoint: {saved}, and what was trained since then is lost" in lines
     assert not (tmp_path / "run" / "out" / "step_3").exists()

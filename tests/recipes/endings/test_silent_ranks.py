@@ -48,7 +48,7 @@ def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: i
         run.when(lambda: "has not answered" in noted.read_text(encoding="utf-8"), PATIENCE)
     (told,) = re.findall(r"^error: (.*)$", run.output, re.MULTILINE)
     assert told.startswith(f"rank {rank} (pid {pid} on {os.uname().nodename}) has not answered for ")
-    assert re.search(r"saved is \S+/out/step_\d+\. To go on: tune run --nproc_per_node 2 ", told), told
+    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To go on: tune run --nproc_per_node 2 ", told), told
     assert seconds < TIMEOUT_S + PATIENCE
     tune, *command = shlex.split(told.partition("To go on: ")[2])
     assert tune == "tune"

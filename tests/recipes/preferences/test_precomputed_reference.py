@@ -91,7 +91,7 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
         2, runs, kind, tmp_path, free_ports(7), timeout_s=150, in_group=False
     )
     begun, kept = made[1]
-    assert begun == f"{REFERENCE} · asked of 37 pairs, once before training"
+    assert begun == f"{REFERENCE} · computed for 37 pairs, once before training"
     table = re.escape(str(tmp_path / "run" / "out" / TABLE_FILE))
     assert re.fullmatch(rf"{REFERENCE} · of 37 pairs in \d+\.\d s, kept in {table}", kept)
     assert len(made[0]) == 2 * 37

@@ -120,7 +120,7 @@ def test_thrashing_at_the_smallest_limit_is_one_line_and_no_end():
     run = Run(RowLimit(1))
     run.retries(50)
     assert (run.rows, run.kinds) == (1, [THRASHING])
-    assert "and 1 row cannot be made less: going on" in run.events[0].reason
+    assert "and 1 row is the smallest limit already: going on" in run.events[0].reason
 
 
 def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
@@ -300,7 +300,7 @@ def test_one_step_is_told_in_the_singular():
 def test_a_sample_that_failed_alone_is_tried_once_more_and_the_line_says_so(limit: Limit, smaller: str):
     governor, failed = Governor(limit, regrow_after=0), {1: Microbatch(1, 600)}
     assert governor.out_of_memory(failed, step=3).reason == (
-        "step 3: out of memory on rank 1 (longest sample 600 tokens): it was alone in its microbatch, so it is tried "
+        "step 3: out of memory on rank 1 (longest sample 600 tokens): a row alone in its microbatch is tried "
         f"once more, with all others in at most {smaller}, step repeated"
     )
     with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):

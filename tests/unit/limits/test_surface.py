@@ -214,7 +214,7 @@ def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None
     assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
     with pytest.raises(
         OneRowDoesNotFitError,
-        match=r"one row of 3000 tokens needs 2.9 MiB .* give shorter samples, give shorten=True, .*, or give it more",
+        match=r"one row of 3000 tokens needs 2.9 MiB .* give shorter samples, give shorten=True, .*, or raise the",
     ):
         device.profile(3000)
 

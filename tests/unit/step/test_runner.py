@@ -157,7 +157,7 @@ def test_where_memory_is_measured_what_there_was_is_said_too():
     runner = runner_of(a_model(), 8)
     message = (
         r"1 row of 16 tokens does not fit and cannot be made smaller \(rank 0 may use 100 B and had come to .* B\); "
-        r"give shorter samples, .*, or give it more memory"
+        r"give shorter samples, .*, or raise the memory limit"
     )
     with MemoryMeter(cap_bytes=100) as meter:
         runner.watch(meter)

@@ -163,7 +163,7 @@ def _flaw_of_sequence(sample: Any, fields: Fields, known: int | None, ignored: i
     tokens, labels = (_numbers(sample[name]) for name in (fields.tokens, fields.labels))
     for name, numbers in ((fields.tokens, tokens), (fields.labels, labels)):
         if numbers is None:
-            return f"{name} that are no list of whole numbers ({shown(sample[name])}): {SEE_THE_DATASET}"
+            return f"{name} that are not a list of integers ({shown(sample[name])}): {SEE_THE_DATASET}"
     assert tokens is not None
     assert labels is not None
     if known is None:

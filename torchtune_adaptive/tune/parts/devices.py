@@ -57,7 +57,7 @@ def prepare(settings: Settings) -> None:
         training.set_torch_num_threads()
     limited_on_cpu = settings.adaptive.memory_limit is not None and settings.device.startswith("cpu")
     if settings.compile and limited_on_cpu and rank() == 0:
-        logger.warning("compile · nothing is compiled on a CPU under adaptive.memory_limit, which counts by operation")
+        logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which counts operation by operation")
 
 
 def start_clean(device: torch.device) -> None:

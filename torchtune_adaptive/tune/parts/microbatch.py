@@ -245,7 +245,7 @@ def obstacle_to_recovery(settings: Settings, model: nn.Module | None = None) -> 
     elif settings.tensor_parallel_dim > 1:
         sharing = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
         if not settings.adaptive.recover_from_oom:
-            return f"{sharing}; adaptive.recover_from_oom: True has it on there too"
+            return f"{sharing}; adaptive.recover_from_oom: True enables it there too"
         if (not_yet := _not_under_tensor_parallelism(settings, model)) is not None:
             reason = f"{sharing}, and {not_yet}"
     if reason is not None and settings.adaptive.recover_from_oom:
@@ -266,6 +266,6 @@ def _not_under_tensor_parallelism(settings: Settings, model: nn.Module | None) -
     if not settings.device.startswith("cpu") and not settings.adaptive.recover_untested:
         return (
             f"device is {settings.device!r}: with another backend than gloo this has not been tested "
-            "(adaptive.recover_untested: True has it on all the same)"
+            "(adaptive.recover_untested: True enables it all the same)"
         )
     return None

@@ -142,7 +142,7 @@ def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> l
 def _prompt(sample: Sample) -> Tensor:
     tokens = torch.as_tensor(sample["tokens"])
     if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
-        raise TypeError("the tokens of a prompt are no whole numbers")
+        raise TypeError("the tokens of a prompt are not integers")
     return tokens.long()
 
 

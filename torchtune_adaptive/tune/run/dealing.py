@@ -44,7 +44,7 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
         return None
     if limit is None or not limit.by_length:
         if settings.adaptive.deal:
-            say("token budget · samples stay on the ranks that read them: microbatches are by rows, as in stock")
+            say("token budget · samples stay on the ranks that read them: microbatches go by rows, as in stock")
         return None
     obstacle = obstacle_to_dealing(model, settings)
     if obstacle is None:

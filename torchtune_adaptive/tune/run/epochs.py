@@ -120,7 +120,7 @@ def announce(
     if before and progress.ranks != ranks:
         was = before[-1]
         logger.info(
-            "resumed on %s, before on %d: %d samples a step, before %d",
+            "resumed on %s (before: %d): %d samples a step (before: %d)",
             count_of(ranks, kind_of_rank),
             progress.ranks,
             sizes.samples_per_step * ranks,

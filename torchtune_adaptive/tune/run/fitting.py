@@ -172,7 +172,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
 
     def measure() -> Profile:
         if request.settings.adaptive.search == "static":
-            say("token budget · adaptive.search: static predicts rows of one length: over lengths, it is measured")
+            say("token budget · adaptive.search: static predicts one length only: measuring instead")
         with _probe_bar() as progress:
             return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
 

@@ -91,11 +91,11 @@ def precompute_reference(parts: Parts, progress: Progress, memory: MemorySource 
     dataset, path = parts.data.dataset, _path(parts.settings)
     open_record(parts, progress)
     pairs, began_s = count_of(len(dataset), "pair"), time.monotonic()
-    say(f"{REFERENCE} · asked of {pairs}, once before training")
+    say(f"{REFERENCE} · computed for {pairs}, once before training")
     table = _computed(parts, memory, path)
     if dist.get_rank() == 0:
         content = packed(table, _made_of(parts.settings.config, len(dataset)))
-        if keep_file(path, content, "the next run will ask the reference again"):
+        if keep_file(path, content, "the next run will compute them again"):
             say(f"{REFERENCE} · of {pairs} in {time.monotonic() - began_s:.1f} s, kept in {path}")
     dataset.complete = table.complete
 
@@ -136,7 +136,7 @@ def _content(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> byte
         why = str(error)
     except OSError as error:
         why = f"it cannot be read ({reason(error)})"
-    logger.info("%s · asked anew, and not taken from %s: %s", REFERENCE, path, why)
+    logger.info("%s · computed anew, %s is not used: %s", REFERENCE, path, why)
     return None
 
 

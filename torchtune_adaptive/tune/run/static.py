@@ -43,7 +43,9 @@ def predicted_rows(
             seconds = time.perf_counter() - started
             logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer, seconds)
         except (AdaptiveError, OSError, ValueError) as error:  # of which the other ranks would never learn
-            logger.warning("batch search · nothing is predicted, so it goes as adaptive.search: linear · %s", error)
+            logger.warning(
+                "batch search · the prediction failed, continuing as with adaptive.search: linear · %s", error
+            )
     return from_rank_0(answer)
 
 

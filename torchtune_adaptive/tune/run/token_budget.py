@@ -124,7 +124,7 @@ def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
     if budget is None or isinstance(budget, int):
         return None if budget is None else TokenLimit(budget, request.kind.padded_rows)
     if memory is None:
-        say("token budget · nothing to measure on a CPU, which has no limit: set adaptive.memory_limit, or a number")
+        say("token budget · a CPU has no memory limit to measure against: set adaptive.memory_limit, or give a number")
         return None
     if data.packed:
         return RowLimit(search_batch_size(request, memory, most_rows))

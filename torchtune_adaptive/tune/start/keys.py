@@ -49,8 +49,8 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     for key in unread:
         if (meant := _meant(key, known)) is not None:
             raise ConfigError(
-                f"{key} is not a known key: did you mean {meant}? If it is one of your own, call it something "
-                "less like that"
+                f"{key} is not a known key: did you mean {meant}? If it is a key of your own, give "
+                "it a name that is less similar"
             )
     if unread and aloud:
         logger.info("ignored config keys: %s", ", ".join(unread))

@@ -114,7 +114,7 @@ class AdaptiveConfig:
         BOOL | NULL,
         None,
         means="`True`: run a step again that ran out of memory. `False`: let it end the run. null: on wherever it is "
-        "possible without a word from you, that is without `optimizer_in_bwd` and with `tensor_parallel_dim: 1`",
+        "possible unasked, that is without `optimizer_in_bwd` and with `tensor_parallel_dim: 1`",
     )
     recover_untested: bool = option(
         BOOL,

@@ -123,7 +123,10 @@ def _too_late(name: str, notice_s: float) -> None:
     if THIS_RUN.asked_by:  # the ranks have agreed, and all is saved
         return
     left = f"{THIS_RUN.saved}{_lost()}"
-    _say(f"{name}: no end in sight, and torchrun, if it was asked, ends the run in {notice_s:g} s; {left}")
+    _say(
+        f"{name}: the step under way will not end in time (torchrun, if it was asked, ends the run in {notice_s:g} s); "
+        f"{left}"
+    )
     THIS_RUN.note_end(run_file.ASKED, f"{name}, which did not leave it the time to save; {left}")
 
 

@@ -69,7 +69,7 @@ class ThisRun:
 
     @property
     def saved(self) -> str:
-        return "nothing is saved" if self.newest is None else f"saved is {self.newest}"
+        return "nothing is saved" if self.newest is None else f"last checkpoint: {self.newest}"
 
     def not_saved(self, step: int) -> str:
         """What an end after this step loses: `, and steps 3 to 9 are not saved`; nothing where all is saved."""

@@ -30,4 +30,4 @@ def test_who_asks_for_compiling_hears_that_a_limit_on_a_cpu_switches_it_off(
     settings = replace(SETTINGS, device=device, compile=compiled, adaptive=adaptive)
     with caplog.at_level(logging.INFO):
         prepare(settings)
-    assert ("nothing is compiled on a CPU under adaptive.memory_limit" in caplog.text) is told
+    assert ("no effect on a CPU with adaptive.memory_limit" in caplog.text) is told

@@ -58,6 +58,6 @@ def test_a_prompt_of_fractions_is_named_and_not_cut_to_whole_numbers(monkeypatch
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
     prompts = NamedSamples([{"tokens": tokens, "labels": tokens} for tokens in ([1, 2], [1.5, 2.5])])
-    told = r"sample 1 of the dataset \(on rank 0\) has tokens that are no list of whole numbers \(\[1.5, 2.5\]\)"
+    told = r"sample 1 of the dataset \(on rank 0\) has tokens that are not a list of integers \(\[1.5, 2.5\]\)"
     with pytest.raises(SampleError, match=told), naming_bad_samples(nn.Identity(), prompts, last=2):
         rollouts_of([prompts[0], prompts[1]], 1, NEW)

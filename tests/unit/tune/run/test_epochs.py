@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.start.settings import Settings
 KEYS = {"device": "cpu", "dtype": "fp32", "output_dir": "out", "shuffle": True, "epochs": 2}
 
 
-@pytest.mark.parametrize(("ranks", "before", "said"), [(1, 2, "1 rank, before on 2"), (2, 1, "2 ranks, before on 1")])
+@pytest.mark.parametrize(("ranks", "before", "said"), [(1, 2, "1 rank (before: 2)"), (2, 1, "2 ranks (before: 1)")])
 def test_another_number_of_ranks_is_told_in_the_right_number(
     ranks: int, before: int, said: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -28,5 +28,5 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
     progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=(sizes,), ranks=before)
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
         announce((sizes, sizes), sections.read(Settings, cfg), progress, ranks, None)
-    samples = f"{2 * ranks} samples a step, before {2 * before}"
+    samples = f"{2 * ranks} samples a step (before: {2 * before})"
     assert caplog.messages[0] == f"resumed on {said}: {samples}"

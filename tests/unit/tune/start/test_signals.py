@@ -189,7 +189,10 @@ THIS_RUN.newest, THIS_RUN.doing, THIS_RUN.places = Path("out/step_2"), Doing.TRA
 os.kill(me, signal.SIGTERM)
 time.sleep({1})
 """
-LATE = "no end in sight, and torchrun, if it was asked, ends the run in 2 s; saved is out/step_2, and what was trained"
+LATE = (
+    "the step under way will not end in time (torchrun, if it was asked, ends the run in 2 s); "
+    "last checkpoint: out/step_2, and what was trained"
+)
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
 
 
@@ -204,13 +207,13 @@ def test_what_is_lost_is_told_and_noted_before_the_launcher_ends_the_run(tmp_pat
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
     ended = python(TRAINS.format(str(tmp_path), 4), **LAUNCHED)
     assert f"SIGTERM: {LATE} since then is lost" in ended.stderr
-    assert "did not leave it the time to save; saved is out/step_2" in noted(tmp_path)
+    assert "did not leave it the time to save; last checkpoint: out/step_2" in noted(tmp_path)
 
 
 def test_a_run_that_is_killed_before_that_has_noted_the_signal(tmp_path: Path) -> None:
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
     ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)", **LAUNCHED)
-    assert "no end in sight" not in ended.stderr
+    assert "will not end in time" not in ended.stderr
     assert noted(tmp_path) == "SIGTERM, after which it was ended before it could say more"
 
 
@@ -220,7 +223,7 @@ def test_who_has_saved_in_time_or_whom_no_launcher_ends_says_no_such_thing(saves
     program = f"{TRAINS.format(str(tmp_path), 0.5)}{saving}time.sleep(1.5)"
     ended = python(program, **(LAUNCHED if saves else {}))
     assert "SIGTERM: " in ended.stderr
-    assert "no end in sight" not in ended.stderr
+    assert "will not end in time" not in ended.stderr
 
 
 def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_launchers_are_to_be_ended_only_where_it_is_the_store_that_is_silent() -
 
 @pytest.mark.parametrize(
     ("newest", "words"),
-    [(None, "nothing is saved. To start again: "), (Path("out/step_4"), "saved is out/step_4. To go on: ")],
+    [(None, "nothing is saved. To start again: "), (Path("out/step_4"), "last checkpoint: out/step_4. To go on: ")],
 )
 def test_a_run_goes_on_only_from_what_is_saved(
     newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch

@@ -71,7 +71,7 @@ class Outcomes:
         if last:
             raise NotLearningError(f"{fact}: start again from there with a lower optimizer.lr or a clip_grad_norm")
         if not self._passed_over and dist.get_rank() == 0:
-            logger.warning("%s; nor is any that follows, as long as they are", fact)
+            logger.warning("%s; no later one is saved either while they are", fact)
         self._passed_over = True
 
 
@@ -91,7 +91,7 @@ def _last_good() -> str:
 
 
 def _once_mended() -> str:
-    return f"once that is mended {_AUTO} {'goes on' if _is_there() else 'starts anew'}"
+    return f"once that is mended, {_AUTO} {'goes on' if _is_there() else 'starts anew'}"
 
 
 def _is_there() -> bool:

@@ -220,7 +220,7 @@ class Checkpoints:
         try:
             folders.tidy(self._directory, self._keep_last, self._resumed_from)
         except OSError as error:  # the checkpoint itself is there
-            logger.warning("links or older checkpoints in %s are as they were: %s", self._directory, error.strerror)
+            logger.warning("links or older checkpoints in %s could not be updated: %s", self._directory, error.strerror)
 
     def _staged(self, name: str) -> Path:
         return self._directory / folders.SAVING / name

@@ -40,7 +40,7 @@ def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, pa
     if packed:
         yield "the dataset is packed"
     if settings.collate_fn != type(settings).collate_fn:
-        yield f"collate_fn is {settings.collate_fn}, and how samples share a microbatch is its business"
+        yield f"collate_fn is {settings.collate_fn}, which decides how samples share a microbatch"
     if settings.tensor_parallel_dim > 1:
         yield f"tensor_parallel_dim is {settings.tensor_parallel_dim}"
     if not isinstance(model, TransformerDecoder):
