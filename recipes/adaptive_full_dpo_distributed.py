@@ -123,7 +123,7 @@ class AdaptiveFullDPODistributed:
                     # What the reference says of a pair is kept in it, for the stage that follows.
                     pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
                     reference = self.stages.refer(pairs, step=step, upcoming=upcoming)
-                    result = self.stages.policy.run(pairs, step=step, upcoming=upcoming)
+                    result = self.stages.policy.run(pairs, step=step, upcoming=upcoming).after(reference)
                     with self.stages.policy.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
                     self.progress = self.progress.after_step(sizes, self._ranks)

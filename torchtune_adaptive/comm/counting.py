@@ -1,6 +1,6 @@
 """FSDP2's collectives, each of which tells somebody before it communicates. Nothing is known here of steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -45,6 +45,15 @@ class Sent(NamedTuple):
     """Among the ranks that hold a whole model together: inside of a node, as a rule."""
     across_replicas: int = 0
     """Among the ranks that hold the same shard: between nodes, as a rule."""
+
+    @classmethod
+    def total(cls, of_stages: Iterable["Sent"]) -> "Sent":
+        return cls(*map(sum, zip(*of_stages, strict=True)))
+
+    @property
+    def figures(self) -> dict[str, int]:
+        """For the record of a run, which leaves out what is not sent at all."""
+        return {f"sent_{where}_bytes": sent for where, sent in self._asdict().items() if sent}
 
     def plus(self, collective: Collective) -> "Sent":
         sent = collective.sent_bytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -78,6 +78,10 @@ class StepResult:
     sent: Sent = field(default_factory=Sent)
     """What this rank has sent for parameters and gradients, in the attempt that counts; nothing without recovery, where
     nobody counts."""
+
+    def after(self, stage: StepResult | None) -> StepResult:
+        """This result, of the last stage of a step, with what an earlier one has sent."""
+        return self if stage is None else replace(self, sent=Sent.total((stage.sent, self.sent)))
 
 
 class Attempt(NamedTuple):

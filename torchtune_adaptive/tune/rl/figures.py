@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torchtune.rlhf.loss import PPOLoss
 
+from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.step.reports import Fullest, StepResult
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, Ran, RolloutStages
 
@@ -62,11 +63,13 @@ def figures_of_stages(stages: RolloutStages) -> dict[str, float]:
 def figures_of_run(stages: RolloutStages, began: float, samples: int) -> dict[str, float]:
     """What the record has besides."""
     tokens = _tokens(stages.ran[GENERATE])
-    measured = [each.result.memory for ran in stages.ran.values() for each in ran if each.result.memory is not None]
+    results = [each.result for ran in stages.ran.values() for each in ran]
+    measured = [each.memory for each in results if each.memory is not None]
     fullest: Fullest | None = max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
     rate = tokens / max(1e-9, time.perf_counter() - began)
     memory = {} if fullest is None else fullest._asdict()
-    return {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": rate, **memory}
+    sent = Sent.total(each.sent for each in results).figures
+    return {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": rate, **memory, **sent}
 
 
 def _rate(ran: Mapping[str, Sequence[Ran]], stages: Sequence[str], *, of: str) -> float:

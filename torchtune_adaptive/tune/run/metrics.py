@@ -120,8 +120,7 @@ class Metrics:
             "target_tokens_per_second": tokens_per_second / sharing,
             **memory,
         }
-        run |= {f"sent_{where}_bytes": sent for where, sent in result.sent._asdict().items() if sent}
-        self._journal.step(step, {**figures, **run})
+        self._journal.step(step, {**figures, **run, **result.sent.figures})
 
     def _came_to(self, figure: str, value: float) -> None:
         self._course = (figure, self._course[1] if self._course else value, value)
