@@ -299,6 +299,16 @@ def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatc
     assert [len(marked(axes, "v")) for axes in small] == [0, 1, 2, 3]
 
 
+def test_stages_that_never_fail_need_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    for stage in ("reference", "policy"):
+        journal.event(of_a_stage(EPOCH, 0, stage, 4))
+    journal.step(1, {})
+    figure = drawn_run(tmp_path, monkeypatch)  # without a warning
+    assert [len(axes.texts) for axes in figure.axes] == [0, 0, 0]
+    assert cut_off(figure) == []
+
+
 @pytest.mark.parametrize("step", [2, 14, 17, 20, 23, 26, 39])
 def test_what_a_mark_means_is_said_within_its_panel(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path)
@@ -325,7 +335,7 @@ def test_a_batch_that_grows_has_a_panel_with_its_mark_where_it_rises(
     (samples,) = figure.axes
     assert line_of(samples, "samples") == (list(range(1, 9)), [16] * 4 + [32] * 4)
     assert marked(samples, "o")[1:] == [(4.5, 32)]  # the first is that of the words
-    assert [text.get_text() for text in samples.texts] == ["changed by batch_increase_function, once"]
+    assert [text.get_text() for text in samples.texts] == ["changed by the batch schedule, once"]
     assert list(samples.get_yticks()) == [16, 32]
     assert overlapping(figure) == []
 

@@ -114,7 +114,7 @@ def draw_key(axes: Axes, *, courses: Sequence[LimitCourse], end: float) -> None:
     units = dict.fromkeys(each.unit for each in courses)
     heading(axes, f"most {' or '.join(units)} in a microbatch, by stage")
     axes.set_axis_off()
-    axes.set_ylim(len(key_lines(courses, end)), 0)
+    axes.set_ylim(max(1, len(key_lines(courses, end))), 0)
     for row, (means, colour, marker) in enumerate(key_lines(courses, end)):
         size = 10 if marker == "s" and colour == LOWERED else 6
         across = axes.get_yaxis_transform()  # x as a share of the width, y in lines

@@ -49,7 +49,7 @@ def draw_samples(axes: Axes, *, timeline: Timeline) -> None:
         at = [event["step"] + AFTER for event in rises]
         sizes = [samples[steps.index(event["step"] + 1)] for event in rises]
         axes.plot(at, sizes, "o", color=ORANGE, markersize=6, zorder=4, linestyle="none")
-        _say(axes, f"changed by batch_increase_function, {times(len(rises))}", ORANGE)
+        _say(axes, f"changed by the batch schedule, {times(len(rises))}", ORANGE)
 
 
 def _apart(sizes: set[float], least: float) -> list[float]:

@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 PLOT_FILE = "batch_search.png"
 OTHERS = "#BBBBBB"
-"""Of what is not the most."""
+"""The colour of phases that do not need most."""
 PHASE = "phase"
 """The gid of a text that names the phase which needs most."""
 CHARACTER = 0.0145
-"""Width of a character of such a name, as a share of the axes' width."""
+"""The width of a character of a phase's name, as a share of the axes' width."""
 LONG_ENOUGH = 0.15
-"""Share of the width from which on such a phase is named."""
+"""The share of the width from which on a phase that needs most is named."""
 
 
 @no_run_ends_over(PLOT_FILE)
@@ -117,7 +117,7 @@ class Binding(NamedTuple):
 
 
 def binding_phases(lines: Mapping[str, Surface], end: float) -> list[Binding]:
-    """Which phase needs most, from no rows to `end`: they change where two lines cross."""
+    """The phases that need most, from no rows to `end`: they change where two lines cross."""
     pairs = combinations(lines.values(), 2)
     crossings = {
         (one.fixed_bytes - other.fixed_bytes) / (other.bytes_per_row - one.bytes_per_row)
