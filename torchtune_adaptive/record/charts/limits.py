@@ -152,7 +152,7 @@ def _draw_course(axes: Axes, course: LimitCourse, end: float, scale: Scale, apar
     axes.set_ylim(scale.size(0), scale.size(1))
     axes.set_yticks(legible(sizes, scale, apart))
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}" if per == 1 else f"{value:.3g}")
     for kind, (_, colour, marker) in SIGNS.items():
         marks = [(mark.at, mark.size / per) for mark in course.marks if mark.kind == kind]
         if marks:

@@ -77,11 +77,17 @@ def panels_of(timeline: Timeline) -> list[Panel]:
     the samples were, and what was lost is in the title."""
     limits, end, shown = course.courses(timeline), _end(timeline), list[Panel]()
     if len(limits) == 1:
-        shown.append((partial(limit_panels.draw_limit, course=limits[0], end=end), 2.0 if limits[0].marks else 0.9))
+        shown.append(
+            (partial(limit_panels.draw_limit, course=limits[0], end=end), 2.0 if len({*limits[0].sizes}) > 1 else 0.9)
+        )
     elif limits:
         lines = len(limit_panels.key_lines(limits, end))
         shown.append((partial(limit_panels.draw_key, courses=limits, end=end), 0.3 + 0.2 * lines))
-        shown += [(partial(limit_panels.draw_small_limit, course=each, end=end), 0.75) for each in limits]
+        heights = [0.75 if len({*each.sizes}) > 1 else 0.55 for each in limits]
+        shown += [
+            (partial(limit_panels.draw_small_limit, course=each, end=end), height)
+            for each, height in zip(limits, heights, strict=True)
+        ]
     elif timeline.series("microbatch_rows")[0]:
         shown.append((partial(panels.draw_rows, timeline=timeline), 1.6))
     if len(set(timeline.series("samples")[1])) > 1:
