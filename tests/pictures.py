@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +66,20 @@ def cut_off(figure: Any) -> list[str]:
     return [text for text, box in boxes if min(box.x0, box.y0) < -1 or box.x1 > width + 1 or box.y1 > height + 1]
 
 
+def overlapping(figure: Any) -> list[tuple[str, str]]:
+    """Remarks and headings of which one lies over another."""
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in (*axes.texts, axes.title, axes._left_title) if text.get_text()]
+    texts += [figure._suptitle] if figure._suptitle else []
+    from matplotlib.text import Text  # an annotation's own extent has its leader, too
+
+    boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]
+    return [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
+
+
 def is_drawn(path: Path) -> bool:
     """Whether a picture that another process has saved is one, with something on its white."""
     pixels = pytest.importorskip("matplotlib.image").imread(path)
     height, width = pixels.shape[:2]
     inked = float((pixels[..., :3].min(axis=2) < 0.9).mean())
-    return width > 1000 and height > 500 and 0.005 < inked < 0.5
+    return width > 1000 and height > 300 and 0.005 < inked < 0.5

@@ -12,6 +12,11 @@ def count_of(count: int, one: str, many: str | None = None) -> str:
     return f"{count} {one if count == 1 else many or one + 's'}"
 
 
+def times(count: int) -> str:
+    """`once`, `2 times`."""
+    return "once" if count == 1 else f"{count} times"
+
+
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> str:
     """`; did you mean a or b?` for names that are similar enough; nothing if there are none."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)

@@ -1,8 +1,7 @@
-"""What the record of a run says of its limits, of the time that was lost, and of its speed: numbers, for a picture."""
+"""What the record of a run says of its limits, and of the time that was lost: numbers, for a picture."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, TypeGuard
@@ -17,15 +16,22 @@ TRAINED = "policy"
 that of preference training."""
 AFTER = 0.5
 """What happened after a step stands between that one and the next; what happened within it, at its number."""
-WINDOWS_IN_A_RUN = 8
-SHORTEST_WINDOW = 11
 
 
 class Mark(NamedTuple):
     kind: str
     at: float
     size: float
-    """The limit that did not fit, or that was tried."""
+    """The limit that it changed: one that did not fit, or one that was grown from."""
+
+
+class Spell(NamedTuple):
+    """Steps in which a limit was lower than it had been."""
+
+    begins: float
+    ends: float
+    size: float
+    instead_of: float
 
 
 @dataclass
@@ -44,6 +50,16 @@ class LimitCourse:
     def highest(self) -> list[float]:
         """The most up to each change."""
         return list(accumulate(self.sizes, max))
+
+    def spells(self, end: float) -> list[Spell]:
+        """Where it was lower than it had been, up to the end of the run."""
+        found: list[Spell] = []
+        for spell in map(Spell._make, zip(self.at, [*self.at[1:], end], self.sizes, self.highest, strict=True)):
+            if found and (found[-1].ends, *found[-1][2:]) == (spell.begins, *spell[2:]):  # over the end of an epoch
+                found[-1] = found[-1]._replace(ends=spell.ends)
+            elif spell.size < spell.instead_of:
+                found.append(spell)
+        return found
 
 
 def courses(timeline: Timeline) -> list[LimitCourse]:
@@ -82,7 +98,7 @@ def _follow(course: LimitCourse, event: Record) -> None:
     course.at.append(at)
     course.sizes.append(float(after))
     if kind != EPOCH:
-        course.marks.append(Mark(kind, at, float(after) if kind == GROWTH or known_before is None else known_before))
+        course.marks.append(Mark(kind, at, known_before or float(after)))
 
 
 def recoveries(timeline: Timeline) -> int:
@@ -101,41 +117,13 @@ def lost_seconds(timeline: Timeline) -> dict[int, float]:
 
 def lost_share(timeline: Timeline) -> float | None:
     """Share of the training time that was lost; None where the record lacks a step or its seconds."""
-    seconds = dict(zip(*_step_seconds(timeline)[:2], strict=True))
-    lost = lost_seconds(timeline)
+    seconds, lost = _step_seconds(timeline), lost_seconds(timeline)
     if not seconds or (recoveries(timeline) and not lost) or not lost.keys() <= seconds.keys():
         return None
     return sum(lost.values()) / sum(seconds.values())
 
 
-class Speed(NamedTuple):
-    steps: Sequence[int]
-    tokens_per_second: Sequence[float]
-    without_losses: Sequence[float]
-    """Tokens per second, had no attempt been lost."""
-    window: int
-    """The steps over which each is the mean."""
-
-
-def speed(timeline: Timeline) -> Speed | None:
-    """Tokens over seconds of so many steps: those of a step alone mostly tell how long its samples were."""
-    steps, seconds, tokens = _step_seconds(timeline)
-    if not steps:
-        return None
-    window = max(SHORTEST_WINDOW, len(steps) // WINDOWS_IN_A_RUN) | 1
-    lost = lost_seconds(timeline)
-    kept = [max(0.0, took - lost.get(step, 0.0)) for step, took in zip(steps, seconds, strict=True)]
-    return Speed(steps, _rates(tokens, seconds, window), _rates(tokens, kept, window), min(window, len(steps)))
-
-
-def _step_seconds(timeline: Timeline) -> tuple[list[int], list[float], list[float]]:
-    """Steps, the seconds that each took, and its tokens."""
-    steps, tokens, rates = timeline.series("target_tokens", "target_tokens_per_second")
-    known = [each for each in zip(steps, tokens, rates, strict=True) if each[1] > 0 and each[2] > 0]
-    return [each[0] for each in known], [each[1] / each[2] for each in known], [float(each[1]) for each in known]
-
-
-def _rates(tokens: Sequence[float], seconds: Sequence[float], window: int) -> list[float]:
-    half = window // 2
-    spans = [slice(max(0, at - half), at + half + 1) for at in range(len(tokens))]
-    return [sum(tokens[span]) / max(1e-9, sum(seconds[span])) for span in spans]
+def _step_seconds(timeline: Timeline) -> dict[int, float]:
+    """The seconds that each step took."""
+    figures = zip(*timeline.series("target_tokens", "target_tokens_per_second"), strict=True)
+    return {step: tokens / rate for step, tokens, rate in figures if tokens > 0 and rate > 0}

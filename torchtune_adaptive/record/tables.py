@@ -15,7 +15,7 @@ from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.peaks import Probe
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.wording import count_of, times
 
 SEARCH_FILE = "batch_search.json"
 
@@ -33,8 +33,7 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "") ->
         *(_probe_line(probe, result.budget_bytes, chosen.get(probe.rows, "")) for probe in result.probes),
     ]
     if result.out_of_memory_count:
-        times = "once" if result.out_of_memory_count == 1 else f"{result.out_of_memory_count} times"
-        lines.append(f"  out of memory {times} while probing, recovered")
+        lines.append(f"  out of memory {times(result.out_of_memory_count)} while probing, recovered")
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Pictures show what was measured, where it was measured, and say in which unit."""
+"""The picture of a run shows what its record says, where it happened, and no words over others."""
 
 from __future__ import annotations
 
@@ -8,97 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.pictures import cut_off, is_drawn, line_of, marked, names_of, pictures
-from tests.unit.record.test_tables import GIB, example, failing, profiled
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY
-from torchtune_adaptive.record.charts.panels import draw_imbalance, legible
+from tests.pictures import cut_off, line_of, marked, overlapping, pictures
+from tests.unit.record.test_tables import GIB
+from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.record.charts.limits import Scale, legible
+from torchtune_adaptive.record.charts.panels import draw_imbalance
 from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
-from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
+from torchtune_adaptive.record.course import LimitCourse
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
-from torchtune_adaptive.search.rows import SearchResult
-
-
-@pytest.mark.parametrize("result", [example(), failing()], ids=["linear", "failures"])
-def test_every_probe_of_a_search_is_a_point_at_its_rows_and_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, result: SearchResult
-) -> None:
-    drawn = pictures(monkeypatch)
-    draw_search(tmp_path, result, 4096)
-    (axes,) = drawn[0].axes
-    complete = [probe for probe in result.probes if probe.peak.fits and probe.rows <= 3 * result.fits_rows]
-    measured = {(probe.rows, peak / GIB) for probe in complete for peak in probe.peak.phase_bytes.values()}
-    assert measured <= set(marked(axes, "o"))
-    chosen = next(probe for probe in result.probes if probe.rows == result.rows)
-    assert set(marked(axes, "o")) - measured <= {(result.rows, (chosen.peak.peak_bytes or 0) / GIB)}
-    assert axes.get_ylabel() == "peak memory of a rank (GiB)"
-    assert axes.get_xlabel().startswith("rows in a microbatch")
-    assert cut_off(drawn[0]) == []
-
-
-def test_the_budget_of_a_search_is_a_line_across_and_what_did_not_fit_a_cross(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn = pictures(monkeypatch)
-    draw_search(tmp_path, failing(), 4096)
-    (axes,) = drawn[0].axes
-    across, heights = line_of(axes, "budget")
-    assert (across, heights) == ([0, 1], [11.5, 11.5])  # from edge to edge of the axes
-    assert marked(axes, "x") == [(8.0, 8.0)]  # within the budget, but with allocator retries; 16 is beyond the edge
-    assert names_of(axes) == ["budget, 11.5 GiB", "step", "update"]
-    assert axes.get_title(loc="left") == "4 rows of 4096 tokens fit (peak: step)"
-    assert "did not fit" in [text.get_text() for text in axes.texts]
-
-
-def test_the_line_of_a_phase_leads_through_its_points_to_the_budget(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn, result = pictures(monkeypatch), example()
-    draw_search(tmp_path, result, 4096)
-    lines = [line for line in drawn[0].axes[0].lines if len(line.get_xdata()) == 2 and line.get_linestyle() == "-"]
-    (law,) = [line for line in lines if line.get_xdata()[1] > 1]
-    (start, end), (fixed, full) = law.get_data()
-    assert (start, fixed) == (0, pytest.approx(result.lines["backward"].fixed_bytes / GIB))
-    assert (end, full) == (pytest.approx(result.fits_rows), pytest.approx(75.2))
-
-
-def test_every_point_of_a_profile_stands_at_its_tokens_and_hollow_if_it_was_held_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn, result = pictures(monkeypatch), profiled()
-    path = draw_profile(tmp_path, result)
-    assert path is not None
-    (axes,) = drawn[0].axes
-    measured = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points}
-    hollow = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points if p.held_out}
-    points = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
-    assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in points} == measured
-    white = [line for line in points if line.get_markerfacecolor() == "white"]
-    assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in white} == hollow
-    assert len(hollow) == 2
-    assert line_of(axes, "budget")[1] == [6.0, 6.0]
-    assert line_of(axes, "fits at any length") == ([result.constant_tokens], [6.0])
-    assert {f"rows of {point.length} tokens" for point in result.points} < set(names_of(axes))
-    assert axes.get_title(loc="left") == f"samples of any length fit, up to {result.constant_tokens} tokens in all"
-    assert axes.get_ylabel() == "peak memory of a rank (GiB)"
-    assert cut_off(drawn[0]) == []
-
-
-def test_a_text_beyond_the_edge_is_noticed() -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure()
-    figure.text(0.5, 0.5, "inside")
-    figure.text(1.2, 0.5, "outside")
-    assert cut_off(figure) == ["outside"]
-
-
-def test_an_empty_picture_is_no_picture(tmp_path: Path) -> None:
-    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(8, 4))
-    figure.savefig(tmp_path / "empty.png", dpi=200)
-    assert not is_drawn(tmp_path / "empty.png")
-    draw_search(tmp_path, example(), 4096)
-    assert is_drawn(tmp_path / "batch_search.png")
-
 
 EARLIER_STAGES = Path(__file__).parent / "earlier" / "stages"
 EARLIER_SIZES = [1, 2, 1, 1, 1]
@@ -134,37 +53,52 @@ def test_the_limit_of_a_run_is_a_line_of_steps_with_marks_where_it_changed(
     limit, *_ = drawn_run(tmp_path, monkeypatch).axes
     assert line_of(limit, "limit") == ([0.5, 10, 14.5, 15, 30.5], [8, 4, 8, 4, 4])
     assert marked(limit, "v") == [(10, 8), (15, 8)]
-    assert marked(limit, "^") == [(14.5, 8)]
+    assert marked(limit, "^") == [(14.5, 4)]  # from where it rises: at its top the next failure may be
     assert [text.get_text() for text in limit.texts] == [
-        "out of memory: step repeated in smaller microbatches (2)",
-        "no trouble for a while: larger microbatches tried again (1)",
+        "4 rows instead of 8",
+        "out of memory: step repeated in smaller microbatches, 2 times",
+        "no trouble for a while: larger ones tried again, once",
     ]
+    assert limit.texts[0].get_position() == ((15 + 30.5) / 2, pytest.approx(6))  # from 10 to 14.5 there is no room
     (shade,) = limit.collections
     assert {tuple(corner) for corner in shade.get_paths()[0].vertices} >= {(10, 4), (10, 8), (30.5, 4), (30.5, 8)}
     assert all(len(set(line.get_xdata())) > 1 or line.get_marker() != "None" for line in limit.lines), "no full height"
 
 
-def test_memory_and_speed_are_those_of_the_record_beside_what_they_could_have_been(
+def test_memory_is_that_of_the_record_with_a_dot_where_a_step_failed_below_its_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a_run(tmp_path)
     figure = drawn_run(tmp_path, monkeypatch)
-    _, memory, speed = figure.axes
+    _, memory = figure.axes
     steps = list(range(1, STEPS + 1))
     assert line_of(memory, "peak") == (steps, [pytest.approx(step / 32) for step in steps])
     assert line_of(memory, "budget") == (steps, [1.0] * STEPS)
-    assert [text.get_text() for text in memory.texts] == ["its budget, 1 GiB"]
-    # eleven steps of 600 tokens each: those around the tenth took two seconds more, and one more for the fifteenth
-    assert line_of(speed, "tokens")[1][9] == pytest.approx(11 * 600 / 14)
-    assert line_of(speed, "without losses")[1] == pytest.approx([600.0] * STEPS)
-    assert speed.get_xlabel() == "step"
+    assert marked(memory, "o")[1:] == [(10, 10 / 32), (15, 15 / 32)]  # the first is that of the words
+    assert [text.get_text() for text in memory.texts] == [
+        "out of memory, as above: the allocation that failed is not counted",
+        "budget, 1 GiB",
+    ]
+    assert max(memory.get_yticks()) <= 1.0, "above are words"
+    assert memory.get_xlabel() == "step"
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
         "most rows in a microbatch",
         "peak memory of the fullest rank (GiB)",
-        "target tokens a second, all ranks, mean of 11 steps",
     ]
     assert all(axes.get_legend() is None for axes in figure.axes)
     assert cut_off(figure) == []
+    assert overlapping(figure) == []
+
+
+def test_all_that_is_left_of_the_panels_is_right_of_where_the_title_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path)
+    figure = drawn_run(tmp_path, monkeypatch)
+    figure.draw_without_rendering()
+    said = figure._suptitle.get_window_extent().x0
+    lefts = [axes.get_tightbbox().x0 for axes in figure.axes]
+    assert min(lefts) == pytest.approx(said, abs=3)
 
 
 def test_the_title_of_a_run_says_what_happened(tmp_path: Path) -> None:
@@ -179,8 +113,9 @@ def test_the_title_of_a_run_says_what_happened(tmp_path: Path) -> None:
     assert title(read_timeline(tmp_path)) == "1 step, none out of memory"
 
 
-def a_run_of_ranks(directory: Path, *imbalances: float) -> None:
+def a_run_of_ranks(directory: Path, *imbalances: float, unit: str = "bytes") -> None:
     journal = Journal(directory)
+    journal.event(Event(kind=EPOCH, step=0, reason="", after=8 * GIB, unit=unit))
     for step, imbalance in enumerate(imbalances, 1):
         journal.step(step, {"samples": 16, "rank_imbalance": imbalance})
 
@@ -190,15 +125,24 @@ def test_ranks_that_wait_for_the_fullest_have_a_panel_that_says_how_much(
 ) -> None:
     a_run_of_ranks(tmp_path, 1.0, 1.3, 1.2)
     figure = drawn_run(tmp_path, monkeypatch)
-    (panel,) = figure.axes
-    assert panel.get_title(loc="left") == "work of the fullest rank over the mean of the ranks: on average 17 % more"
-    assert line_of(panel, "fullest") == ([1, 2, 3], [pytest.approx(percent) for percent in (0, 30, 20)])
+    _, panel = figure.axes
+    assert panel.get_title(loc="left") == "work of the busiest rank beyond the mean of all: 17 % on average"
+    assert line_of(panel, "busiest") == ([1, 2, 3], [pytest.approx(percent) for percent in (0, 30, 20)])
     assert [panel.yaxis.get_major_formatter()(value) for value in (0, 2.5, 20)] == ["0 %", "2.5 %", "20 %"]
     assert cut_off(figure) == []
 
 
-@pytest.mark.parametrize("record", [a_run, lambda directory: a_run_of_ranks(directory, 1.0, 1.0)], ids=["old", "one"])
-def test_nothing_is_said_of_ranks_where_there_is_one_or_the_record_does_not_tell(
+@pytest.mark.parametrize(
+    "record",
+    [
+        a_run,
+        lambda directory: a_run_of_ranks(directory, 1.0, 1.0),
+        lambda directory: a_run_of_ranks(directory, 1.01, 1.02),
+        lambda directory: a_run_of_ranks(directory, 1.3, 1.2, unit="rows"),
+    ],
+    ids=["old", "one rank", "as even as dealing makes it", "not dealt"],
+)
+def test_nothing_is_said_of_ranks_where_that_is_nothing_to_look_into(
     tmp_path: Path, record: Callable[[Path], None]
 ) -> None:
     record(tmp_path)
@@ -225,10 +169,11 @@ def test_each_stage_has_a_panel_and_a_limit_of_bytes_a_unit(tmp_path: Path, monk
     journal.step(3, {})
     figure = drawn_run(tmp_path, monkeypatch)
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "most GiB in a microbatch, stage policy",
-        "most GiB in a microbatch, stage value",
+        "most bytes in a microbatch, by stage",
+        "policy, GiB · out of memory once",
+        "value, GiB · out of memory once",
     ]
-    assert line_of(figure.axes[0], "limit") == ([0.5, 2, 3.5], [4, 2, 2])
+    assert line_of(figure.axes[1], "limit") == ([0.5, 2, 3.5], [4, 2, 2])
 
 
 def of_a_stage(kind: str, step: int, stage: str, after: int, before: int | None = None) -> Event:
@@ -249,10 +194,11 @@ def test_a_stage_that_never_fails_has_a_panel_and_each_has_one_from_the_first_st
         journal.step(step, {})
     figure = drawn_run(tmp_path, monkeypatch)
     assert [axes.get_title(loc="left") for axes in figure.axes] == [
-        "most rows in a microbatch, stage reference",
-        "most rows in a microbatch, stage policy",
+        "most rows in a microbatch, by stage",
+        "reference",
+        "policy · out of memory once",
     ]
-    reference, policy = figure.axes
+    _, reference, policy = figure.axes
     assert line_of(reference, "limit") == ([0.5, 2.5, 4.5], [8, 8, 8])
     assert line_of(policy, "limit") == ([0.5, 2.5, 4, 4.5], [2, 4, 3, 3])
     assert cut_off(figure) == []
@@ -282,22 +228,46 @@ def test_an_epoch_of_an_earlier_record_which_names_no_stage_is_that_of_the_polic
     assert not any("microbatch" in axes.get_title(loc="left") for axes in others)
 
 
-@pytest.mark.parametrize("stage", ["", "policy"])
-def test_the_picture_of_a_search_names_its_stage_where_there_are_several(
-    stage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    drawn, named = pictures(monkeypatch), "policy: " * bool(stage)
-    draw_search(tmp_path, example(), 4096, stage)
-    draw_profile(tmp_path, profiled(), stage)
-    rows, lengths = (figure.axes[0].get_title(loc="left") for figure in drawn)
-    assert rows.startswith(f"{named}{example().rows} rows of 4096 tokens fit (peak: ")
-    assert lengths.startswith(f"{named}samples of any length fit, up to ")
-
-
 def test_sizes_that_are_close_to_each_other_are_not_written_over_each_other() -> None:
-    assert legible([256, 512, 1024, 1200], 190, 1380, apart=0.2) == [1200, 512, 256]
-    assert legible([8, 4, 8, 16], 4, 16, apart=0.2) == [16, 8, 4]
-    assert legible([7], 5, 9, apart=0.2) == [7]
+    assert legible([256, 512, 1024, 1200], Scale(256, 1200, 0, 1), apart=0.2) == [1200, 512, 256]
+    assert legible([8, 4, 8, 16], Scale(4, 16, 0, 1), apart=0.2) == [16, 8, 4]
+    assert legible([7], Scale(7, 7, 0, 1), apart=0.2) == [7]
+
+
+def test_a_scale_is_logarithmic_where_the_lower_sizes_would_lie_on_each_other_and_the_panel_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Scale(4, 8, 0.2, 0.8).share(6) == pytest.approx(0.5)
+    assert Scale(1, 16, 0.2, 0.8).share(4) == pytest.approx(0.5)
+    assert Scale(5, 5, 0.2, 0.8).share(5) == pytest.approx(0.5)
+    for scale in (Scale(4, 8, 0.2, 0.8), Scale(1, 16, 0.2, 0.8), Scale(5, 5, 0.2, 0.8)):
+        assert scale.size(scale.share(scale.high)) == pytest.approx(scale.high)
+    journal = Journal(tmp_path)
+    for step, before in ((2, 16), (4, 8), (6, 4), (8, 2)):
+        journal.event(Event(kind=RECOVERY, step=step, reason="", before=before, after=before // 2, unit="rows"))
+    for step in range(1, 21):
+        journal.step(step, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    (axes,) = figure.axes
+    assert axes.get_title(loc="left") == "most rows in a microbatch, logarithmic"
+    assert axes.get_yscale() == "log"
+    assert [text.get_text() for text in axes.texts if text.get_gid() == "spell"] == ["1 row instead of 16"]
+    assert overlapping(figure) == []
+
+
+def test_a_spell_is_one_over_the_ends_of_epochs() -> None:
+    course = LimitCourse("", "rows", at=[0.5, 3, 10.5, 20.5, 30.5], sizes=[8, 4, 4, 4, 8])
+    assert course.spells(40.5) == [(3, 30.5, 4, 8)]
+
+
+def test_a_shade_without_room_for_words_is_explained_above(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    journal.event(Event(kind=RECOVERY, step=39, reason="", before=8, after=4, unit="rows"))
+    for step in range(1, 41):
+        journal.step(step, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    assert figure.axes[0].get_title(loc="left") == "most rows in a microbatch, shaded: less than it had been"
+    assert cut_off(figure) == []
 
 
 def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,16 +286,27 @@ def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatc
     assert key.get_title(loc="left") == "most rows in a microbatch, by stage"
     assert [text.get_text() for text in key.texts] == [
         "out of memory: step repeated in smaller microbatches",
-        "no trouble for a while: larger microbatches tried again",
+        "no trouble for a while: larger ones tried again",
+        "shaded: less than it had been",
     ]
     assert [axes.get_title(loc="left") for axes in small] == [
         "generate",
-        "values · repeated 1 time",
-        "train value · repeated 2 times",
-        "train policy · repeated 3 times",
+        "values · out of memory once",
+        "train value · out of memory 2 times",
+        "train policy · out of memory 3 times",
     ]
     assert not any(axes.texts for axes in small)
     assert [len(marked(axes, "v")) for axes in small] == [0, 1, 2, 3]
+
+
+def test_stages_that_never_fail_need_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(tmp_path)
+    for stage in ("reference", "policy"):
+        journal.event(of_a_stage(EPOCH, 0, stage, 4))
+    journal.step(1, {})
+    figure = drawn_run(tmp_path, monkeypatch)  # without a warning
+    assert [len(axes.texts) for axes in figure.axes] == [0, 0, 0]
+    assert cut_off(figure) == []
 
 
 @pytest.mark.parametrize("step", [2, 14, 17, 20, 23, 26, 39])
@@ -337,9 +318,10 @@ def test_what_a_mark_means_is_said_within_its_panel(step: int, tmp_path: Path, m
     figure = drawn_run(tmp_path, monkeypatch)
     (axes,) = figure.axes
     figure.draw_without_rendering()
-    (said,), panel = axes.texts, axes.get_window_extent()
+    (said,), panel = [text for text in axes.texts if text.get_gid() != "spell"], axes.get_window_extent()
     assert panel.x0 - 1 <= said.get_window_extent().x0
     assert said.get_window_extent().x1 <= panel.x1 + 1
+    assert overlapping(figure) == []
 
 
 def test_a_batch_that_grows_has_a_panel_with_its_mark_where_it_rises(
@@ -349,6 +331,35 @@ def test_a_batch_that_grows_has_a_panel_with_its_mark_where_it_rises(
     for step in range(1, 9):
         journal.step(step, {"samples": 16 if step <= 4 else 32})
     journal.event(Event(kind=SCHEDULE, step=4, reason="", unit="samples", before=16, after=32))
-    (samples,) = drawn_run(tmp_path, monkeypatch).axes
+    figure = drawn_run(tmp_path, monkeypatch)
+    (samples,) = figure.axes
     assert line_of(samples, "samples") == (list(range(1, 9)), [16] * 4 + [32] * 4)
-    assert marked(samples, "o") == [(4.5, 32)]
+    assert marked(samples, "o")[1:] == [(4.5, 32)]  # the first is that of the words
+    assert [text.get_text() for text in samples.texts] == ["changed by the batch schedule, once"]
+    assert list(samples.get_yticks()) == [16, 32]
+    assert overlapping(figure) == []
+
+
+def test_no_words_lie_over_others_or_over_a_mark_whatever_happened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kinds of change, and a step that fails right after the limit was raised."""
+    journal = Journal(tmp_path)
+    changes = [(RECOVERY, 6, 8, 4), (GROWTH, 17, 4, 8), (RECOVERY, 18, 8, 4), (THRASHING, 60, 4, 2), (TRIAL, 64, 2, 4)]
+    for kind, step, before, after in changes:
+        journal.event(Event(kind=kind, step=step, reason="", before=before, after=after, unit="rows"))
+    for step in range(1, 121):
+        journal.step(step, {"peak_bytes": GIB * (step % 7) / 6, "budget_bytes": GIB})
+    figure = drawn_run(tmp_path, monkeypatch)
+    limit, memory = figure.axes
+    assert overlapping(figure) == []
+    assert cut_off(figure) == []
+    shown = [line for axes in (limit, memory) for line in axes.lines if line.get_marker() in "v^sDo"]
+    marks = [
+        (line.get_marker(), round(float(across)), round(float(up)))
+        for line in shown
+        for across, up in line.get_transform().transform(list(zip(*line.get_data(), strict=True)))
+    ]
+    assert len(marks) == 2 + 1 + 1 + 1 + 2 + 1
+    between = [abs(a[1] - b[1]) + abs(a[2] - b[2]) for i, a in enumerate(marks) for b in marks[:i]]
+    assert min(between) > 7 * figure.dpi / 72, "one mark covers another"

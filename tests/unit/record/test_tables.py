@@ -180,7 +180,7 @@ def test_the_picture_names_the_phases_the_budget_and_the_choice(
     axes = drawn[0].axes[0]
     assert [text.get_text() for text in axes.texts if text.get_gid() is None] == [
         "did not fit",
-        "chosen: 4 rows, 4.0 GiB",
+        "chosen: 4 rows, 4.0 GiB in step",
     ]
     assert axes.get_xlabel() == "rows in a microbatch (decrease search, 3 probes; 1 larger not shown)"
     assert axes.get_ylabel() == "peak memory of a rank (GiB)"

@@ -19,7 +19,6 @@ from torchtune_adaptive.record.timeline import read_timeline
 
 ROWS = "rows of the largest microbatch"
 MEMORY = "peak memory of the fullest rank (GiB)"
-SPEED = "target tokens a second, all ranks, mean of 11 steps"
 
 
 def figures(rows: int, **others: float) -> dict[str, float]:
@@ -96,21 +95,21 @@ def panels_of(directory: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [axes.get_title(loc="left") for axes in drawn[0].axes]
 
 
-def test_the_picture_shows_sizes_memory_and_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_picture_shows_sizes_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(tmp_path)
     start(journal, 0)
     for step in range(1, 30):
         journal.step(step, figures(8 if step < 10 else 4, peak_bytes=step * 2**25, budget_bytes=2**30))
     journal.event(Event(kind=RECOVERY, step=10, reason="", before=8, after=4, unit="rows"))
     journal.event(Event(kind=GROWTH, step=25, reason="", before=4, after=8, unit="rows"))
-    assert panels_of(tmp_path, monkeypatch) == ["most rows in a microbatch", MEMORY, SPEED]
+    assert panels_of(tmp_path, monkeypatch) == ["most rows in a microbatch", MEMORY]
 
 
 def test_where_nothing_measures_memory_there_is_no_panel_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained(tmp_path)
-    assert panels_of(tmp_path, monkeypatch) == [ROWS, SPEED]
+    assert panels_of(tmp_path, monkeypatch) == [ROWS]
 
 
 def test_without_matplotlib_one_line_says_how_to_get_it(
@@ -210,7 +209,7 @@ def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, monkeypatch: py
     journal.step(6, dict.fromkeys(["samples", "microbatch_rows", "target_tokens", "target_tokens_per_second"], value))
     journal.step(7, {"peak_bytes": value, "budget_bytes": 2**30})
     journal.event(Event(kind=RECOVERY, step=5, reason="", unit="rows", before=8, after=value, lost_seconds=value))
-    assert panels_of(tmp_path, monkeypatch) == [ROWS, SPEED.replace("11", "5")]
+    assert panels_of(tmp_path, monkeypatch) == [ROWS]
 
 
 def break_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:

@@ -28,6 +28,10 @@ LINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 """Lines that are alike in kind, in this order."""
 
 
+TEXT, HEADING, TITLE = 10.5, 11.0, 13.0
+"""Sizes of type in the picture of a run, which has to be read as a thumbnail, too."""
+CHARACTER = 0.0118
+"""Width of a character of its text, as a share of the axes' width."""
 NAME = "name"
 """The gid of a text that names a line."""
 NAME_HEIGHT = 0.075
@@ -87,6 +91,11 @@ def unit_of(count: float) -> tuple[str, int]:
 def percent_of(share: float) -> str:
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 1 else f"{percent:.1f} %" if percent >= 0.1 else "less than 0.1 %"
+
+
+def heading(axes: Axes, text: str) -> None:
+    """What a panel of a run's picture shows."""
+    axes.set_title(text, loc="left", fontsize=HEADING, color=INK)
 
 
 def label(axes: Axes, title: str, x: str, y: str) -> None:

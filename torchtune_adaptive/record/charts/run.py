@@ -12,11 +12,22 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.record import course
+from torchtune_adaptive.record.charts import limits as limit_panels
 from torchtune_adaptive.record.charts import panels
-from torchtune_adaptive.record.charts.figures import INK, new_figure, no_run_ends_over, percent_of, save, tidy
+from torchtune_adaptive.record.charts.figures import (
+    INK,
+    TEXT,
+    TITLE,
+    new_figure,
+    no_run_ends_over,
+    percent_of,
+    save,
+    tidy,
+)
 from torchtune_adaptive.record.timeline import Timeline, read_timeline
 from torchtune_adaptive.wording import count_of
 
@@ -24,8 +35,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REPORT_FILE = "adaptive_report.png"
-SMALL_FROM = 3
-"""Limits from which on they are small multiples, with one key above them."""
+WIDTH, MARGIN = 7.2, 0.1
+"""In inches."""
+FULL_LINE = 64
+"""Characters of a title in its full size."""
+UNEVEN = 1.05
+"""Work of the busiest rank over the mean from which on it is shown. Where limits do not count rows, samples are
+dealt, and then it is 1.01 or so, unless one sample is more than a rank's share: that is worth a look. Where rows are
+counted, it is chance."""
 Panel = tuple[Callable[["Axes"], None], float]
 """What draws it, and its height beside the others'."""
 
@@ -37,40 +54,49 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     if not shown:
         return None
     heights = [height for _, height in shown]
-    figure = new_figure(directory / REPORT_FILE, 8.4, 0.9 + 1.25 * sum(heights))
+    figure = new_figure(directory / REPORT_FILE, WIDTH, 0.75 + sum(heights))
     if figure is None:
         return None
-    figure.suptitle(title(timeline), x=0.012, horizontalalignment="left", fontsize=13, color=INK)
+    figure.set_layout_engine("constrained", w_pad=MARGIN, h_pad=0.06)
+    said = title(timeline)
+    # it begins where the numbers beside the panels do
+    figure.suptitle(said, x=MARGIN / WIDTH, ha="left", fontsize=min(TITLE, TITLE * FULL_LINE / len(said)), color=INK)
     grid = figure.subplots(len(shown), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (draw, _) in zip(grid, shown, strict=True):
         draw(axes)
         tidy(axes)
         axes.grid(visible=False, axis="x")
         axes.locator_params(axis="x", integer=True)
-    grid[-1].set_xlim(0.5, _last_step(timeline) + 0.5)
-    grid[-1].set_xlabel("step")
+    grid[-1].set_xlim(course.AFTER, _end(timeline))
+    grid[-1].set_xlabel("step", fontsize=TEXT)
     return save(figure, directory / REPORT_FILE)
 
 
 def panels_of(timeline: Timeline) -> list[Panel]:
-    """The panels for which the record has figures, from top to bottom."""
-    end = _last_step(timeline) + course.AFTER
-    limits, shown = course.courses(timeline), list[Panel]()
-    if len(limits) < SMALL_FROM:
-        shown += [(partial(panels.draw_limit, course=each, end=end), 1.6) for each in limits]
-    else:
-        shown.append((partial(panels.draw_key, courses=limits), 0.45))
-        shown += [(partial(panels.draw_small_limit, course=each, end=end), 0.55) for each in limits]
-    if not shown and timeline.series("microbatch_rows")[0]:
+    """The panels for which the record has figures, from top to bottom. Speed has none: tokens a second tell how long
+    the samples were, and what was lost is in the title."""
+    limits, end, shown = course.courses(timeline), _end(timeline), list[Panel]()
+    if len(limits) == 1:
+        shown.append(
+            (partial(limit_panels.draw_limit, course=limits[0], end=end), 2.0 if len({*limits[0].sizes}) > 1 else 0.9)
+        )
+    elif limits:
+        lines = len(limit_panels.key_lines(limits, end))
+        shown.append((partial(limit_panels.draw_key, courses=limits, end=end), 0.3 + 0.2 * lines))
+        heights = [0.75 if len({*each.sizes}) > 1 else 0.55 for each in limits]
+        shown += [
+            (partial(limit_panels.draw_small_limit, course=each, end=end), height)
+            for each, height in zip(limits, heights, strict=True)
+        ]
+    elif timeline.series("microbatch_rows")[0]:
         shown.append((partial(panels.draw_rows, timeline=timeline), 1.6))
     if len(set(timeline.series("samples")[1])) > 1:
-        shown.append((partial(panels.draw_samples, timeline=timeline), 0.9))
+        shown.append((partial(panels.draw_samples, timeline=timeline), 1.3))
     if timeline.series("peak_bytes", "budget_bytes")[0]:
-        shown.append((partial(panels.draw_memory, timeline=timeline), 1.4))
-    if any(imbalance > 1 for imbalance in timeline.series("rank_imbalance")[1]):
-        shown.append((partial(panels.draw_imbalance, timeline=timeline), 0.9))
-    if (speed := course.speed(timeline)) is not None:
-        shown.append((partial(panels.draw_speed, speed=speed), 1.2))
+        shown.append((partial(panels.draw_memory, timeline=timeline), 1.8))
+    imbalances = timeline.series("rank_imbalance")[1]
+    if any(each.unit != "rows" for each in limits) and imbalances and fmean(imbalances) > UNEVEN:
+        shown.append((partial(panels.draw_imbalance, timeline=timeline), 1.1))
     return shown if timeline.steps else []
 
 
@@ -90,8 +116,9 @@ def _logs_all(timeline: Timeline) -> bool:
     return numbers == list(range(numbers[0], numbers[0] + len(numbers)))
 
 
-def _last_step(timeline: Timeline) -> int:
-    return max(record["step"] for record in timeline.steps) if timeline.steps else 0
+def _end(timeline: Timeline) -> float:
+    """Where the last step ends."""
+    return max((record["step"] for record in timeline.steps), default=0) + course.AFTER
 
 
 def main() -> None:

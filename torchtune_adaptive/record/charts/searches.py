@@ -1,11 +1,15 @@
 """Draws what a search or a profile measured: `batch_search.png`."""
 
 from collections.abc import Mapping
+from itertools import combinations, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
+    BLUE,
+    GREY,
     INK,
     LINE_COLOURS,
     LineName,
@@ -25,11 +29,22 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLOT_FILE = "batch_search.png"
+OTHERS = "#BBBBBB"
+"""The colour of phases that do not need most."""
+PHASE = "phase"
+"""The gid of a text that names the phase which needs most."""
+CHARACTER = 0.0145
+"""The width of a character of a phase's name, as a share of the axes' width."""
+LONG_ENOUGH = 0.15
+"""The share of the width from which on a phase that needs most is named."""
 
 
 @no_run_ends_over(PLOT_FILE)
-def draw_search(directory: Path, result: SearchResult, sequence_length: int, stage: str = "") -> Path | None:
-    """Draws `batch_search.png`; without matplotlib, logs one line on how to get it, and returns None."""
+def draw_search(
+    directory: Path, result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row"
+) -> Path | None:
+    """Draws `batch_search.png`, which calls what it counts a `sample`; without matplotlib, logs one line on how to get
+    it, and returns None."""
     if (figure := new_figure(directory / PLOT_FILE, 7.2, 3.8)) is None:
         return None
     axes = figure.add_subplot()
@@ -37,13 +52,13 @@ def draw_search(directory: Path, result: SearchResult, sequence_length: int, sta
     # A search from far above would squeeze all that fits into a corner.
     shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]
     names = [_draw_budget(axes, result, shown, unit, unit_bytes), *_draw_phases(axes, result, shown, unit_bytes)]
-    _draw_choice(axes, result, shown, unit, unit_bytes)
+    _draw_choice(axes, result, shown, unit, unit_bytes, sample)
     hidden = len(result.probes) - len(shown)
     beyond = f"; {hidden} larger not shown" if hidden else ""
-    below = f"rows in a microbatch ({result.strategy} search, {count_of(len(result.probes), 'probe')}{beyond})"
+    below = f"{sample}s in a microbatch ({result.strategy} search, {count_of(len(result.probes), 'probe')}{beyond})"
     name_lines(axes, names)
-    fitting = f"{count_of(result.rows, 'row')} of {sequence_length} tokens fit"
-    label(axes, _of(stage, f"{fitting} (peak: {_fullest(result)})"), below, f"peak memory of a rank ({unit})")
+    chosen = f"{count_of(result.rows, sample)} of {sequence_length} tokens chosen ({result.reason})"
+    label(axes, _of(stage, chosen), below, f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
     return save(figure, directory / PLOT_FILE)
 
@@ -93,24 +108,76 @@ def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_
     return LineName(f"rows of {length} tokens", needs[-1], colour)
 
 
+class Binding(NamedTuple):
+    """A phase, and the rows from which to which it needs most of all."""
+
+    phase: str
+    begins: float
+    ends: float
+
+
+def binding_phases(lines: Mapping[str, Surface], end: float) -> list[Binding]:
+    """The phases that need most, from no rows to `end`: they change where two lines cross."""
+    pairs = combinations(lines.values(), 2)
+    crossings = {
+        (one.fixed_bytes - other.fixed_bytes) / (other.bytes_per_row - one.bytes_per_row)
+        for one, other in pairs
+        if one.bytes_per_row != other.bytes_per_row
+    }
+    found: list[Binding] = []
+    for begins, ends in pairwise([0.0, *sorted(rows for rows in crossings if 0 < rows < end), end]):
+        phase = max(lines, key=lambda phase: lines[phase].bytes_at((begins + ends) / 2))
+        if found and found[-1].phase == phase:
+            found[-1] = found[-1]._replace(ends=ends)
+        else:
+            found.append(Binding(phase, begins, ends))
+    return found
+
+
 def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> list[LineName]:
-    """The measurements of each phase, and its line up to the budget. The first of the names needs most."""
-    complete = [probe for probe in shown if probe.peak.fits]
-    right = _right_edge(result, shown)
-    names = []
-    for index, phase in enumerate(complete[0].peak.phase_bytes):
-        colour = LINE_COLOURS[index % len(LINE_COLOURS)]
-        peaks = [probe.peak.phase_bytes[phase] / unit_bytes for probe in complete]
-        axes.plot([probe.rows for probe in complete], peaks, "o", color=colour, markersize=4.5, zorder=3)
-        end = peaks[-1]
-        if phase in result.lines:
-            line = result.lines[phase]
-            ends = (0, min(right, line.rows_within(result.budget_bytes)))
-            axes.plot(ends, [line.bytes_at(rows) / unit_bytes for rows in ends], color=colour, linewidth=1.4)
-            end = min(line.bytes_at(right), result.budget_bytes) / unit_bytes
-        names.append(LineName(phase, end, colour))
-    needs = _needs(result)
-    return sorted(names, key=lambda name: -needs[name.name])
+    """What each phase was measured to need, in grey; what all of them need, up to the budget, as a line that names the
+    phase which needs it. The name of the grey ones."""
+    lines, right = result.lines, _right_edge(result, shown)
+    end = min(right, *(line.rows_within(result.budget_bytes) for line in lines.values()), right)
+    for phase, line in lines.items():
+        axes.plot((0, end), [line.bytes_at(rows) / unit_bytes for rows in (0, end)], color=OTHERS, lw=0.8, label=phase)
+    for probe in shown:
+        if probe.peak.fits:
+            needs = sorted(need / unit_bytes for need in probe.peak.phase_bytes.values())
+            axes.plot([probe.rows] * len(needs), needs, "o", color=OTHERS, markersize=3, zorder=3)
+            axes.plot(probe.rows, needs[-1], "o", color=BLUE, markersize=5, zorder=4)
+    if not lines:
+        return []
+    binding = binding_phases(lines, end)
+    corners = [0.0, *(each.ends for each in binding)]
+    most = [max(line.bytes_at(rows) for line in lines.values()) / unit_bytes for rows in corners]
+    axes.plot(corners, most, color=BLUE, linewidth=1.8, label="needed")
+    named = [each for each in binding if each.ends - each.begins > LONG_ENOUGH * right]
+    for each in named:
+        _name_phase(axes, each, result, right, unit_bytes)
+    others = lines.keys() - {each.phase for each in named}
+    lowest = min((lines[phase].bytes_at(end) / unit_bytes for phase in others), default=0.0)
+    return [LineName("other phases", lowest, GREY)] if others else []
+
+
+def _name_phase(axes: "Axes", binding: Binding, result: SearchResult, right: float, unit_bytes: int) -> None:
+    """At the middle of its line: above and left of it, where nothing else is, or below and right of it where that would
+    leave the axes or meet the leader of the choice."""
+    middle = (binding.begins + binding.ends) / 2
+    above = CHARACTER * len(binding.phase) < middle / right and middle < result.rows
+    axes.annotate(
+        binding.phase,
+        (middle, result.lines[binding.phase].bytes_at(middle) / unit_bytes),
+        xytext=(-3, 3) if above else (9, -7),
+        textcoords="offset points",
+        horizontalalignment="right" if above else "left",
+        verticalalignment="bottom" if above else "top",
+        color=BLUE,
+        fontsize=9,
+        gid=PHASE,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+        zorder=3.5,
+    )
 
 
 def _needs(result: SearchResult) -> Mapping[str, int]:
@@ -147,7 +214,9 @@ def _draw_budget(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
     return LineName(f"budget, {budget:.1f} {unit}", budget, ALARM)
 
 
-def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int) -> None:
+def _draw_choice(
+    axes: "Axes", result: SearchResult, shown: list[Probe], unit: str, unit_bytes: int, sample: str
+) -> None:
     chosen = next(probe for probe in shown if probe.rows == result.rows)
     peak = (chosen.peak.peak_bytes or 0) / unit_bytes
     budget = result.budget_bytes / unit_bytes
@@ -155,7 +224,7 @@ def _draw_choice(axes: "Axes", result: SearchResult, shown: list[Probe], unit: s
     # Above the budget nothing is drawn left of the choice, so that is where its label has room.
     at_left = result.rows > 0.45 * _right_edge(result, shown)
     axes.annotate(
-        f"chosen: {count_of(result.rows, 'row')}, {peak:.1f} {unit}",
+        f"chosen: {count_of(result.rows, sample)}, {peak:.1f} {unit} in {_fullest(result)}",
         xy=(result.rows, peak),
         xytext=(result.rows, 1.05 * budget),
         horizontalalignment="right" if at_left else "left",

@@ -50,6 +50,11 @@ class Kind:
         return len(self.sequences)
 
     @property
+    def called(self) -> str:
+        """What a picture calls a sample."""
+        return "row" if self.rows == 1 else "pair"
+
+    @property
     def padded_rows(self) -> int:
         """Rows as long as the sample; without padding, all of its tokens are its length."""
         return self.rows if self.padded else 1
