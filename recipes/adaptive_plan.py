@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,8 +27,7 @@ from torchtune_adaptive.tune.plan.answers import Answers, frontier, heading, pre
 from torchtune_adaptive.tune.plan.commands import Wanted, command, notes_on_samples
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import changed
-from torchtune_adaptive.tune.plan.settings import read_plan_settings
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
+from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -213,4 +212,4 @@ def overrides() -> list[str]:
 
 
 if __name__ == "__main__":
-    launch.answer(answer, keys=[*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))])
+    launch.answer(answer, keys=PLAN_KEYS)
