@@ -143,16 +143,17 @@ def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers) -> Advice |
     advised = advised_length(cfg, settings, found)
     advice = None if advised is None else advice_on(cfg, settings, found, advised)
     rows = rows_of(found)
-    lines = {found.answers[at].tokens: commands(cfg, settings, found, at) for at in range(len(found.answers))}
+    lines = [commands(cfg, settings, found, at) for at in range(len(found.answers))]
+    of_length = {answer.tokens: of_it for answer, of_it in zip(found.answers, lines, strict=True)}
     for row in rows:
         if row["chosen"]:
-            row["command"] = next(iter(lines[row["tokens"]]), None)
+            row["command"] = next(iter(of_length[row["tokens"]]), None)
     told = printed.as_json(
         rows,
         notes_of(cfg, found, advice),
         advice=printed.alternatives(advice.outcomes) if advice else [],
         token_budgets=printed.budgets(found),
-        commands=all_commands(cfg, settings, found),
+        commands=[line for of_it in lines for line in of_it],
         largest_error=found.largest_error,
     )
     print(told)
@@ -188,10 +189,6 @@ def best_command(cfg: DictConfig, settings: PlanSettings, advice: Advice) -> lis
 
 def notes_of(cfg: DictConfig, found: Answers, advice: Advice | None) -> list[str]:
     return [*found.notes, *notes_on_samples(cfg, found.batch_size(0)), *(advice.notes if advice else ())]
-
-
-def all_commands(cfg: DictConfig, settings: PlanSettings, found: Answers) -> list[str]:
-    return [line for at in range(len(found.answers)) for line in commands(cfg, settings, found, at)]
 
 
 def tell(notes: Sequence[str], file: TextIO | None = None) -> None:
