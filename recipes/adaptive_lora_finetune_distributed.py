@@ -29,10 +29,8 @@ from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
-from torchtune_adaptive.tune.run.preferences import check_no_reference
-from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
-from torchtune_adaptive.tune.start.settings import read_lora_settings
+from torchtune_adaptive.tune.start.readers import read_lora_settings
 
 
 class AdaptiveLoraFinetuneDistributed:
@@ -40,8 +38,6 @@ class AdaptiveLoraFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._lora = read_lora_settings(cfg)
-        check_token_budget(self._settings)
-        check_no_reference(self._settings.adaptive)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -27,8 +27,7 @@ from torchtune_adaptive.tune.plan.answers import Answers, frontier, heading, pre
 from torchtune_adaptive.tune.plan.commands import Wanted, command, notes_on_samples
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import changed
-from torchtune_adaptive.tune.plan.settings import read_plan_settings
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
+from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.configs import name_of
 from torchtune_adaptive.tune.start.sections import read_adaptive
@@ -144,16 +143,17 @@ def as_json(cfg: DictConfig, settings: PlanSettings, found: Answers) -> Advice |
     advised = advised_length(cfg, settings, found)
     advice = None if advised is None else advice_on(cfg, settings, found, advised)
     rows = rows_of(found)
-    lines = {found.answers[at].tokens: commands(cfg, settings, found, at) for at in range(len(found.answers))}
+    lines = [commands(cfg, settings, found, at) for at in range(len(found.answers))]
+    of_length = {answer.tokens: of_it for answer, of_it in zip(found.answers, lines, strict=True)}
     for row in rows:
         if row["chosen"]:
-            row["command"] = next(iter(lines[row["tokens"]]), None)
+            row["command"] = next(iter(of_length[row["tokens"]]), None)
     told = printed.as_json(
         rows,
         notes_of(cfg, found, advice),
         advice=printed.alternatives(advice.outcomes) if advice else [],
         token_budgets=printed.budgets(found),
-        commands=all_commands(cfg, settings, found),
+        commands=[line for of_it in lines for line in of_it],
         largest_error=found.largest_error,
     )
     print(told)
@@ -191,10 +191,6 @@ def notes_of(cfg: DictConfig, found: Answers, advice: Advice | None) -> list[str
     return [*found.notes, *notes_on_samples(cfg, found.batch_size(0)), *(advice.notes if advice else ())]
 
 
-def all_commands(cfg: DictConfig, settings: PlanSettings, found: Answers) -> list[str]:
-    return [line for at in range(len(found.answers)) for line in commands(cfg, settings, found, at)]
-
-
 def tell(notes: Sequence[str], file: TextIO | None = None) -> None:
     for note in notes:
         print(f"note: {note}", file=file)
@@ -213,4 +209,4 @@ def overrides() -> list[str]:
 
 
 if __name__ == "__main__":
-    launch.answer(answer, keys=[*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))])
+    launch.answer(answer, keys=PLAN_KEYS)

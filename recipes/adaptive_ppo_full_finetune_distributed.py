@@ -30,13 +30,12 @@ from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_
 from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
 from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
 from torchtune_adaptive.tune.rl.room import check_room
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS, TRAINED_FILES, check_ppo, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
 from torchtune_adaptive.tune.rl.stages import answering_of, build_stages
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.token_budget import check_token_budget
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.remedies import KEYS_IN_PPO
 
@@ -46,8 +45,6 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._ppo = read_ppo_settings(cfg)
-        check_ppo(self._settings.adaptive)
-        check_token_budget(self._settings)
         self._device = devices.device_of(self._settings)
         process_group.join(self._device)
         self._mesh = process_group.mesh_of(self._device, self._settings)
@@ -173,4 +170,4 @@ class AdaptivePPOFullFinetuneDistributed:
 
 
 if __name__ == "__main__":
-    launch.main(AdaptivePPOFullFinetuneDistributed, keys=(*PPO_SECTIONS, *PPO_KEYS), remedies=KEYS_IN_PPO)
+    launch.main(AdaptivePPOFullFinetuneDistributed, keys=PPO_KEYS, remedies=KEYS_IN_PPO)

@@ -38,7 +38,8 @@ from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_mod
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.run.fitting import training_step
-from torchtune_adaptive.tune.start.settings import Settings, read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.start.readers import read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
 from torchtune_adaptive.tune.trace.recipes import is_lora
 

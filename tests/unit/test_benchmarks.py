@@ -22,7 +22,7 @@ from tests.searching import Shape, Trained
 from torchtune_adaptive.tune.check.config import check_config
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.start.settings import read_full_settings
+from torchtune_adaptive.tune.start.readers import read_full_settings
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import OURS, demo_config
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, PPO_SECTIONS
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 
 EPOCHS, STEPS_PER_EPOCH = 4, 5
 STEPS = EPOCHS * STEPS_PER_EPOCH
@@ -49,7 +49,7 @@ class Variant:
     @property
     def keys(self) -> tuple[str, ...]:
         """Of the recipe's config, besides those of finetuning."""
-        return (*PPO_SECTIONS, *PPO_KEYS) if self.kind == "full_ppo" else ()
+        return PPO_KEYS if self.kind == "full_ppo" else ()
 
     def safe_after(self, step: int) -> int:
         """The step that has to be on disk by the time that this one is done, so that a kill costs only what follows it.

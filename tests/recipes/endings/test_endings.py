@@ -22,7 +22,7 @@ from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
 from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
-from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
+from torchtune_adaptive.tune.start.endings import refusing_early_exits
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
@@ -31,58 +30,29 @@ from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obst
 from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.plan.settings import Lengths, check_length, lengths, read_plan_settings
+from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, Lengths, check_length, lengths, read_plan_settings
 from torchtune_adaptive.tune.rl.room import longest_taken
-from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, PPO_SECTIONS, check_ppo, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
-from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
-from torchtune_adaptive.tune.run.token_budget import check_token_budget
-from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PLAN, PPO
+from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
 from torchtune_adaptive.tune.start.keys import check_keys
 from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import (
-    Settings,
-    read_full_dpo_settings,
-    read_full_settings,
-    read_lora_dpo_settings,
-    read_lora_settings,
-)
-from torchtune_adaptive.tune.trace.recipes import read_settings, trains_on_pairs
-
-READERS: Mapping[str, Callable[[DictConfig], Settings]] = {
-    FULL: read_full_settings,
-    LORA: lambda cfg: read_lora_settings(cfg)[0],
-    FULL_DPO: read_full_dpo_settings,
-    LORA_DPO: lambda cfg: read_lora_dpo_settings(cfg)[0],
-    PPO: lambda cfg: read_ppo_settings(cfg)[0],
-    PLAN: lambda cfg: read_settings(cfg)[0],
-}
-"""What each recipe reads first."""
-SAVED_BY = {FULL: "full", LORA: "lora", FULL_DPO: "full_dpo", LORA_DPO: "lora_dpo", PPO: "full_ppo"}
-"""What the manifest of a checkpoint calls the recipe that wrote it."""
-OF_PAIRS = (FULL_DPO, LORA_DPO)
-CHECKS = {FULL_DPO: check_preferences, LORA_DPO: check_preferences, PPO: check_ppo}
-"""What of `adaptive:` a recipe refuses."""
-KEYS_OF: Mapping[str, Sequence[str]] = {
-    PLAN: [*PPO_SECTIONS, *PPO_KEYS, *(field.name for field in fields(PlanSettings))],
-    PPO: (*PPO_SECTIONS, *PPO_KEYS),
-}
-"""Keys that only one recipe knows."""
+from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.trace.recipes import TRAININGS, read_settings, trains_on_pairs
 
 
 def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
-    findings = Findings(here=here)
-    findings.of(lambda: check_keys(cfg, KEYS_OF.get(recipe, ()), aloud=True))
+    findings, training = Findings(here=here), TRAININGS.get(recipe)
+    findings.of(lambda: check_keys(cfg, training.keys if training else PLAN_KEYS, aloud=True))
     in_adaptive = Findings(here=here)
     well = in_adaptive.of(lambda: read_adaptive(cfg.get("adaptive"))) is not None
     if not well:  # which hides nothing that is wrong besides
         cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "adaptive"])
-    settings = findings.of(lambda: READERS[recipe](cfg))
+    settings, _ = findings.of(lambda: (training.read if training else read_settings)(cfg)) or (None, None)
     findings.wrong += in_adaptive.wrong
-    of_pairs = recipe in OF_PAIRS or (recipe == PLAN and bool(findings.of(lambda: trains_on_pairs(cfg))))
+    of_pairs = training.of_pairs if training else bool(findings.of(lambda: trains_on_pairs(cfg)))
     check = check_traced if recipe == PLAN else check_components
     # where the policy is what the others call the model
     if recipe in (PPO, PLAN) and POLICY in cfg:
@@ -97,17 +67,16 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
             findings.of(lambda: check_cuts(checked_loss(cfg), model))
     if settings is None or not well:
         return findings
-    if recipe == PLAN:
+    if training is None:
         _check_question(settings, [each for each in (model, value) if each is not None], findings)
         return findings
-    findings.of(lambda: CHECKS.get(recipe, check_no_reference)(settings.adaptive))
     if recipe == PPO:
         findings.of(lambda: read_ppo_settings(cfg)[1].iterations(ranks or 1))
     _check_together(settings, model, findings)
     _check_ranks(settings, ranks, findings)
     findings.of(lambda: _check_device(settings, findings))
     findings.of(lambda: check_weights(cfg, findings))
-    findings.of(lambda: check_output(settings, SAVED_BY[recipe], findings))
+    findings.of(lambda: check_output(settings, training.saved_by, findings))
     return findings
 
 
@@ -127,7 +96,6 @@ def _check_question(settings: Settings, models: Sequence[nn.Module], findings: F
 
 def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:
     """Values that are well each by itself."""
-    findings.of(lambda: check_token_budget(settings))
     findings.of(lambda: obstacle_to_recovery(settings, model))
     findings.of(lambda: _check_search(settings, model))
     findings.of(lambda: start_progress(settings, ranks=1))

@@ -14,12 +14,9 @@ from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.settings import budget, check_advice, lengths
-from torchtune_adaptive.tune.rl.settings import check_ppo, read_ppo_settings
-from torchtune_adaptive.tune.run.preferences import check_no_reference, check_preferences
-from torchtune_adaptive.tune.run.token_budget import check_token_budget
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.trace.recipes import on_gpu, read_settings, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.tune.rl.settings import read_ppo_settings
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
+from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
 
 
 def check_plan(cfg: DictConfig, plan: PlanSettings) -> None:
@@ -39,8 +36,6 @@ def checks_of_plan(settings: Settings, plan: PlanSettings) -> Iterator[Callable[
         yield partial(mesh_shape, settings, ranks)
         yield partial(_check_ranks, settings, ranks)
     yield lambda: obstacle_to_recovery(settings)
-    yield lambda: check_token_budget(settings)
-    yield lambda: _check_kind(cfg)(adaptive)
 
 
 def _check_ranks(settings: Settings, ranks: int) -> None:
@@ -50,10 +45,3 @@ def _check_ranks(settings: Settings, ranks: int) -> None:
         size_for_rank(limits, 0, ranks, "adaptive.memory_limit")
     if trains_with_ppo(settings.config):
         read_ppo_settings(settings.config)[1].iterations(ranks)
-
-
-def _check_kind(cfg: DictConfig) -> Callable[[AdaptiveConfig], None]:
-    """What a recipe refuses of `adaptive:`."""
-    if trains_with_ppo(cfg):
-        return check_ppo
-    return check_preferences if trains_on_pairs(cfg) else check_no_reference

@@ -11,7 +11,7 @@ from torchtune import training, utils
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def prepare(settings: Settings) -> None:
     """Call before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
     if settings.fsdp_cpu_offload:
         training.set_torch_num_threads()
-    limited_on_cpu = settings.adaptive.memory_limit is not None and settings.device.startswith("cpu")
+    limited_on_cpu = settings.adaptive.memory_limit is not None and not on_gpu(settings)
     if settings.compile and limited_on_cpu and rank() == 0:
         logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which counts operation by operation")
 

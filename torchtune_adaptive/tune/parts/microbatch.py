@@ -40,7 +40,7 @@ from torchtune_adaptive.tune.parts.unpadded.documents import (
 )
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)
@@ -263,7 +263,7 @@ def _not_under_tensor_parallelism(settings: Settings, model: nn.Module | None) -
         return f"the model has {DROPOUT}"
     if settings.enable_activation_offloading:
         return "enable_activation_offloading is True, which no pass without data can repeat"
-    if not settings.device.startswith("cpu") and not settings.adaptive.recover_untested:
+    if on_gpu(settings) and not settings.adaptive.recover_untested:
         return (
             f"device is {settings.device!r}: with another backend than gloo this has not been tested "
             "(adaptive.recover_untested: True enables it all the same)"

@@ -31,7 +31,8 @@ from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, check_replicas
+from torchtune_adaptive.tune.start.readers import check_replicas
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
 NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
 

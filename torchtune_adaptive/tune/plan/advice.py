@@ -30,8 +30,9 @@ from torchtune_adaptive.tune.plan.overrides import (
 )
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE
 from torchtune_adaptive.tune.start.components import reason
+from torchtune_adaptive.tune.start.settings import on_gpu
 from torchtune_adaptive.tune.trace.laws import Traced
-from torchtune_adaptive.tune.trace.recipes import on_gpu, read_settings, trains_with_ppo
+from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
 from torchtune_adaptive.wording import count_of
 
 ENOUGH = 2

@@ -30,9 +30,10 @@ from torchtune_adaptive.tune.plan.settings import (
 )
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune.start.sections import MOST_TOKENS, AdaptiveConfig
+from torchtune_adaptive.tune.start.settings import on_gpu
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
-from torchtune_adaptive.tune.trace.recipes import is_lora, on_gpu, read_settings, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.tune.trace.recipes import is_lora, read_settings, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.trace.steps import fake_steps
 from torchtune_adaptive.wording import count_of
 

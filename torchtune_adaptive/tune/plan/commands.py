@@ -16,9 +16,9 @@ from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, joined
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
-from torchtune_adaptive.tune.start.catalogue import PPO
 from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.trace.recipes import is_lora, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.tune.start.settings import on_gpu
+from torchtune_adaptive.tune.trace.recipes import training_of, trains_with_ppo
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Wanted:
 def command(cfg: DictConfig, plan: PlanSettings, config_name: str, wanted: Wanted, given: Sequence[str] = ()) -> str:
     """What trains so, or finds as much by itself; as the question was `given`."""
     words = joined(_for_a_run(cfg, plan, given), _sizes(cfg, plan, wanted))
-    parts = [_launcher(plan.ranks), _recipe(cfg), f"--config {config_name}", shlex.join(words)]
+    parts = [_launcher(plan.ranks), training_of(cfg).name, f"--config {config_name}", shlex.join(words)]
     return f"{_environment(cfg, plan, os.environ)}tune run {' '.join(parts)}".rstrip()
 
 
@@ -55,13 +55,6 @@ def notes_on_samples(cfg: DictConfig, rows: int) -> list[str]:
         f"batch_size={rows} makes {rows * microbatches} samples a step of each rank, where the config has "
         f"{configured * microbatches}: use_maximum_batch_size=True finds as many rows and keeps the samples"
     ]
-
-
-def _recipe(cfg: DictConfig) -> str:
-    if trains_with_ppo(cfg):
-        return PPO
-    way = "dpo" if trains_on_pairs(cfg) else "finetune"
-    return f"adaptive_{'lora' if is_lora(cfg) else 'full'}_{way}_distributed"
 
 
 def _launcher(ranks: int) -> str:
@@ -108,7 +101,7 @@ def _limit(cfg: DictConfig, plan: PlanSettings) -> Overrides:
     limit, card = plan.memory_limit, card_named(plan.memory_limit)
     if limit is None:
         return ()
-    if str(cfg.get("device")).startswith("cpu"):
+    if not on_gpu(cfg):
         return (f"adaptive.memory_limit={f'{card.gib:g}GiB' if card else limit}",)
     said = read_adaptive(cfg.get("adaptive")).memory_limit is not None
     return ("adaptive.memory_limit=null",) if said else ()
@@ -116,7 +109,7 @@ def _limit(cfg: DictConfig, plan: PlanSettings) -> Overrides:
 
 def _environment(cfg: DictConfig, plan: PlanSettings, environment: Mapping[str, str]) -> str:
     """What sets the caching allocator as it was asked about."""
-    if plan.expandable_segments is None or str(cfg.get("device")).startswith("cpu"):
+    if plan.expandable_segments is None or not on_gpu(cfg):
         return ""
     name = "PYTORCH_ALLOC_CONF" if environment.get("PYTORCH_ALLOC_CONF") else "PYTORCH_CUDA_ALLOC_CONF"
     others = re.sub(r"expandable_segments:\w*,?", "", environment.get(name, "").replace(" ", "")).strip(",")

@@ -12,8 +12,8 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.trace.recipes import compiles_itself, is_lora, keeps_reference, on_gpu, read_settings
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
+from torchtune_adaptive.tune.trace.recipes import compiles_itself, is_lora, keeps_reference, read_settings
 
 Overrides = tuple[str, ...]
 

@@ -17,10 +17,13 @@ from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, card_name
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_amount
 from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.trace.recipes import trains_with_ppo
 
+PLAN_KEYS = (*PPO_KEYS, *sections.keys_of(PlanSettings))
+"""Keys that a question may have beside those of finetuning: its own, and PPO's."""
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
 RANKS_OF_A_MACHINE = 8

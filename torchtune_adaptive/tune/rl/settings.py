@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import sections
+from torchtune_adaptive.tune.start.readers import check_defaults, check_token_budget, refuse
 from torchtune_adaptive.tune.start.sections import (
     BOOL,
     COUNT,
@@ -16,19 +18,16 @@ from torchtune_adaptive.tune.start.sections import (
     INTEGER,
     NULL,
     NUMBER,
-    AdaptiveConfig,
     Rule,
     option,
 )
-from torchtune_adaptive.tune.start.settings import Settings, check_defaults, read_common
+from torchtune_adaptive.tune.start.settings import Settings, read_common
 from torchtune_adaptive.wording import count_of
 
 POLICY, VALUE = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
 VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
 TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
-PPO_SECTIONS = (POLICY, VALUE, REFERENCE_FILES, VALUE_FILES, REWARD_FILES)
-"""Sections of the config besides those of finetuning."""
 
 TOKENS = Rule(lambda v: isinstance(v, list) and all(map(INTEGER.accepts, v)), "a list of tokens, as numbers")
 FINITE = Rule(lambda v: NUMBER.accepts(v) and abs(v) < math.inf, "a finite number")
@@ -99,7 +98,11 @@ class LossSettings:
     value_coeff: float = option(FINITE_OR_0, 0.1)
 
 
-PPO_KEYS = tuple(field.name for field in fields(PPOSettings))
+PPO_KEYS = (
+    *(POLICY, VALUE, REFERENCE_FILES, VALUE_FILES, REWARD_FILES),
+    *(field.name for field in fields(PPOSettings)),
+)
+"""Sections and keys of the config besides those of finetuning."""
 
 
 def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
@@ -117,11 +120,17 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     assert isinstance(seen, DictConfig)
     settings = read_common(seen)
     del seen["epochs"]  # of which whoever reads the config would think that it was given
-    _check_supported(settings, ppo)
+    refuse(
+        settings,
+        partial(check_defaults, keys=NOT_FOR_PPO, training="PPO"),
+        partial(_check_supported, ppo=ppo),
+        _check_stages,
+        check_token_budget,
+    )
     return replace(settings, gradient_accumulation_steps=1), ppo
 
 
-def check_ppo(adaptive: AdaptiveConfig) -> None:
+def _check_stages(settings: Settings) -> None:
     """Refuses what no stage of PPO can do yet."""
     refused = {
         "padding": (False, "null or True", "rows of rollouts are padded to the longest"),
@@ -130,7 +139,7 @@ def check_ppo(adaptive: AdaptiveConfig) -> None:
         "precompute_reference": (True, "False", "the reference is asked about answers that are made in training"),
     }
     for key, (value, allowed, reason) in refused.items():
-        if getattr(adaptive, key) == value:
+        if getattr(settings.adaptive, key) == value:
             raise ConfigError(f"adaptive.{key} is {value}, but {reason} in PPO: allowed is {allowed}")
 
 
@@ -163,7 +172,6 @@ def _check_sizes(ppo: PPOSettings) -> None:
 
 
 def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
-    check_defaults(settings, NOT_FOR_PPO, "PPO")
     if settings.resume_from_checkpoint is True:
         raise ConfigError(
             "resume_from_checkpoint is True, but a checkpoint of PPO holds two models, an optimizer and more, which "

@@ -42,7 +42,7 @@ from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.static import predicted_rows
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 
 logger = logging.getLogger(__name__)
 
@@ -254,16 +254,15 @@ def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Re
 def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]) -> dict[str, Any]:
     """Collective: all that the answer depends on."""
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
-    on_gpu = str(cfg.device).startswith("cuda")
     keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
     return {
         **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in keys},  # type: ignore[index, call-overload]
         **options,
         "sequence_length": length,
         "world_size": dist.get_world_size(),
-        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "device": torch.get_device_module(cfg.device).get_device_name() if on_gpu(cfg) else "cpu",
         "torch": torch.__version__,
-        "budgets": [budget // CUDA_BUDGET_GRAIN for budget in budgets] if on_gpu else budgets,
+        "budgets": [budget // CUDA_BUDGET_GRAIN for budget in budgets] if on_gpu(cfg) else budgets,
     }
 
 

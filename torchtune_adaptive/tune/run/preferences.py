@@ -6,36 +6,15 @@ import logging
 from collections.abc import Mapping
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.preference import ANSWERS, EMPTY, IDENTICAL, PAIRS
 from torchtune_adaptive.tune.run.fitting import say
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
 FLAWS = {EMPTY: "an answer without any label", IDENTICAL: "two identical answers"}
-
-
-def check_preferences(adaptive: AdaptiveConfig) -> None:
-    """Refuses what no stage of preference training can do yet."""
-    if adaptive.precompute_reference and adaptive.oversize == "truncate":
-        raise ConfigError(
-            "adaptive.precompute_reference is True and adaptive.oversize is truncate: what the reference says of a "
-            "whole sample does not hold for its beginning; set adaptive.oversize to error, and lower "
-            "tokenizer.max_seq_len, or set adaptive.precompute_reference: False"
-        )
-
-
-def check_no_reference(adaptive: AdaptiveConfig) -> None:
-    """Refuses what only preference training has."""
-    if adaptive.precompute_reference:
-        raise ConfigError(
-            "adaptive.precompute_reference is True, but finetuning has no reference: set it to False, or train with "
-            "adaptive_full_dpo_distributed or adaptive_lora_dpo_distributed"
-        )
 
 
 class PreferenceFigures:

@@ -14,42 +14,10 @@ from torchtune_adaptive.tune.run.dealing import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_long
 from torchtune_adaptive.tune.run.worst_case import longest_sample
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with the limit, where nothing says less."""
-
-
-def check_token_budget(settings: Settings) -> None:
-    """Refuses what contradicts a token budget."""
-    adaptive = settings.adaptive
-    if adaptive.token_budget is None:
-        if adaptive.padding is False:
-            raise ConfigError(
-                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches by rows are padded: "
-                "set adaptive.token_budget to auto or a number, or adaptive.padding to null"
-            )
-        if adaptive.deal:
-            raise ConfigError(
-                "adaptive.deal is True, but adaptive.token_budget is null, and microbatches by rows are those of "
-                "stock: set adaptive.token_budget to auto or a number, or adaptive.deal to null"
-            )
-        return
-    if adaptive.max_batch_size is not None:
-        raise ConfigError(
-            f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is "
-            f"{adaptive.token_budget}: microbatches by tokens have as many rows as that allows; set one of them to null"
-        )
-    for key, reason in (
-        ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
-        ("optimizer_in_bwd", "which updates weights after every microbatch: a step cannot have several"),
-    ):
-        if getattr(settings, key):
-            raise ConfigError(
-                f"{key} is True, {reason}, and adaptive.token_budget is {adaptive.token_budget}; "
-                f"set {key}: False or adaptive.token_budget: null"
-            )
 
 
 @dataclass(frozen=True)

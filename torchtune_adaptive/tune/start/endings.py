@@ -7,11 +7,12 @@ import os
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.errors import AdaptiveError, EarlyExitError
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 HEAD_START_S = 0.8
@@ -77,6 +78,21 @@ def answering() -> Iterator[None]:
 def _print_nowhere() -> None:
     """What is still to be flushed would fail once more when the process ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def refusing_early_exits() -> Iterator[None]:
+    """Makes `sys.exit(0)` an error: called in a dataset, say, it would report success for no training."""
+    try:
+        yield
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        called = traceback.extract_tb(error.__traceback__)[-1]
+        raise EarlyExitError(
+            f"sys.exit({error.code!r}) ended the run before it was done, called in {called.name} ({called.filename}, "
+            f"line {called.lineno}); raise an error there, or return"
+        ) from error
 
 
 def end_with_the_launcher() -> None:

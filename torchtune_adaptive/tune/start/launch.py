@@ -33,13 +33,13 @@ from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_er
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.tune.start.configs import read_command_line
-from torchtune_adaptive.tune.start.early_exit import refusing_early_exits
 from torchtune_adaptive.tune.start.endings import (
     FOR_THE_CAUSE_S,
     HEAD_START_S,
     answering,
     end_silently,
     end_with_the_launcher,
+    refusing_early_exits,
     speaks_first,
 )
 from torchtune_adaptive.tune.start.keys import check_keys

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 RUN_FILE = "adaptive_run.json"
@@ -36,15 +36,19 @@ class RunFile:
     """The launchers of its ranks."""
 
 
+def now() -> str:
+    """The time, to the second, as files tell it."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
 def begin(directory: Path, command: str, checkpoints: Path, serial: int, launchers: Iterable[str] = ()) -> None:
-    now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     here, place = directory.absolute(), checkpoints.absolute()
     run = RunFile(
         command=command,
         folder=os.getcwd(),
         checkpoints=str(place.relative_to(here) if place.is_relative_to(here) else place),
         serial=serial,
-        started_at=now,
+        started_at=now(),
         output_dir=str(here),
         launchers=list(launchers),
     )

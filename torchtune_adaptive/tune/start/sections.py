@@ -233,20 +233,16 @@ class AdaptiveConfig:
 def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
     """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
     values = _plain(section, "adaptive")
-    known = keys_of(AdaptiveConfig)
+    read_known = partial(read, AdaptiveConfig, values, prefix="adaptive.")
+    checks: list[Callable[[], object]] = [*(partial(_check_known, key) for key in values), read_known]
+    together(checks)
+    return read_known()
 
-    def check_known(key: Any) -> None:
-        if key not in known:
-            hint = did_you_mean(str(key), known)
-            raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
 
-    def read_known() -> AdaptiveConfig:
-        return read(AdaptiveConfig, values, prefix="adaptive.")
-
-    checks: list[Callable[[], AdaptiveConfig | None]] = [*(partial(check_known, key) for key in values), read_known]
-    adaptive = together(checks)[-1]
-    assert adaptive is not None
-    return adaptive
+def _check_known(key: object) -> None:
+    if key not in (known := keys_of(AdaptiveConfig)):
+        hint = did_you_mean(str(key), known)
+        raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
 
 
 def read(kind: type[T], values: Mapping[Any, Any] | DictConfig | None, prefix: str = "") -> T:

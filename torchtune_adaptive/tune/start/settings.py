@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import ConfigError, together
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import (
     ABOVE_ZERO,
@@ -29,8 +27,6 @@ from torchtune_adaptive.tune.start.sections import (
 )
 
 AUTO = "auto"
-NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
-NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
 FUSED_ON_SHARDS = ("Adam", "AdamW")
 """Optimizers of torch whose fused update takes the shards of FSDP2."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
@@ -120,66 +116,9 @@ class LoraSettings:
     lora_alpha: float = option(ABOVE_ZERO)
 
 
-def read_full_settings(cfg: DictConfig) -> Settings:
-    """Settings of a full finetune; refuses the combinations that torchtune refuses."""
-    settings = read_common(cfg)
-    checks = (_check_offloading, _check_no_clipping, _check_no_accumulation, _check_tensor_parallel)
-    together(partial(check, settings) for check in checks)
-    return settings
-
-
-def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Settings of a LoRA finetune, some of them from its model's section."""
-    settings = read_common(cfg)
-    adapters: list[LoraSettings] = []
-
-    def read_adapters() -> None:
-        adapters.append(sections.read(LoraSettings, cfg.get("model"), prefix="model."))
-
-    unsupported = partial(check_defaults, settings, NOT_FOR_LORA, "LoRA finetuning")
-    replicas = partial(check_replicas, settings, quantized=OmegaConf.select(cfg, "model.quantize_base") is True)
-    checks: list[Callable[[], None]] = [unsupported, replicas, partial(_check_offloading, settings), read_adapters]
-    together(checks)
-    return settings, adapters[0]
-
-
-def read_full_dpo_settings(cfg: DictConfig) -> Settings:
-    """Settings of full preference training."""
-    settings = read_common(cfg)
-    together(partial(check, settings) for check in (_check_offloading, _check_preference))
-    return settings
-
-
-def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Settings of preference training of adapters, some of them from the model's section."""
-    settings, lora = read_lora_settings(cfg)
-    _check_preference(settings)
-    return settings, lora
-
-
-def _check_preference(settings: Settings) -> None:
-    unsupported = partial(check_defaults, settings, NOT_FOR_PAIRS, "preference training")
-    together([unsupported, partial(_check_no_collate_fn, settings)])
-
-
-def check_defaults(settings: Settings, keys: Iterable[str], training: str) -> None:
-    """Refuses values of keys that this kind of training takes at their defaults only."""
-
-    def check(key: str) -> None:
-        value, allowed = getattr(settings, key), getattr(Settings, key)
-        if value != allowed:
-            raise ConfigError(f"{key} is {value}, which {training} does not support: allowed is {allowed}")
-
-    together(partial(check, key) for key in keys)
-
-
-def _check_no_collate_fn(settings: Settings) -> None:
-    """Whatever it names: the recipe pads pairs by itself, and torchtune's does not read the key either."""
-    if "collate_fn" in settings.config:
-        raise ConfigError(
-            f"collate_fn is {settings.config.collate_fn}, and preference training puts pairs together by itself: "
-            "leave it out"
-        )
+def on_gpu(where: Settings | DictConfig) -> bool:
+    """Whether training runs on an accelerator, of whatever make: on anything but a CPU."""
+    return not str(where.device).startswith("cpu")
 
 
 def read_common(cfg: DictConfig) -> Settings:
@@ -211,66 +150,4 @@ def _check_fused(cfg: DictConfig) -> None:
         raise ConfigError(
             f"optimizer.fused is True and optimizer._component_ is {component}, whose fused update does not take the "
             f"shards of FSDP2: set optimizer.fused: False, or take one of {', '.join(FUSED_ON_SHARDS)}"
-        )
-
-
-def _check_offloading(settings: Settings) -> None:
-    if settings.fsdp_cpu_offload and settings.device.startswith("cpu"):
-        raise ConfigError(
-            f"fsdp_cpu_offload is True and device is {settings.device!r}: weights are there already, set it to False"
-        )
-    if not settings.enable_activation_offloading:
-        return
-    if not settings.device.startswith("cuda"):
-        raise ConfigError(
-            f"enable_activation_offloading is True and device is {settings.device!r}: "
-            "activations can be offloaded from cuda only"
-        )
-    if not settings.enable_activation_checkpointing:
-        raise ConfigError(
-            "enable_activation_offloading is True, but enable_activation_checkpointing is False: set it to True"
-        )
-
-
-def _check_no_clipping(settings: Settings) -> None:
-    if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
-        raise ConfigError(
-            f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
-            "they could be clipped; set one of them to null or False"
-        )
-
-
-def _check_no_accumulation(settings: Settings) -> None:
-    if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
-        raise ConfigError(
-            f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "
-            "which updates in every backward: allowed is 1"
-        )
-
-
-def check_replicas(settings: Settings, *, quantized: bool) -> None:
-    if quantized and settings.data_parallel_replicate_dim > 1:
-        raise ConfigError(
-            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
-            "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
-        )
-
-
-def _check_tensor_parallel(settings: Settings) -> None:
-    if settings.tensor_parallel_dim == 1:
-        return
-    if settings.data_parallel_replicate_dim > 1:
-        raise ConfigError(
-            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and data_parallel_replicate_dim is "
-            f"{settings.data_parallel_replicate_dim}, which do not go together here: set one of them to 1"
-        )
-    if settings.config.get("tensor_parallel_plan") is None:
-        raise ConfigError(
-            f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
-            "name one, for example torchtune.models.llama3.base_llama_tp_plan"
-        )
-    if OmegaConf.select(settings.config, "optimizer.fused"):
-        raise ConfigError(
-            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
-            "set optimizer.fused: False"
         )

@@ -21,8 +21,7 @@ from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.rl.models import give_gradients
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.trace.recipes import on_gpu
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.trace.shims import fake_tables
 
 

@@ -2,25 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.devices import device_named
 from torchtune_adaptive.tune.parts.preference import build_preference_loss
-from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import (
-    LoraSettings,
-    Settings,
+from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
+from torchtune_adaptive.tune.start.readers import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,
     read_lora_settings,
 )
+from torchtune_adaptive.tune.start.sections import read_adaptive
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu
 
 PREDICTED = ("cpu", "cuda")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """A recipe that trains, as others see it."""
+
+    name: str
+    saved_by: str
+    """What the manifest of a checkpoint calls the recipe that wrote it."""
+    read: Callable[[DictConfig], tuple[Settings, LoraSettings | None]]
+    """Reads its settings; refuses what they contradict."""
+    of_pairs: bool = False
+    keys: Sequence[str] = ()
+    """Keys that only this recipe knows."""
+
+
+TRAININGS = {
+    each.name: each
+    for each in (
+        Training(name=FULL, saved_by="full", read=lambda cfg: (read_full_settings(cfg), None)),
+        Training(name=LORA, saved_by="lora", read=read_lora_settings),
+        Training(
+            name=FULL_DPO, saved_by="full_dpo", read=lambda cfg: (read_full_dpo_settings(cfg), None), of_pairs=True
+        ),
+        Training(name=LORA_DPO, saved_by="lora_dpo", read=read_lora_dpo_settings, of_pairs=True),
+        Training(name=PPO, saved_by="full_ppo", read=lambda cfg: (read_ppo_settings(cfg)[0], None), keys=PPO_KEYS),
+    )
+}
+
+
+def training_of(cfg: DictConfig) -> Training:
+    """The recipe that this config is for."""
+    if trains_with_ppo(cfg):
+        return TRAININGS[PPO]
+    full, lora = (FULL_DPO, LORA_DPO) if trains_on_pairs(cfg) else (FULL, LORA)
+    return TRAININGS[lora if is_lora(cfg) else full]
 
 
 def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
@@ -32,13 +71,7 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
         )
     if (shared := cfg.get("tensor_parallel_dim", 1)) != 1:  # before a run's own conditions, which lead to this one
         raise ConfigError(f"tensor_parallel_dim is {shared}, which a prediction does not cover: allowed is 1")
-    pairs, lora = trains_on_pairs(cfg), None
-    if trains_with_ppo(cfg):
-        settings = read_ppo_settings(cfg)[0]
-    elif is_lora(cfg):
-        settings, lora = (read_lora_dpo_settings if pairs else read_lora_settings)(cfg)
-    else:
-        settings = (read_full_dpo_settings if pairs else read_full_settings)(cfg)
+    settings, lora = training_of(cfg).read(cfg)
     if settings.device.partition(":")[0] not in PREDICTED:
         raise ConfigError(
             f"device is {settings.device!r}, which a prediction does not cover: allowed is {' or '.join(PREDICTED)}"
@@ -52,10 +85,6 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
 def as_finetuning(cfg: DictConfig) -> DictConfig:
     """The config, in which PPO's policy is what finetuning calls the model."""
     return read_ppo_settings(cfg)[0].config if trains_with_ppo(cfg) else cfg
-
-
-def on_gpu(settings: Settings) -> bool:
-    return not settings.device.startswith("cpu")
 
 
 def is_lora(cfg: DictConfig) -> bool:

@@ -37,10 +37,9 @@ from torchtune_adaptive.tune.rl.stages import (
     most_rows,
     passes_of,
 )
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.trace.fakes import FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
-from torchtune_adaptive.tune.trace.recipes import on_gpu
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
 TRACED_ANSWER = 3

@@ -42,13 +42,12 @@ from torchtune_adaptive.tune.parts.preference import (
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu
 from torchtune_adaptive.tune.trace.fakes import Built, FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import batching_of, made_up_checkpoint
 from torchtune_adaptive.tune.trace.recipes import (
     compiles_itself,
     keeps_reference,
-    on_gpu,
     read_settings,
     trains_on_pairs,
     trains_with_ppo,

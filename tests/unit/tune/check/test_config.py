@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 from tests.recipes.endings import test_errors
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
-from torchtune_adaptive.tune.check.config import READERS, SAVED_BY
 from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
 from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.trace.recipes import TRAININGS
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {
@@ -69,8 +69,7 @@ def first_words(parts: list[str]) -> list[str]:
 
 
 def test_every_recipe_can_be_checked() -> None:
-    assert READERS.keys() == RECIPES.keys()
-    assert SAVED_BY.keys() == {name for name, stock in RECIPES.items() if stock}
+    assert TRAININGS.keys() == {name for name, stock in RECIPES.items() if stock}
 
 
 def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Validate, tmp_path: Path) -> None:
@@ -109,7 +108,15 @@ def test_what_lora_cannot_do_is_refused(validate: Validate, override: str, parts
     [
         (["adaptive.recover_from_oom=True", *IN_BACKWARD], ["a step cannot be run again"]),
         (["adaptive.deal=True"], ["adaptive.deal is True", "token_budget is null"]),
-        (["adaptive.token_budget=64", "adaptive.padding=False", "dataset.packed=True"], ["the dataset is packed"]),
+        (
+            [
+                "adaptive.token_budget=64",
+                "use_maximum_batch_size=False",
+                "adaptive.padding=False",
+                "dataset.packed=True",
+            ],
+            ["the dataset is packed"],
+        ),
         (["adaptive.sequence_length=4096"], ["adaptive.sequence_length is 4096", "at most 2048"]),
         (["adaptive.memory_limit=[1GiB,2GiB,3GiB]", "--ranks=2"], ["3 amounts for 2 ranks"]),
         (["adaptive.memory_limit=lots"], ["adaptive.memory_limit", "'lots'"]),

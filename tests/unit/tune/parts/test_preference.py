@@ -18,10 +18,11 @@ from torchtune_adaptive.tune.parts.data import check_are_pairs
 from torchtune_adaptive.tune.parts.preference import build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preferences
-from torchtune_adaptive.tune.run.preferences import PreferenceFigures, check_preferences
+from torchtune_adaptive.tune.run.preferences import PreferenceFigures
 from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.readers import read_full_dpo_settings
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings, read_full_dpo_settings
+from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.trace.recipes import keeps_reference, read_settings, trains_on_pairs
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
@@ -160,9 +161,10 @@ def test_predictions_know_the_recipe_by_the_reference_or_the_loss(name: str) -> 
 
 
 def test_what_a_reference_says_of_a_whole_pair_does_not_hold_for_its_beginning() -> None:
-    check_preferences(AdaptiveConfig(precompute_reference=True, oversize="skip"))
+    adaptive = {"precompute_reference": True, "oversize": "skip"}
+    read_full_dpo_settings(OmegaConf.create({**KEYS, "adaptive": adaptive}))
     with pytest.raises(ConfigError, match=r"precompute_reference is True and adaptive.oversize is truncate"):
-        check_preferences(AdaptiveConfig(precompute_reference=True, oversize="truncate"))
+        read_full_dpo_settings(OmegaConf.create({**KEYS, "adaptive": {**adaptive, "oversize": "truncate"}}))
 
 
 def testsums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradients() -> None:

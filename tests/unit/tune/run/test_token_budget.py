@@ -13,7 +13,7 @@ from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
 from torchtune_adaptive.tune.run import fitting
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for
-from torchtune_adaptive.tune.run.token_budget import check_token_budget
+from torchtune_adaptive.tune.start.readers import check_token_budget
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import Settings
 

@@ -6,9 +6,10 @@ the others like anything but what it is.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -32,6 +33,8 @@ from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
+
+Value = TypeVar("Value")
 
 KEEP_LAST = "keep_last_n_checkpoints"
 REFERENCE = "ref_checkpointer"
@@ -64,36 +67,21 @@ def load_reference(settings: Settings, key: str = REFERENCE) -> State:
     assert isinstance(plain, dict)
     plain["output_dir"] = str(checkpoint_directory(settings) / folders.SAVING)  # it writes nothing there
     checkpointer = components.build_section(key, OmegaConf.create(plain), should_load_recipe_state=False)
-    state: State = {}
-    problem: str | None = None
-    try:
-        state = checkpointer.load_checkpoint()
-        _check_is_weights(state, key)
-    except AdaptiveError as error:
-        problem = str(error)
-    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
-        problem = _problem(error, "the weights", key)
-    _agree(problem)
-    weights: State = state[training.MODEL_KEY]
+    weights: State = _on_all_ranks(partial(_read, checkpointer, key), "the weights", key)[training.MODEL_KEY]
     return weights
 
 
 def load(checkpointer: Any, files: Files | None, recipe: str) -> State:
     """Collective: the weights to start from and, when resuming, the state that belongs to them."""
-    what = "the weights" if files is None or files.distributed else f"checkpoint {files.folder}"
-    state: State = {}
-    problem: str | None = None
-    try:
-        state = checkpointer.load_checkpoint()
-        _check_is_weights(state)
-        if files is not None and not files.distributed:
-            _check_belongs_together(state, files, recipe)
-    except AdaptiveError as error:
-        problem = str(error)
-    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
-        problem = _problem(error, what)
-    _agree(problem)
-    return state
+    if files is None or files.distributed:
+        return _on_all_ranks(partial(_read, checkpointer), "the weights")
+
+    def read() -> State:
+        state = _read(checkpointer)
+        _check_belongs_together(state, files, recipe)
+        return state
+
+    return _on_all_ranks(read, f"checkpoint {files.folder}")
 
 
 def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, group: dist.ProcessGroup | None) -> State:
@@ -102,31 +90,44 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, gr
         _init_optim_state(one)  # only state that exists is loaded
     state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
     state.update(dict.fromkeys(KEYS.values(), 0))
-    reader = FileSystemReader(folder)
-    if ADAPTIVE_KEY in _keys_in(reader, folder):
+    reader, what = FileSystemReader(folder), f"checkpoint {folder}"
+    # by itself: a rank that cannot read it would be missing in the next collective, which is another group's
+    if ADAPTIVE_KEY in _on_all_ranks(reader.read_metadata, what).state_dict_metadata:
         state[ADAPTIVE_KEY] = ""
-    problem: str | None = None
-    try:
+
+    def fill() -> None:
         load_parts(state, storage_reader=reader, process_group=group)
         model.load_state_dict(state.pop(training.MODEL_KEY))
         optimizer.load_state_dict(state.pop(training.OPT_KEY))
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - files can be wrong in any way
-        problem = _problem(error, f"checkpoint {folder}")
-    _agree(problem)
+
+    _on_all_ranks(fill, what)
     return state
 
 
-def _keys_in(reader: FileSystemReader, folder: Path) -> Collection[str]:
-    """Collective: what is in a distributed checkpoint. All ranks hear of one that cannot read it: they would wait for
-    it in the next collective, which is another group's."""
-    keys: Collection[str] = ()
-    problem: str | None = None
+def _read(checkpointer: Any, key: str = "checkpointer") -> State:
+    state: State = checkpointer.load_checkpoint()
+    if not isinstance(weights := state[training.MODEL_KEY], Mapping):
+        raise ConfigError(f"{key}.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name")
+    return state
+
+
+def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
+    """Collective: what the work returns; where it fails, the first rank's problem, on all of them. Or that some rank
+    was asked to end the run."""
+    result, problem = None, None
     try:
-        keys = reader.read_metadata().state_dict_metadata.keys()
-    except Exception as error:  # noqa: BLE001 - files can be wrong in any way
-        problem = _problem(error, f"checkpoint {folder}")
-    _agree(problem)
-    return keys
+        result = work()
+    except AdaptiveError as error:
+        problem = str(error)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - files can be wrong in any way
+        problem = _problem(error, what, key)
+    told = from_all_ranks((problem, THIS_RUN.asked_to_stop()))
+    first = next((each for each, _ in told if each is not None), None)
+    if first is not None:
+        raise CheckpointError(first)
+    if any(asked_to_stop for _, asked_to_stop in told):
+        raise RunStopped("stopped while it was set up, before the first step")
+    return cast(Value, result)
 
 
 def finds_files_itself(section: DictConfig) -> bool:
@@ -153,12 +154,6 @@ def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
         raise ConfigError(problem)
 
 
-def _check_is_weights(state: State, key: str = "checkpointer") -> None:
-    weights = state[training.MODEL_KEY]
-    if not isinstance(weights, Mapping):
-        raise ConfigError(f"{key}.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name")
-
-
 def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     """Refuses a state that was saved after another epoch than these weights, where no manifest vouches for them."""
     if is_lora(recipe) and training.ADAPTER_KEY not in state:
@@ -178,17 +173,7 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     )
 
 
-def _problem(error: BaseException, what: str, key: str = "checkpointer") -> str:
+def _problem(error: BaseException, what: str, key: str) -> str:
     if is_oom(error) or isinstance(error, MemoryError):
         return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
     return f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.reason(error)}"
-
-
-def _agree(problem: str | None) -> None:
-    """Collective: the first rank's problem, on all of them; or that some rank was asked to end the run."""
-    told = from_all_ranks((problem, THIS_RUN.asked_to_stop()))
-    first = next((each for each, _ in told if each is not None), None)
-    if first is not None:
-        raise CheckpointError(first)
-    if any(asked_to_stop for _, asked_to_stop in told):
-        raise RunStopped("stopped while it was set up, before the first step")

@@ -6,7 +6,6 @@ It is one of fcntl: NFS carries those, and they are not handed on to forked chil
 
 from __future__ import annotations
 
-import datetime
 import errno
 import fcntl
 import json
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.start.run_file import now
 from torchtune_adaptive.tune.start.this_run import launcher_waits_s, was_restarted
 
 logger = logging.getLogger(__name__)
@@ -128,8 +128,7 @@ def _is_still(path: Path, descriptor: int) -> bool:
 
 def _sign(descriptor: int) -> None:
     """Writes into the lock, for people, who holds it; that it is held does not depend on that."""
-    since = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    signature = {"pid": os.getpid(), "host": socket.gethostname(), "since": now()}
     with suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, json.dumps(signature).encode(), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import logging
 import os
 import shutil
@@ -34,6 +33,7 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, gather_state
+from torchtune_adaptive.tune.start.run_file import now
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 from torchtune_adaptive.wording import count_of
@@ -236,7 +236,7 @@ class Checkpoints:
             ranks=dist.get_world_size(),
             identity=self._identity,
             versions=problems.versions(),
-            saved_at=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            saved_at=now(),
             files={},
             told=self._told,
         )

@@ -13,7 +13,7 @@ from torchtune_adaptive.errors import ConfigError, RunFinished
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.tune.start import run_file
-from torchtune_adaptive.tune.start.settings import read_full_settings
+from torchtune_adaptive.tune.start.readers import read_full_settings
 from torchtune_adaptive.tune.start.this_run import RESTARTS
 
 

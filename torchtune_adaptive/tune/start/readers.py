@@ -1,0 +1,208 @@
+"""The settings of each recipe for finetuning and preference training, with what it refuses: all of it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.errors import ConfigError, together
+from torchtune_adaptive.tune.start import sections
+from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu, read_common
+
+NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
+NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
+
+
+def read_full_settings(cfg: DictConfig) -> Settings:
+    """Settings of a full finetune; refuses the combinations that torchtune refuses."""
+    settings = read_common(cfg)
+    refuse(
+        settings,
+        _check_offloading,
+        _check_no_clipping,
+        _check_no_accumulation,
+        _check_tensor_parallel,
+        check_token_budget,
+        _check_no_reference,
+    )
+    return settings
+
+
+def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    """Settings of a LoRA finetune, some of them from its model's section."""
+    return _read_with_adapters(cfg, _check_no_reference)
+
+
+def read_full_dpo_settings(cfg: DictConfig) -> Settings:
+    """Settings of full preference training."""
+    settings = read_common(cfg)
+    refuse(settings, _check_offloading, check_token_budget, _check_preference)
+    return settings
+
+
+def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
+    """Settings of preference training of adapters, some of them from the model's section."""
+    return _read_with_adapters(cfg, _check_preference)
+
+
+def _read_with_adapters(cfg: DictConfig, *checks: Callable[[Settings], object]) -> tuple[Settings, LoraSettings]:
+    settings = read_common(cfg)
+    read_adapters = partial(sections.read, LoraSettings, cfg.get("model"), prefix="model.")
+    refuse(
+        settings,
+        partial(check_defaults, keys=NOT_FOR_LORA, training="LoRA finetuning"),
+        partial(check_replicas, quantized=OmegaConf.select(cfg, "model.quantize_base") is True),
+        _check_offloading,
+        lambda _: read_adapters(),
+        check_token_budget,
+        *checks,
+    )
+    return settings, read_adapters()
+
+
+def refuse(settings: Settings, *checks: Callable[[Settings], object]) -> None:
+    """One error for all that the checks refuse."""
+    together(partial(check, settings) for check in checks)
+
+
+def check_defaults(settings: Settings, keys: Iterable[str], training: str) -> None:
+    """Refuses values of keys that this kind of training takes at their defaults only."""
+
+    def check(key: str) -> None:
+        value, allowed = getattr(settings, key), getattr(Settings, key)
+        if value != allowed:
+            raise ConfigError(f"{key} is {value}, which {training} does not support: allowed is {allowed}")
+
+    together(partial(check, key) for key in keys)
+
+
+def _check_preference(settings: Settings) -> None:
+    """Refuses what preference training cannot do."""
+    refuse(
+        settings,
+        partial(check_defaults, keys=NOT_FOR_PAIRS, training="preference training"),
+        _check_no_collate_fn,
+        _check_whole_samples,
+    )
+
+
+def _check_whole_samples(settings: Settings) -> None:
+    if settings.adaptive.precompute_reference and settings.adaptive.oversize == "truncate":
+        raise ConfigError(
+            "adaptive.precompute_reference is True and adaptive.oversize is truncate: what the reference says of a "
+            "whole sample does not hold for its beginning; set adaptive.oversize to error, and lower "
+            "tokenizer.max_seq_len, or set adaptive.precompute_reference: False"
+        )
+
+
+def _check_no_reference(settings: Settings) -> None:
+    """Refuses what only preference training has."""
+    if settings.adaptive.precompute_reference:
+        raise ConfigError(
+            "adaptive.precompute_reference is True, but finetuning has no reference: set it to False, or train with "
+            "adaptive_full_dpo_distributed or adaptive_lora_dpo_distributed"
+        )
+
+
+def _check_no_collate_fn(settings: Settings) -> None:
+    """Whatever it names: the recipe pads pairs by itself, and torchtune's does not read the key either."""
+    if "collate_fn" in settings.config:
+        raise ConfigError(
+            f"collate_fn is {settings.config.collate_fn}, and preference training puts pairs together by itself: "
+            "leave it out"
+        )
+
+
+def check_token_budget(settings: Settings) -> None:
+    """Refuses what contradicts a token budget."""
+    adaptive = settings.adaptive
+    if adaptive.token_budget is None:
+        if adaptive.padding is False:
+            raise ConfigError(
+                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches by rows are padded: "
+                "set adaptive.token_budget to auto or a number, or adaptive.padding to null"
+            )
+        if adaptive.deal:
+            raise ConfigError(
+                "adaptive.deal is True, but adaptive.token_budget is null, and microbatches by rows are those of "
+                "stock: set adaptive.token_budget to auto or a number, or adaptive.deal to null"
+            )
+        return
+    if adaptive.max_batch_size is not None:
+        raise ConfigError(
+            f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is "
+            f"{adaptive.token_budget}: microbatches by tokens have as many rows as that allows; set one of them to null"
+        )
+    for key, reason in (
+        ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
+        ("optimizer_in_bwd", "which updates weights after every microbatch: a step cannot have several"),
+    ):
+        if getattr(settings, key):
+            raise ConfigError(
+                f"{key} is True, {reason}, and adaptive.token_budget is {adaptive.token_budget}; "
+                f"set {key}: False or adaptive.token_budget: null"
+            )
+
+
+def _check_offloading(settings: Settings) -> None:
+    if settings.fsdp_cpu_offload and not on_gpu(settings):
+        raise ConfigError(
+            f"fsdp_cpu_offload is True and device is {settings.device!r}: weights are there already, set it to False"
+        )
+    if not settings.enable_activation_offloading:
+        return
+    if not settings.device.startswith("cuda"):
+        raise ConfigError(
+            f"enable_activation_offloading is True and device is {settings.device!r}: "
+            "activations can be offloaded from cuda only"
+        )
+    if not settings.enable_activation_checkpointing:
+        raise ConfigError(
+            "enable_activation_offloading is True, but enable_activation_checkpointing is False: set it to True"
+        )
+
+
+def _check_no_clipping(settings: Settings) -> None:
+    if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
+        raise ConfigError(
+            f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
+            "they could be clipped; set one of them to null or False"
+        )
+
+
+def _check_no_accumulation(settings: Settings) -> None:
+    if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
+        raise ConfigError(
+            f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "
+            "which updates in every backward: allowed is 1"
+        )
+
+
+def check_replicas(settings: Settings, *, quantized: bool) -> None:
+    if quantized and settings.data_parallel_replicate_dim > 1:
+        raise ConfigError(
+            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
+            "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
+        )
+
+
+def _check_tensor_parallel(settings: Settings) -> None:
+    if settings.tensor_parallel_dim == 1:
+        return
+    if settings.data_parallel_replicate_dim > 1:
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and data_parallel_replicate_dim is "
+            f"{settings.data_parallel_replicate_dim}, which do not go together here: set one of them to 1"
+        )
+    if settings.config.get("tensor_parallel_plan") is None:
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
+            "name one, for example torchtune.models.llama3.base_llama_tp_plan"
+        )
+    if OmegaConf.select(settings.config, "optimizer.fused"):
+        raise ConfigError(
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
+            "set optimizer.fused: False"
+        )
