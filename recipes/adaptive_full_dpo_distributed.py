@@ -44,41 +44,37 @@ class AdaptiveFullDPODistributed:
         self._settings = read_full_dpo_settings(cfg)
         check_token_budget(self._settings)
         check_preferences(self._settings.adaptive)
-        self._device = devices.device_of(self._settings)
-        process_group.join(self._device)
-        self._mesh = process_group.mesh_of(self._device, self._settings)
-        self._ranks = self._mesh["dp"].size()
+        self._place = process_group.join(self._settings)
         self._start = find_start(self._settings, recipe="full_dpo")
         contents = FullContents(recipe="full_dpo")
-        stops = self._settings.adaptive.on_save_error == "stop"
-        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._place.device)
         self._preferences = PreferenceFigures(self._settings)
-        self.progress = start_progress(self._settings, self._ranks)
+        self.progress = start_progress(self._settings, self._place.ranks)
 
     def setup(self) -> None:
-        settings, device, mesh = self._settings, self._device, self._mesh
+        settings, place = self._settings, self._place
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(settings, device, journal)
+        self._metrics = Metrics(settings, place.device, journal)
 
         checkpoint = self.checkpoints.load()
-        self.model = build_full_model(settings, device, mesh, checkpoint)
+        self.model = build_full_model(settings, place, checkpoint)
         drop_nothing(self.model)
         tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, device)
+        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
         if self._start.resumes:
             checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_preference_loss(settings.config)
 
-        self.data = build_pairs(settings, tokenizer, mesh)
+        self.data = build_pairs(settings, tokenizer, place.mesh)
         self.reference_model = self.build_reference()
-        self.stages = build_stages(self.model, self.reference_model, loss_fn, self.data, settings, device)
+        self.stages = build_stages(self.model, self.reference_model, loss_fn, self.data, settings, place.device)
         journal.follow(*self.stages.runners)
-        self._profiler = build_profiler(settings.config, device)
+        self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,
-            ranks=self._ranks,
+            ranks=self._place.ranks,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,
@@ -96,7 +92,7 @@ class AdaptiveFullDPODistributed:
         """Collective: the model of the reference, where an earlier run has not left what it says."""
         if is_known(self._settings, self.data.dataset):
             return None
-        return build_reference_model(self._settings, self._device, self._mesh, load_reference(self._settings))
+        return build_reference_model(self._settings, self._place, load_reference(self._settings))
 
     def precompute_reference(self) -> None:
         """Collective: asks the reference of all pairs, and does without it from then on."""
@@ -110,7 +106,7 @@ class AdaptiveFullDPODistributed:
         release()
 
     def train(self) -> None:
-        devices.start_clean(self._device)
+        devices.start_clean(self._place.device)
         losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
@@ -126,7 +122,7 @@ class AdaptiveFullDPODistributed:
                     result = self.stages.policy.run(pairs, step=step, upcoming=upcoming)
                     with self.stages.policy.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
-                    self.progress = self.progress.after_step(sizes, self._ranks)
+                    self.progress = self.progress.after_step(sizes, self._place.ranks)
                     loss = self._metrics.log_step(
                         step,
                         result,
@@ -160,7 +156,7 @@ class AdaptiveFullDPODistributed:
         resident = resident_tensors(self.model, self.optimization.optimizers)
         if self.reference_model is not None:
             resident += resident_tensors(self.reference_model, ())
-        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
+        return limited_memory(self._settings.adaptive.memory_limit, self._place.device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
         self.stages.watch(memory)

@@ -42,38 +42,34 @@ class AdaptiveFullFinetuneDistributed:
         self._settings = read_full_settings(cfg)
         check_token_budget(self._settings)
         check_no_reference(self._settings.adaptive)
-        self._device = devices.device_of(self._settings)
-        process_group.join(self._device)
-        self._mesh = process_group.mesh_of(self._device, self._settings)
-        self._ranks = self._mesh["dp"].size()
+        self._place = process_group.join(self._settings)
         self._start = find_start(self._settings, recipe="full")
         contents = FullContents()
-        stops = self._settings.adaptive.on_save_error == "stop"
-        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
-        self.progress = start_progress(self._settings, self._ranks)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._place.device)
+        self.progress = start_progress(self._settings, self._place.ranks)
 
     def setup(self) -> None:
-        settings, device, mesh = self._settings, self._device, self._mesh
+        settings, place = self._settings, self._place
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(settings, device, journal)
+        self._metrics = Metrics(settings, place.device, journal)
 
         checkpoint = self.checkpoints.load()
-        self.model = build_full_model(settings, device, mesh, checkpoint)
+        self.model = build_full_model(settings, place, checkpoint)
         tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, device)
+        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
         if self._start.resumes:
             checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_loss(settings, self.model)
 
-        self.data = build_data(settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, device, mesh)
+        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place)
         journal.follow(self.runner)
-        self._profiler = build_profiler(settings.config, device)
+        self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,
-            ranks=self._ranks,
+            ranks=self._place.ranks,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,
@@ -85,7 +81,7 @@ class AdaptiveFullFinetuneDistributed:
             self.course, self.progress = plot_course(self.parts, self.progress, memory)
 
     def train(self) -> None:
-        devices.start_clean(self._device)
+        devices.start_clean(self._place.device)
         losses = LossWatch(self._settings.adaptive.on_nan_loss)
         self._profiler.start()
         stopping = False
@@ -99,7 +95,7 @@ class AdaptiveFullFinetuneDistributed:
                     result = self.runner.run(samples, step=self.progress.step + 1, upcoming=upcoming)
                     with self.runner.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.target_tokens)
-                    self.progress = self.progress.after_step(sizes, self._ranks)
+                    self.progress = self.progress.after_step(sizes, self._place.ranks)
                     learning_rate = self.optimization.learning_rate()
                     loss = self._metrics.log_step(
                         self.progress.step,
@@ -129,7 +125,7 @@ class AdaptiveFullFinetuneDistributed:
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)
-        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
+        return limited_memory(self._settings.adaptive.memory_limit, self._place.device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
         self.runner.watch(memory)

@@ -42,40 +42,36 @@ class AdaptiveLoraDPODistributed:
         self._settings, self._lora = read_lora_dpo_settings(cfg)
         check_token_budget(self._settings)
         check_preferences(self._settings.adaptive)
-        self._device = devices.device_of(self._settings)
-        process_group.join(self._device)
-        self._mesh = process_group.mesh_of(self._device, self._settings)
-        self._ranks = self._mesh["dp"].size()
+        self._place = process_group.join(self._settings)
         self._start = find_start(self._settings, recipe="lora_dpo")
         contents = LoraContents(self._lora, self._settings.save_adapter_weights_only, recipe="lora_dpo")
-        stops = self._settings.adaptive.on_save_error == "stop"
-        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._place.device)
         self._preferences = PreferenceFigures(self._settings)
-        self.progress = start_progress(self._settings, self._ranks)
+        self.progress = start_progress(self._settings, self._place.ranks)
 
     def setup(self) -> None:
-        settings, device, mesh = self._settings, self._device, self._mesh
+        settings, place = self._settings, self._place
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(settings, device, journal)
+        self._metrics = Metrics(settings, place.device, journal)
 
         checkpoint = self.checkpoints.load()
-        self.model = build_lora_model(settings, self._lora, device, mesh, checkpoint)
+        self.model = build_lora_model(settings, self._lora, place, checkpoint)
         tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, device)
+        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
         if self._start.resumes:
             checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_preference_loss(settings.config)
 
-        self.data = build_pairs(settings, tokenizer, mesh)
+        self.data = build_pairs(settings, tokenizer, place.mesh)
         reference = None if is_known(settings, self.data.dataset) else self.model
-        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, device)
+        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device)
         journal.follow(*self.stages.runners)
-        self._profiler = build_profiler(settings.config, device)
+        self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,
-            ranks=self._ranks,
+            ranks=self._place.ranks,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,
@@ -98,7 +94,7 @@ class AdaptiveLoraDPODistributed:
         release()
 
     def train(self) -> None:
-        devices.start_clean(self._device)
+        devices.start_clean(self._place.device)
         losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
@@ -114,7 +110,7 @@ class AdaptiveLoraDPODistributed:
                     result = self.stages.policy.run(pairs, step=step, upcoming=upcoming)
                     with self.stages.policy.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
-                    self.progress = self.progress.after_step(sizes, self._ranks)
+                    self.progress = self.progress.after_step(sizes, self._place.ranks)
                     loss = self._metrics.log_step(
                         step,
                         result,
@@ -146,7 +142,7 @@ class AdaptiveLoraDPODistributed:
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         resident = resident_tensors(self.model, self.optimization.optimizers)
-        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
+        return limited_memory(self._settings.adaptive.memory_limit, self._place.device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
         self.stages.watch(memory)

@@ -24,7 +24,7 @@ from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on
 from torchtune_adaptive.tune.parts.optimization.clipping import clip
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.optimization.state import load_state
-from torchtune_adaptive.tune.parts.process_group import Meshes
+from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.settings import POLICY, POLICY_FILES, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
 from torchtune_adaptive.tune.start import components
@@ -54,14 +54,13 @@ class Models:
 
 def build_models(
     settings: Settings,
-    device: torch.device,
-    mesh: Meshes,
+    place: Place,
     checkpoint: Weights,
     seed: int,
     frozen: Callable[[Settings, str], Weights] = load_reference,
 ) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
-    builder = _Builder(settings, device, mesh, seed)
+    builder = _Builder(settings, place, seed)
     models = Models(
         policy=builder.build(POLICY, POLICY_FILES, checkpoint[training.MODEL_KEY], trained=True),
         value=builder.build(VALUE, VALUE_FILES, checkpoint[VALUE_MODEL], trained=True),
@@ -75,8 +74,7 @@ def build_models(
 @dataclass(frozen=True)
 class _Builder:
     settings: Settings
-    device: torch.device
-    mesh: Meshes
+    place: Place
     seed: int
 
     def build(self, key: str, files: str, weights: Weights, *, trained: bool) -> nn.Module:
@@ -87,7 +85,7 @@ class _Builder:
         if key == VALUE:
             weights = self._of_classifier(weights, files)
         try:
-            model = build_full_model(settings, self.device, self.mesh, {training.MODEL_KEY: weights}, key)
+            model = build_full_model(settings, self.place, {training.MODEL_KEY: weights}, key)
         except ConfigError as error:
             raise ConfigError(error.fact.replace("checkpointer:", f"{files}:", 1), *error.remedies) from error
         drop_nothing(model)
@@ -97,7 +95,7 @@ class _Builder:
         """Weights for a model of one number a token. A language model's head is replaced by a new one."""
         if HEAD not in weights:
             raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
-        model = built_on(META, self.settings.config, dtype_of(self.settings, self.device), VALUE)
+        model = built_on(META, self.settings.config, dtype_of(self.settings, self.place.device), VALUE)
         shape = model.state_dict()[HEAD].shape
         if shape[0] != 1:
             raise ConfigError(

@@ -50,8 +50,6 @@ class Checkpoints:
         start: Start,
         contents: Contents,
         device: torch.device,
-        *,
-        stops_on_error: bool,
         build: Callable[[DictConfig, Path, Files | None], Any] = loading.build_checkpointer,
     ) -> None:
         """Collective: creates the group that checkpoints are saved on beside training. `build` makes what reads and
@@ -60,6 +58,7 @@ class Checkpoints:
         self._contents = contents
         self._device = device
         self._directory = checkpoint_directory(settings).absolute()
+        stops_on_error = settings.adaptive.on_save_error == "stop"
         self._outcomes = problems.Outcomes(self._directory, stops_on_error=stops_on_error)
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
