@@ -51,6 +51,11 @@ class Pace:
                 self._waited_s += each.waited_s
         return self
 
+    def leave(self, waits: Waits) -> None:
+        """Stops counting there: a stage is over, and what counted for it holds its model."""
+        self._waits = [each for each in self._waits if each is not waits]
+        self._waited_s -= waits.waited_s
+
     def worked(self) -> float:
         """The share of this rank since it was last asked."""
         now_s, waited_s = time.perf_counter(), sum(each.waited_s for each in self._waits)

@@ -154,6 +154,7 @@ class StepRunner(Generic[Sample]):
     def close(self) -> None:
         """Puts FSDP's own collectives back. What is left for the process is to end."""
         self.ledger.close()
+        self._pace.leave(self.ledger)
         let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
