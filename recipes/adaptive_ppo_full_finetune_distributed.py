@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from omegaconf import DictConfig
+from torch import nn
 
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
@@ -80,13 +81,14 @@ class AdaptivePPOFullFinetuneDistributed:
             models=self.models,
             optimization=self.optimization,
             stages=self.stages,
+            checkpoints=self.checkpoints,
             journal=self.journal,
         )
         self.epochs, self.progress = plot_epochs(self.parts, self.progress)
         self.journal.start(self.progress.step)
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
             self.fits = find_limits(self.parts, memory)
-        self.stages.use_limits(self.fits.limits)
+        self.stages.runners.use_limits(self.fits.limits)
         self.checkpoints.make_room()
         start_schedules(self.parts, self.progress)
 
@@ -98,8 +100,7 @@ class AdaptivePPOFullFinetuneDistributed:
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
             self.watch(memory)
             for sizes in self.epochs[self.progress.epochs_run :]:
-                restore = self.checkpoints.restore_random_state
-                steps = begin_epoch(self.parts, self.progress, sizes, restore, self.fits.admission)
+                steps = begin_epoch(self.parts, self.progress, sizes, self.fits.admission)
                 for prompts in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
                     figures = self.iterate(prompts, iteration)
@@ -145,13 +146,11 @@ class AdaptivePPOFullFinetuneDistributed:
         self.checkpoints.save(progress, self.models.trained, optimizer, loader_state)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        resident = resident_tensors(self.models.trained, self.optimization.optimizers)
-        for frozen in (self.models.reference, self.models.reward):
-            resident += resident_tensors(frozen, ())
+        resident = resident_tensors(nn.ModuleList(self.models.everything), self.optimization.optimizers)
         return limited_memory(self._settings.adaptive.memory_limit, self._place.device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
-        self.stages.watch(memory)
+        self.stages.runners.watch(memory)
         self._metrics.watch(memory)
 
     def cleanup(self) -> None:

@@ -8,7 +8,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +98,16 @@ class Checkpoints:
         group = self._background.group if self._background else None
         return loading.load_distributed(files.folder, model, optimizer, group)
 
-    def restore_random_state(self) -> None:
+    @contextmanager
+    def going_on_to_draw(self, progress: Progress) -> Iterator[None]:
+        """Collective: around the beginning of an epoch, when the loader draws from the generators: in the middle of one
+        that draw is behind us."""
+        if not progress.steps_in_epoch:
+            self._restore_random_state()
+        yield
+        self._restore_random_state()
+
+    def _restore_random_state(self) -> None:
         """Collective: the first time, a resumed run's draws go on where the checkpoint's stopped."""
         if self._draws_from is None:
             return
