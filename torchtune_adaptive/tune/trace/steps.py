@@ -66,15 +66,9 @@ from torchtune_adaptive.tune.trace.shims import (
 
 
 @contextmanager
-def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
-    """The step of the recipe that this config is for; where that has several stages, the one that trains."""
-    with fake_steps(cfg, world_size) as steps:
-        yield next(iter(steps.values()))
-
-
-@contextmanager
 def fake_steps(cfg: DictConfig, world_size: int) -> Iterator[dict[str, FakeStep]]:
-    """The stages of that step by name, the one that trains first; a step of one stage has no name."""
+    """The stages of a step of the recipe that this config is for, by name: the one that trains first; a step of one
+    stage has no name."""
     settings, lora = read_settings(cfg)
     cfg = settings.config  # where PPO's policy is what the others call the model
     with META, quantizing_at_once():
