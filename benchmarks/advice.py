@@ -19,9 +19,9 @@ from omegaconf import DictConfig
 from benchmarks.results import Result, Row
 from tests.recipes.plan.test_plan import NO_ACCUMULATION, recipe_step
 from tests.recipes.running import demo_config
+from tests.recipes.tracing import fake_step
 from torchtune_adaptive.prediction import ONE_CORE, Timing, as_tensor
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.trace.steps import fake_step
 
 TOKENS = 256
 SIZES = ("embed_dim=256", "num_layers=4")

@@ -44,6 +44,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
+LIMITED_MEMORY = "torchtune_adaptive.tune.run.outset.limited_memory"
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class Contender:
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, *overrides))
         self.recipe.setup()
-        self.recipe.save_checkpoint = lambda: None
+        self.recipe.checkpoints.save = lambda *_: None
         self._run, self.recipe.runner.run = self.recipe.runner.run, self._count
         self._course = self.recipe.course
         self.target_tokens = 0
@@ -181,7 +182,7 @@ class Contender:
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
         clean = "torchtune_adaptive.tune.parts.devices.start_clean"
-        with mock.patch.object(self.recipe, "limited_memory", nullcontext), mock.patch(clean):
+        with mock.patch(LIMITED_MEMORY, return_value=nullcontext()), mock.patch(clean):
             yield
 
 

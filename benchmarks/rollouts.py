@@ -155,7 +155,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     one = dict.fromkeys(STAGES, min(own.values()))
     prompts = [recipe.data.dataset[index] for index in range(dist.get_rank(), ANSWERS * RANKS, RANKS)]
     rounds = [(iterate(recipe, own, prompts), iterate(recipe, one, prompts)) for _ in range(pairs + 1)][1:]
-    assert recipe.stages.recoveries == 0
+    assert recipe.stages.runners.recoveries == 0
     recipe.cleanup()
     wall = compared([(each.wall_s, single.wall_s) for each, single in rounds])
     cpu = compared([(each.cpu_s, single.cpu_s) for each, single in rounds])
@@ -178,7 +178,7 @@ def config_of(shape: Shape, folder: Path) -> DictConfig:
 
 def iterate(recipe: Any, rows: Mapping[str, int], prompts: Sequence[Any]) -> Cost:
     """Collective: the first iteration, once more."""
-    recipe.stages.use_limits({stage: RowLimit(count) for stage, count in rows.items()})
+    recipe.stages.runners.use_limits({stage: RowLimit(count) for stage, count in rows.items()})
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     recipe.iterate(prompts, 1)

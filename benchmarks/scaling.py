@@ -160,7 +160,7 @@ def conclude(ranks: int) -> None:
     reports.check_positions()
     assert not reports.failed
     assert reports.target_tokens == reports.load.tokens
-    assert reports.loss_sum == reports.upcoming_microbatches == 0
+    assert sum(report.loss_sum for report in reports) == reports.upcoming_microbatches == 0
 
 
 def counting(rounds: int) -> list[Curve]:

@@ -33,6 +33,7 @@ from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
+LIMITED_MEMORY = "torchtune_adaptive.tune.run.outset.limited_memory"
 FOLDERS = {POLICY: "", REFERENCE: "reference"}
 """Where the record of each stage's search lies."""
 
@@ -162,7 +163,7 @@ class Cost(NamedTuple):
 def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: epochs with two limits and with one, in turns, after one of each to warm up."""
     recipe = recipe_of(shape, folder, f"epochs={2 * pairs + 2}")
-    recipe.save_checkpoint = lambda: None
+    recipe.checkpoints.save = lambda *_: None
     course = recipe.course
     single = replace(course, reference_limit=None)
     rounds = [(epoch(recipe, single), epoch(recipe, course)) for _ in range(pairs + 1)][1:]
@@ -180,7 +181,7 @@ def epoch(recipe: Any, course: Any) -> Cost:
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     recipe.course = replace(course, epochs=course.epochs[: recipe.progress.epochs_run + 1])
-    with mock.patch.object(recipe, "limited_memory", nullcontext):
+    with mock.patch(LIMITED_MEMORY, return_value=nullcontext()):
         recipe.train()
     everywhere: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(everywhere, time.process_time() - cpu_began)

@@ -7,29 +7,24 @@ Takes every config of torchtune's lora_dpo_distributed unchanged. The reference 
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import replace
-
 from omegaconf import DictConfig
 
-from torchtune_adaptive.memory.device import MemorySource, release
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.data import build_pairs
-from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.model import build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
-from torchtune_adaptive.tune.parts.preference import PAIRS, build_preference_loss, build_stages
+from torchtune_adaptive.tune.parts.preference import PAIRS, POLICY, REFERENCE, build_preference_loss, build_stages
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures
-from torchtune_adaptive.tune.run.reference_table import CHUNK, is_known, precompute_reference
+from torchtune_adaptive.tune.run.reference_table import is_known, precompute_reference
 from torchtune_adaptive.tune.start import components, launch
 from torchtune_adaptive.tune.start.readers import read_lora_dpo_settings
 
@@ -39,121 +34,92 @@ class AdaptiveLoraDPODistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._lora = read_lora_dpo_settings(cfg)
-        self._device = devices.device_of(self._settings)
-        process_group.join(self._device)
-        self._mesh = process_group.mesh_of(self._device, self._settings)
-        self._ranks = self._mesh["dp"].size()
+        self._place = process_group.join(self._settings)
         self._start = find_start(self._settings, recipe="lora_dpo")
         contents = LoraContents(self._lora, self._settings.save_adapter_weights_only, recipe="lora_dpo")
-        stops = self._settings.adaptive.on_save_error == "stop"
-        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._place.device)
         self._preferences = PreferenceFigures(self._settings)
-        self.progress = start_progress(self._settings, self._ranks)
+        self.progress = start_progress(self._settings, self._place.ranks)
 
     def setup(self) -> None:
-        settings, device, mesh = self._settings, self._device, self._mesh
+        settings, place = self._settings, self._place
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(settings, device, journal)
+        metrics = Metrics(settings, place.device, journal)
 
         checkpoint = self.checkpoints.load()
-        self.model = build_lora_model(settings, self._lora, device, mesh, checkpoint)
+        self.model = build_lora_model(settings, self._lora, place, checkpoint)
         tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, device)
+        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
         if self._start.resumes:
             checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_preference_loss(settings.config)
 
-        self.data = build_pairs(settings, tokenizer, mesh)
+        self.data = build_pairs(settings, tokenizer, place.mesh)
         reference = None if is_known(settings, self.data.dataset) else self.model
-        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, device)
-        journal.follow(*self.stages.runners)
-        self._profiler = build_profiler(settings.config, device)
+        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device)
+        journal.follow(*self.stages.values())
+        self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,
-            ranks=self._ranks,
+            place=place,
+            model=self.model,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,
-            runner=self.stages.policy,
-            reference=self.stages.reference,
+            stages=self.stages,
             checkpoints=self.checkpoints,
+            metrics=metrics,
             journal=journal,
         )
-        if self._settings.adaptive.precompute_reference and self.stages.reference is not None:
-            self.precompute_reference()
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
-            self.course, self.progress = plot_course(self.parts, self.progress, memory)
-
-    def precompute_reference(self) -> None:
-        """Collective: asks the reference of all pairs, and does without it from then on."""
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=CHUNK):
-            precompute_reference(self.parts, self.progress, memory)
-        self.stages = self.stages._replace(reference=None)
-        self.parts = replace(self.parts, reference=None)
-        release()
+        if settings.adaptive.precompute_reference and REFERENCE in self.stages:
+            precompute_reference(self.parts, self.progress)
+        self.course, self.progress = plot_course(self.parts, self.progress)
 
     def train(self) -> None:
-        devices.start_clean(self._device)
+        devices.start_clean(self._place.device)
         losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * self.course.most_samples_per_step
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
-            self.watch(memory)
+        with self.parts.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
+            self.parts.watch(memory)
             for sizes in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)
-                for samples, upcoming in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
+                for samples, upcoming in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     # What the reference says of a pair is kept in it, for the stage that follows.
                     pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
-                    reference = self.stages.refer(pairs, step=step, upcoming=upcoming)
-                    result = self.stages.policy.run(pairs, step=step, upcoming=upcoming).after(reference)
-                    with self.stages.policy.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
+                    results = self.stages.run(pairs, step=step, upcoming=upcoming)
+                    result = results[POLICY].after(results.get(REFERENCE))
+                    with self.stages[POLICY].committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
-                    self.progress = self.progress.after_step(sizes, self._ranks)
-                    loss = self._metrics.log_step(
+                    self.progress = self.progress.after_step(sizes, self._place.ranks)
+                    loss = self.parts.metrics.log_step(
                         step,
                         result,
                         self.stages.recoveries,
                         learning_rate=self.optimization.learning_rate(),
                         grad_norm=grad_norm,
                         samples=float(result.sums[PAIRS]),
-                        more=self._preferences.of(reference, result),
+                        more=self._preferences.of(results),
                     )
                     losses.saw(step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
                     stopping = result.asked_to_stop
                     if self.checkpoints.due(self.progress, stopping):
                         if losses.worth_saving(self.progress.step):
-                            self.save_checkpoint()
+                            self.parts.save(self.progress)
                         self.checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
                 self._preferences.end_epoch()
                 self.progress = self.progress.after_epoch(sizes)
-                self.save_checkpoint()
+                self.parts.save(self.progress)
                 self.checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
-    def save_checkpoint(self) -> None:
-        """Collective: all that is needed to go on from here."""
-        progress = replace(self.progress, limit=self.parts.limits())
-        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self.checkpoints.save(progress, self.model, optimizer, loader_state)
-
-    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        resident = resident_tensors(self.model, self.optimization.optimizers)
-        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
-
-    def watch(self, memory: MemorySource | None) -> None:
-        self.stages.watch(memory)
-        self._metrics.watch(memory)
-
     def cleanup(self) -> None:
-        self.checkpoints.close()
-        self.stages.policy.close()
-        self._metrics.close()
-        self.parts.journal.close()
+        self.parts.close()
         self._start.release()
         process_group.leave()
 

@@ -7,12 +7,9 @@ Takes every config of torchtune's lora_finetune_distributed unchanged.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from dataclasses import replace
-
 from omegaconf import DictConfig
 
-from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
@@ -20,7 +17,6 @@ from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.data import build_data
 from torchtune_adaptive.tune.parts.loss import build_loss
-from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_step_runner
 from torchtune_adaptive.tune.parts.model import build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
@@ -38,66 +34,63 @@ class AdaptiveLoraFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._lora = read_lora_settings(cfg)
-        self._device = devices.device_of(self._settings)
-        process_group.join(self._device)
-        self._mesh = process_group.mesh_of(self._device, self._settings)
-        self._ranks = self._mesh["dp"].size()
+        self._place = process_group.join(self._settings)
         self._start = find_start(self._settings, recipe="lora")
         contents = LoraContents(self._lora, self._settings.save_adapter_weights_only)
-        stops = self._settings.adaptive.on_save_error == "stop"
-        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._device, stops_on_error=stops)
-        self.progress = start_progress(self._settings, self._ranks)
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, self._place.device)
+        self.progress = start_progress(self._settings, self._place.ranks)
 
     def setup(self) -> None:
-        settings, device, mesh = self._settings, self._device, self._mesh
+        settings, place = self._settings, self._place
         devices.prepare(settings)
         journal = RunJournal(settings)
-        self._metrics = Metrics(settings, device, journal)
+        metrics = Metrics(settings, place.device, journal)
 
         checkpoint = self.checkpoints.load()
-        self.model = build_lora_model(settings, self._lora, device, mesh, checkpoint)
+        self.model = build_lora_model(settings, self._lora, place, checkpoint)
         tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, device)
+        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
         if self._start.resumes:
             checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
             self.progress = self.progress.resumed(checkpoint)
         loss_fn = build_loss(settings, self.model)
 
-        self.data = build_data(settings, tokenizer, loss_fn, mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, device, mesh)
+        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place)
         journal.follow(self.runner)
-        self._profiler = build_profiler(settings.config, device)
+        self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,
-            ranks=self._ranks,
+            place=place,
+            model=self.model,
             loss_fn=loss_fn,
             data=self.data,
             optimization=self.optimization,
-            runner=self.runner,
+            stages=Stages({"": self.runner}),
             checkpoints=self.checkpoints,
+            metrics=metrics,
             journal=journal,
         )
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=1):
-            self.course, self.progress = plot_course(self.parts, self.progress, memory)
+        self.course, self.progress = plot_course(self.parts, self.progress)
 
     def train(self) -> None:
-        devices.start_clean(self._device)
+        devices.start_clean(self._place.device)
         losses = LossWatch(self._settings.adaptive.on_nan_loss)
         self._profiler.start()
         stopping = False
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * self.course.most_samples_per_step
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
-            self.watch(memory)
+        with self.parts.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
+            self.parts.watch(memory)
             for sizes in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)
-                for samples, upcoming in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
+                for samples, upcoming in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     result = self.runner.run(samples, step=self.progress.step + 1, upcoming=upcoming)
                     with self.runner.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.target_tokens)
-                    self.progress = self.progress.after_step(sizes, self._ranks)
+                    self.progress = self.progress.after_step(sizes, self._place.ranks)
                     learning_rate = self.optimization.learning_rate()
-                    loss = self._metrics.log_step(
+                    loss = self.parts.metrics.log_step(
                         self.progress.step,
                         result,
                         self.runner.recoveries,
@@ -109,33 +102,16 @@ class AdaptiveLoraFinetuneDistributed:
                     stopping = result.asked_to_stop
                     if self.checkpoints.due(self.progress, stopping):
                         if losses.worth_saving(self.progress.step):
-                            self.save_checkpoint()
+                            self.parts.save(self.progress)
                         self.checkpoints.end_if_asked(self.progress, stopping)
                 losses.check()
                 self.progress = self.progress.after_epoch(sizes)
-                self.save_checkpoint()
+                self.parts.save(self.progress)
                 self.checkpoints.end_if_asked(self.progress, stopping)
         self._profiler.stop()
 
-    def save_checkpoint(self) -> None:
-        """Collective: all that is needed to go on from here."""
-        progress = replace(self.progress, limit=self.runner.state_dict())
-        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self.checkpoints.save(progress, self.model, optimizer, loader_state)
-
-    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        resident = resident_tensors(self.model, self.optimization.optimizers)
-        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
-
-    def watch(self, memory: MemorySource | None) -> None:
-        self.runner.watch(memory)
-        self._metrics.watch(memory)
-
     def cleanup(self) -> None:
-        self.checkpoints.close()
-        self.runner.close()
-        self._metrics.close()
-        self.parts.journal.close()
+        self.parts.close()
         self._start.release()
         process_group.leave()
 

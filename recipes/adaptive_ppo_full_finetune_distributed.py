@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from omegaconf import DictConfig
+from torch import nn
 
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.parts import devices, process_group
@@ -45,36 +46,27 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def __init__(self, cfg: DictConfig) -> None:
         self._settings, self._ppo = read_ppo_settings(cfg)
-        self._device = devices.device_of(self._settings)
-        process_group.join(self._device)
-        self._mesh = process_group.mesh_of(self._device, self._settings)
-        self._ranks = self._mesh["dp"].size()
+        self._place = process_group.join(self._settings)
         self._start = find_start(self._settings, recipe="full_ppo", steps=self._ppo.iterations)
-        self.checkpoints = Checkpoints(
-            self._settings,
-            self._start,
-            PPOContents(),
-            self._device,
-            stops_on_error=self._settings.adaptive.on_save_error == "stop",
-            build=build_checkpointers,
-        )
-        self.progress = start_progress(self._settings, self._ranks)
+        contents, device = PPOContents(), self._place.device
+        self.checkpoints = Checkpoints(self._settings, self._start, contents, device, build_checkpointers)
+        self.progress = start_progress(self._settings, self._place.ranks)
 
     def setup(self) -> None:
-        settings, ppo, device = self._settings, self._ppo, self._device
+        settings, ppo, device = self._settings, self._ppo, self._place.device
         devices.prepare(settings)
         self.journal = RunJournal(settings)
         self._metrics = Metrics(settings, device, self.journal)
 
         checkpoint = self.checkpoints.load()
-        self.models = build_models(settings, device, self._mesh, checkpoint, self.progress.seed)
+        self.models = build_models(settings, self._place, checkpoint, self.progress.seed)
         check_room(self.models.everything, settings.adaptive, ppo)
         tokenizer = components.build("tokenizer", settings.config)
         self.optimization = build_ppo_optimization(settings, self.models, checkpoint, device)
         if self._start.resumes:
             self.progress = self.progress.resumed(checkpoint, told={"seed": "seed"})
         self.loss = build_ppo_loss(settings)
-        self.data = build_prompts(settings, tokenizer, self._mesh)
+        self.data = build_prompts(settings, tokenizer, self._place.mesh)
         self.answering = answering_of(tokenizer, ppo, self.progress.seed)
         self.stages = build_stages(self.models, self.loss, self.answering, settings, ppo, device)
         self.journal.follow(*self.stages.runners.values())
@@ -86,31 +78,31 @@ class AdaptivePPOFullFinetuneDistributed:
             models=self.models,
             optimization=self.optimization,
             stages=self.stages,
+            checkpoints=self.checkpoints,
             journal=self.journal,
         )
         self.epochs, self.progress = plot_epochs(self.parts, self.progress)
         self.journal.start(self.progress.step)
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
             self.fits = find_limits(self.parts, memory)
-        self.stages.use_limits(self.fits.limits)
+        self.stages.runners.use_limits(self.fits.limits)
         self.checkpoints.make_room()
         start_schedules(self.parts, self.progress)
 
     def train(self) -> None:
-        devices.start_clean(self._device)
+        devices.start_clean(self._place.device)
         losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss, TRAINED_FILES), False
         self._profiler.start()
         suspects = 2 * self._settings.batch_size
         with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
             self.watch(memory)
             for sizes in self.epochs[self.progress.epochs_run :]:
-                restore = self.checkpoints.restore_random_state
-                steps = begin_epoch(self.parts, self.progress, sizes, restore, self.fits.admission)
+                steps = begin_epoch(self.parts, self.progress, sizes, self.fits.admission)
                 for prompts in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
                     figures = self.iterate(prompts, iteration)
-                    self.progress = self.progress.after_step(sizes, self._ranks)
-                    run = figures_of_run(self.stages, began, len(prompts) * self._ranks)
+                    self.progress = self.progress.after_step(sizes, self._place.ranks)
+                    run = figures_of_run(self.stages, began, len(prompts) * self._place.ranks)
                     self._metrics.log_iteration(iteration, figures, run)
                     losses.saw(iteration, figures["loss"], run["target_tokens"], figures.get("grad_norm"))
                     self._profiler.step()
@@ -151,13 +143,11 @@ class AdaptivePPOFullFinetuneDistributed:
         self.checkpoints.save(progress, self.models.trained, optimizer, loader_state)
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        resident = resident_tensors(self.models.trained, self.optimization.optimizers)
-        for frozen in (self.models.reference, self.models.reward):
-            resident += resident_tensors(frozen, ())
-        return limited_memory(self._settings.adaptive.memory_limit, self._device, resident)
+        resident = resident_tensors(nn.ModuleList(self.models.everything), self.optimization.optimizers)
+        return limited_memory(self._settings.adaptive.memory_limit, self._place.device, resident)
 
     def watch(self, memory: MemorySource | None) -> None:
-        self.stages.watch(memory)
+        self.stages.runners.watch(memory)
         self._metrics.watch(memory)
 
     def cleanup(self) -> None:

@@ -129,13 +129,13 @@ class RealStep:
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: in the recipe's order, with weights made up, in the process group that there is."""
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
-    mesh = process_group.mesh_of(device, settings)
+    place = process_group.Place(device, process_group.mesh_of(device, settings))
     torch.manual_seed(0)
     checkpoint = made_up_checkpoint(settings)
     if lora is None:
-        model = build_full_model(settings, device, mesh, checkpoint)
+        model = build_full_model(settings, place, checkpoint)
     else:
-        model = build_lora_model(settings, lora, device, mesh, checkpoint)
+        model = build_lora_model(settings, lora, place, checkpoint)
     _fill(model)
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)

@@ -95,7 +95,7 @@ def group_of(world_size: int, device: torch.device) -> Iterator[None]:
         with rank_0_of(world_size):
             yield
         return
-    process_group.join(device)
+    process_group.join_on(device)
     try:
         yield
     finally:

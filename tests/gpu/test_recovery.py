@@ -86,7 +86,7 @@ class Watched:
         try:
             return self._step.forward_backward(samples)
         except torch.OutOfMemoryError:
-            self.failed_at.append(self.runner.position)
+            self.failed_at.append(self.runner.ledger.position)
             raise
 
     def run(self, samples: Sequence[Sample]) -> int:

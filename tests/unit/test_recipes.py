@@ -9,7 +9,7 @@ import pytest
 from tests.unit.source import ROOT, tree_of
 
 OWN_OF_FINETUNING = {"__init__", "setup"}
-OWN_OF_PREFERENCES = OWN_OF_FINETUNING | {"build_reference", "precompute_reference", "limited_memory"}
+OWN_OF_PREFERENCES = OWN_OF_FINETUNING | {"build_reference"}
 """The reference is a model beside a full one, and the model without its adapters beside LoRA's."""
 
 
@@ -33,5 +33,5 @@ def methods_of(recipe: str) -> dict[str, str]:
 def test_full_and_lora_train_in_the_same_words(full: str, lora: str, own: set[str]) -> None:
     """Each recipe is read from top to bottom, so what a pair shares is written twice: mend one, and mend the other."""
     ours, theirs = methods_of(full), methods_of(lora)
-    assert {"train", "save_checkpoint", "cleanup"} <= set(ours) - own
+    assert {"train", "cleanup"} <= set(ours) - own
     assert {name for name in {*ours, *theirs} if ours.get(name) != theirs.get(name)} == own

@@ -42,6 +42,8 @@ class Limit(Protocol):
 
     unit: str
     """What `size` counts."""
+    by_length: bool
+    """Whether it depends on the length, so that ranks with equally many samples may need more or less room."""
 
     @property
     def size(self) -> int:
@@ -53,10 +55,6 @@ class Limit(Protocol):
 
     def resized(self, size: int) -> Limit:
         """The limit of the same kind with this size."""
-
-    @property
-    def by_length(self) -> bool:
-        """Whether it depends on the length, so that ranks with equally many samples may need more or less room."""
 
     def rows_at(self, length: int) -> int:
         """The most rows of this length; 0 where not even one fits."""
@@ -79,6 +77,7 @@ class RowLimit:
 
     rows: int
     unit = "rows"
+    by_length = False
 
     def __post_init__(self) -> None:
         if self.rows < 1:
@@ -94,10 +93,6 @@ class RowLimit:
 
     def resized(self, size: int) -> RowLimit:
         return RowLimit(size)
-
-    @property
-    def by_length(self) -> bool:
-        return False
 
     def rows_at(self, length: int) -> int:
         return self.rows
@@ -126,6 +121,7 @@ class TokenLimit:
     rows_per_sample: int = 1
     """More than 1 where a sample is several rows of a microbatch: the limit counts all of them, `rows` samples."""
     unit = "tokens"
+    by_length = True
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
@@ -141,10 +137,6 @@ class TokenLimit:
 
     def resized(self, size: int) -> TokenLimit:
         return replace(self, tokens=size)
-
-    @property
-    def by_length(self) -> bool:
-        return True
 
     def rows_at(self, length: int) -> int:
         return self.tokens // (length * self.rows_per_sample)
@@ -177,6 +169,7 @@ class SurfaceLimit:
     """One surface for each phase, by its name."""
     budget_bytes: int
     unit = "bytes"
+    by_length = True
 
     @property
     def size(self) -> int:
@@ -188,10 +181,6 @@ class SurfaceLimit:
 
     def resized(self, size: int) -> SurfaceLimit:
         return replace(self, budget_bytes=size)
-
-    @property
-    def by_length(self) -> bool:
-        return True
 
     def rows_at(self, length: int) -> int:
         within = min(surface.rows_within(self.budget_bytes, length) for surface in self.surfaces.values())

@@ -149,10 +149,6 @@ class Reports(tuple[Report, ...]):
         )
 
     @property
-    def retries(self) -> int:
-        return int(sum(report.retries for report in self))
-
-    @property
     def fullest(self) -> Fullest | None:
         measured = [Fullest(int(each.peak_bytes), int(each.budget_bytes)) for each in self if each.budget_bytes]
         return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
@@ -170,10 +166,6 @@ class Reports(tuple[Report, ...]):
     @property
     def target_tokens(self) -> int:
         return int(sum(report.target_tokens for report in self))
-
-    @property
-    def loss_sum(self) -> float:
-        return sum(report.loss_sum for report in self)
 
     @property
     def imbalance(self) -> float:
@@ -227,7 +219,7 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
     names = sorted(totals.sums)
     mine = [totals.sums[name] for name in names]
     if totals.loss_sum.device.type == "cpu":
-        loss_sum = totals.loss_sum.new_tensor(reports.loss_sum)
+        loss_sum = totals.loss_sum.new_tensor(sum(report.loss_sum for report in reports))
         sums = list(sum_over_ranks(torch.stack(mine))) if mine else []
     else:
         loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *mine]))
@@ -237,7 +229,7 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         microbatches=microbatches,
         recoveries=recoveries,
         load=reports.load,
-        retries=reports.retries,
+        retries=int(sum(report.retries for report in reports)),
         imbalance=reports.imbalance,
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,

@@ -120,11 +120,6 @@ class StepRunner(Generic[Sample]):
         return self._governor.counters.recoveries
 
     @property
-    def position(self) -> int:
-        """How many of FSDP's collectives this rank has issued since its step began; alike on all ranks at the end."""
-        return self.ledger.position
-
-    @property
     def around_pass(self) -> AroundPass:
         """Opened around every pass that may run out of memory and be repeated: microbatches and drains.
 

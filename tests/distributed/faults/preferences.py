@@ -181,8 +181,8 @@ class PreferenceBench:
     def disturbed(self, runner: StepRunner[Sample], place: int | None) -> tuple[Outcome, int]:
         """Collective: a step that runs out of memory there; how often it did so on this rank."""
         pairs, step = self._start(), next(self._steps)
-        for stage, fresh in zip(self.stages, self._fresh, strict=True):
-            stage.load_state_dict(fresh)
+        for name, fresh in self._fresh.items():
+            self.stages[name].load_state_dict(fresh)
         with FaultInjector(runner) as faults:
             if place is not None:
                 fail_there(faults, self.case, step, place)
@@ -196,17 +196,15 @@ class PreferenceBench:
         if self.case.first_pass:
             self.models = models_of(self.case.model)
         self.stages = stages_of(self.models, self._settings)
-        self._fresh, self._put_back = [stage.state_dict() for stage in self.stages], self.stages.policy.close
-        return dict(zip((REFERENCE, POLICY), self.stages, strict=True))[self.case.stage]
+        self._fresh, self._put_back = self.stages.state_dict(), self.stages[POLICY].close
+        return self.stages[self.case.stage]
 
     def _run(self, pairs: Sequence[Sample], step: int) -> dict[str, float]:
         """Collective: both stages, as the recipes do."""
-        reference = self.stages.refer(pairs, step=step, upcoming=None)
-        policy = self.stages.policy.run(pairs, step=step)
-        return {
-            **figures_of(REFERENCE, Totals(reference.loss_sum, reference.target_tokens, reference.sums)),
-            **figures_of(POLICY, Totals(policy.loss_sum, policy.target_tokens, policy.sums)),
-        }
+        figures = {}
+        for stage, result in self.stages.run(pairs, step=step).items():
+            figures |= figures_of(stage, Totals(result.loss_sum, result.target_tokens, result.sums))
+        return figures
 
     def _start(self) -> list[Sample]:
         for model in self.models.everything:

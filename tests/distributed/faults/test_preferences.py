@@ -51,14 +51,13 @@ class Both:
         self.changes: list[Change] = []
         settings = settings_of(config, rows=3, samples=6)
         self.stages = stages_of(models, settings)
-        for runner in self.stages.runners:
+        for runner in self.stages.values():
             runner.on_change = self.changes.append
 
     def step(self, pairs: Sequence[Sample], step: int = 1) -> StepResult:
         """Collective: both stages."""
         pairs = [dict(pair) for pair in pairs]
-        self.stages.refer(pairs, step=step, upcoming=None)
-        return self.stages.policy.run(pairs, step=step)
+        return self.stages.run(pairs, step=step)[POLICY]
 
 
 def whole(model: nn.Module) -> dict[str, Any]:
@@ -70,8 +69,7 @@ def whole(model: nn.Module) -> dict[str, Any]:
 
 def outcome(lora: bool, limit: Limit, joined: bool = False) -> tuple[dict[str, Any], dict[str, float]]:
     both = Both(lora=lora, joined=joined)
-    for stage in both.stages:
-        stage.use_limit(limit)
+    both.stages.use_limits(dict.fromkeys(both.stages, limit))
     result = both.step(own_pairs())
     sums = {name: float(value) for name, value in result.sums.items() if "padded" not in name}
     del sums["microbatches"]
@@ -102,11 +100,11 @@ def fillers() -> tuple[bool, float, float]:
     """Of a step beside a filler: whether the gradient is the step's, the pairs counted, and the difference in loss."""
     both = Both(lora=False)
     pairs = [dict(pair) for pair in own_pairs()]
-    both.stages.reference.run(pairs, step=1)
-    first = both.stages.policy.attempt([pairs])
+    both.stages[REFERENCE].run(pairs, step=1)
+    first = both.stages[POLICY].attempt([pairs])
     alone = gradients_of(both.policy)
     both.policy.zero_grad(set_to_none=True)
-    attempt = both.stages.policy.attempt([pairs, [PAIR.filler(pairs[0])]])
+    attempt = both.stages[POLICY].attempt([pairs, [PAIR.filler(pairs[0])]])
     assert first.result is not None
     assert attempt.result is not None
     more = float(attempt.result.loss_sum - first.result.loss_sum)
@@ -129,15 +127,15 @@ def test_either_stage_of_either_recipe_is_run_again_and_leaves_what_plain_fsdp_l
         assert set(outcomes.values()) == {(SAMPLED, SAMPLED, 0, 0)}
 
 
-def messages(failing: int) -> list[tuple[str, str]]:
+def messages(failing: str) -> list[tuple[str, str]]:
     both = Both(lora=True)
     with FaultInjector(both.stages[failing]).fail_at(rank=1, step=3, operation=5):
         both.step(own_pairs(), step=3)
     return [(event.stage, event.reason) for event in both.changes]
 
 
-@pytest.mark.parametrize(("failing", "name"), list(enumerate((REFERENCE, POLICY))), ids=["reference", "policy"])
-def test_message_and_record_name_the_stage(failing: int, name: str) -> None:
-    for [(stage, reason)] in run_on_ranks(2, messages, failing, timeout_s=60):
+@pytest.mark.parametrize("name", [REFERENCE, POLICY], ids=["reference", "policy"])
+def test_message_and_record_name_the_stage(name: str) -> None:
+    for [(stage, reason)] in run_on_ranks(2, messages, name, timeout_s=60):
         assert stage == name
         assert reason.startswith(f"step 3, {name}: out of memory on rank 1 ")

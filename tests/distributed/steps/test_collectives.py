@@ -66,10 +66,10 @@ def plain_step_after_close() -> tuple[int, int]:
     forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 2)
     runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2])
     runner.run(samples, step=0)
-    counted = runner.position
+    counted = runner.ledger.position
     runner.close()
     forward_backward(samples)
-    return counted, runner.position
+    return counted, runner.ledger.position
 
 
 def test_close_puts_the_collectives_of_fsdp_back():

@@ -270,7 +270,9 @@ def test_a_sample_that_nothing_can_be_made_of_is_named(
 def test_a_sample_that_a_search_reads_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     scanned = ("tokenizer.max_seq_len=null", "adaptive.sequence_length=null")
-    with pytest.raises(SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has tokens that are no list"):
+    with pytest.raises(
+        SampleError, match=rf"^sample {BAD} of the dataset \(on rank 0\) has tokens that are not a list"
+    ):
         start_here("full", "--config", "adaptive/demo/full", *SMALL, *scanned, *with_flaw("none"))
 
 

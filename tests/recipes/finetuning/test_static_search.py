@@ -54,7 +54,7 @@ def test_each_stage_measures_what_was_predicted_for_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    process_group.join(torch.device("cpu"))
+    process_group.join_on(torch.device("cpu"))
     yield
     process_group.leave()
 

@@ -98,7 +98,7 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
     every, readings, meters = max(1, steps // READINGS), list[Reading](), list[Any]()
     with ending_when_a_rank_is_silent(SILENT_S * PATIENCE):
         recipe.setup()
-        watch, run = recipe.watch, recipe.runner.run
+        watch, run = recipe.runner.watch, recipe.runner.run
 
         def watch_too(memory: Any) -> None:
             meters.append(memory)
@@ -112,7 +112,7 @@ def train(case: Case, folder: Path, steps: int, each_step: Callable[[], object])
                 readings.append(Reading(process_bytes(), len(gc.get_objects()), meters[-1].live_bytes))
             return result
 
-        recipe.watch, recipe.runner.run = watch_too, run_and_read
+        recipe.runner.watch, recipe.runner.run = watch_too, run_and_read
         recipe.train()
         recipe.cleanup()
     return readings

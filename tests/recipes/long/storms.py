@@ -95,10 +95,7 @@ def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
 
 def stages_of(recipe: Any) -> dict[str, Any]:
     """The runner of each stage of a step, in their order."""
-    stages = getattr(recipe, "stages", None)
-    if hasattr(stages, "runners"):
-        return dict(stages.runners)
-    return {"": recipe.runner} if stages is None else {REFERENCE: stages.reference, POLICY: stages.policy}
+    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.parts.stages)
 
 
 def number_of(sample: Any) -> int:
@@ -128,7 +125,8 @@ class Storm:
         for name, runner in stages.items():
             runner.run = partial(self._run, name, runner.run)
             runner.on_plan = self._on_plan
-        self._watch, recipe.watch = recipe.watch, self._watch_too
+        first = next(iter(stages.values()))
+        self._watch, first.watch = first.watch, self._watch_too
         self._open = ExitStack()
 
     def __enter__(self) -> Storm:

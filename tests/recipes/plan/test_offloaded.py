@@ -9,8 +9,8 @@ import pytest
 
 from tests.recipes.plan.test_plan import NO_ACCUMULATION, ask
 from tests.recipes.running import demo_config
+from tests.recipes.tracing import fake_step
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
-from torchtune_adaptive.tune.trace.steps import fake_step
 
 ROWS, TOKENS, WIDTH = 4, 512, 128
 INPUT_BYTES = 2 * ROWS * TOKENS * WIDTH

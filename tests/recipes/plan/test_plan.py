@@ -25,6 +25,7 @@ from tests.pictures import cut_off, is_drawn, marked, names_of, pictures
 from tests.ranks import run_on_ranks
 from tests.recipes.metering import metered, profiled
 from tests.recipes.running import STOCK, demo_config, load_ours
+from tests.recipes.tracing import fake_step
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
@@ -37,7 +38,6 @@ from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.start.configs import locate, read_command_line
 from torchtune_adaptive.tune.trace import fakes
 from torchtune_adaptive.tune.trace.fakes import FakeStep
-from torchtune_adaptive.tune.trace.steps import fake_step
 
 TOLERANCE = 0.001
 LAYERS = 3

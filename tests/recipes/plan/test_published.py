@@ -12,10 +12,10 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.recipes.running import STOCK
+from tests.recipes.tracing import fake_step
 from torchtune_adaptive.prediction.cards import CARDS
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import Timing, as_tensor
-from torchtune_adaptive.tune.trace.steps import fake_step
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08

@@ -114,7 +114,7 @@ def train(folder: Path, case: Case, port: int, kib: int, stop_at: int | None = N
         train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
     stages = recipe.stages
     rows = getattr(stages.runners[GENERATE].limit, "rows", 0)
-    return Told(answers, stages.gathering.stays, stages.recoveries, rows)
+    return Told(answers, stages.gathering.stays, stages.runners.recoveries, rows)
 
 
 def peak_of_a_row(folder: Path, stage: str) -> int:

@@ -102,7 +102,7 @@ def cut_as(folder: Path, failed: Path, port: int) -> list[Cut]:
     """Collective: with the limits that another run has come down to, from the beginning."""
     recipe, cuts = set_up(folder, port, BUDGET)
     shrunk = {event["stage"]: TokenLimit(event["after"]) for event in events_of(failed, "recovery")}
-    recipe.stages.use_limits(shrunk)
+    recipe.stages.runners.use_limits(shrunk)
     train(recipe)
     return cuts
 

@@ -75,15 +75,15 @@ def stages_of(kind: str, cfg: DictConfig) -> Iterator[tuple[Any, dict[str, Calla
         return [*first, [pair] * rows]
 
     def train(rows: int, tokens: int) -> None:
-        policy = recipe.stages.policy
+        policy = recipe.stages[POLICY]
         result = policy.attempt(microbatches(policy, rows, tokens)).result
         recipe.optimization.update(result.sums[PAIRS])
 
     def refer(rows: int, tokens: int) -> None:
-        reference = recipe.stages.reference
+        reference = recipe.stages[REFERENCE]
         assert reference.attempt(microbatches(reference, rows, tokens)).result is not None
 
-    stages = {POLICY: train} if recipe.stages.reference is None else {POLICY: train, REFERENCE: refer}
+    stages = {POLICY: train, REFERENCE: refer} if REFERENCE in recipe.stages else {POLICY: train}
     for stage in stages.values():
         stage(1, 16)
     gc.collect()
@@ -94,9 +94,8 @@ def stages_of(kind: str, cfg: DictConfig) -> Iterator[tuple[Any, dict[str, Calla
 
 
 def resident_in(recipe: Any) -> list[torch.Tensor]:
-    tensors = resident_tensors(recipe.model, recipe.optimization.optimizers)
-    reference = getattr(recipe, "reference_model", None)
-    return tensors if reference is None else [*tensors, *resident_tensors(reference, ())]
+    models = torch.nn.ModuleList(runner.model for runner in recipe.stages.values())
+    return resident_tensors(models, recipe.optimization.optimizers)
 
 
 def profiled_peaks(kind: str, cfg: DictConfig) -> dict[str, list[int]]:

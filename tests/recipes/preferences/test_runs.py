@@ -65,7 +65,7 @@ def train_and_stop(kind: str, cfg: Any, stop_at: int | None) -> None:
     """Collective: our recipe to its end, or until the reference has been asked in this step."""
     recipe = load_ours(kind)(cfg)
     recipe.setup()
-    train_until(recipe, recipe.stages.policy, stop_at)
+    train_until(recipe, recipe.stages[POLICY], stop_at)
 
 
 def run_all(kind: str, folder: Path, ports: list[int]) -> None:

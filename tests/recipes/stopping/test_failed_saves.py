@@ -38,7 +38,8 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
         recipe.memory = memory
         watch(memory)
 
-    watch, recipe.watch = recipe.watch, watch_too
+    runner = recipe.parts.stages.training
+    watch, runner.watch = runner.watch, watch_too
     recipe.checkpoints.save = save_or_fail
     message = None
     try:

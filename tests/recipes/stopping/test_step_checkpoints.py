@@ -227,7 +227,7 @@ def base_weights_while_saving(folder: Path) -> list[str]:
             torch.nn.init.constant_(parameter, 0.5)
     trained = {name for name, parameter in recipe.model.named_parameters() if parameter.requires_grad}
     recipe.progress = recipe.progress.after_epoch(recipe.course.epochs[0])
-    recipe.save_checkpoint()
+    recipe.parts.save(recipe.progress)
     after = dict(recipe.model.named_parameters())
     changed = [name for name in before if name not in trained and not _same(before[name], after[name])]
     dist.barrier()

@@ -301,4 +301,4 @@ def test_a_governor_in_place_of_a_limit_decides_how_it_moves():
 def test_without_fsdp_no_collective_is_counted():
     runner = runner_of(a_model(), 8)
     runner.run(SAMPLES, step=0)
-    assert runner.position == 0
+    assert runner.ledger.position == 0

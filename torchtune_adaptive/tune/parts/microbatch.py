@@ -29,7 +29,7 @@ from torchtune_adaptive.tune.parts.data import Batching, Data
 from torchtune_adaptive.tune.parts.loss import Logits, build_loss, scoring_only, zero_of
 from torchtune_adaptive.tune.parts.model import build_shadow_model
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
-from torchtune_adaptive.tune.parts.process_group import Meshes
+from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import (
     batch_to_device,
@@ -150,27 +150,26 @@ def build_step_runner(
     loss_fn: nn.Module,
     data: Data,
     settings: Settings,
-    device: torch.device,
-    mesh: Meshes,
+    place: Place,
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
-    batching = batching_of(data, model, settings, device)
-    forward_backward = build_forward_backward(model, loss_fn, batching, settings, device)
+    batching = batching_of(data, model, settings, place.device)
+    forward_backward = build_forward_backward(model, loss_fn, batching, settings, place.device)
     recover = recovers(settings, model)
     ledger = None
     if recover and settings.tensor_parallel_dim > 1:
         assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
-        ledger = tensor_ledger(forward_backward, settings, mesh)
+        ledger = tensor_ledger(forward_backward, settings, place)
     build = runners_of(batching.kind, settings, recover=recover)
     return build(model, forward_backward, cost_of=cost_of(model), ledger=ledger)
 
 
-def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, mesh: Meshes) -> TensorLedger[Sample]:
+def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, place: Place) -> TensorLedger[Sample]:
     """Collective: what counts under tensor parallelism, and knows how to run a microbatch without data."""
     kind = forward_backward.batching.kind
 
     def build() -> nn.Module:
-        model = build_shadow_model(settings, forward_backward.device, mesh)
+        model = build_shadow_model(settings, place)
         build_loss(settings, model)  # a loss that takes logits in chunks makes the model cut them
         return model
 
@@ -184,7 +183,7 @@ def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, mesh: M
         run=lambda model, prepared: replace(forward_backward, model=model).run(prepared),
         key_of=key_of,
     )
-    group, untested = mesh["tp"].get_group(), settings.adaptive.recover_untested
+    group, untested = place.mesh["tp"].get_group(), settings.adaptive.recover_untested
     return TensorLedger(forward_backward.model, group, rehearsal, untested_backends=untested)
 
 

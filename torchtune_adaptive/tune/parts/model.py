@@ -28,7 +28,7 @@ from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.device import fatal_where_memory_runs_out
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
+from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place
 from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.readers import check_replicas
@@ -41,31 +41,29 @@ META = torch.device("meta")
 Checkpoint = Mapping[str, Any]
 
 
-def build_full_model(
-    settings: Settings, device: torch.device, mesh: Meshes, checkpoint: Checkpoint, key: str = "model"
-) -> nn.Module:
+def build_full_model(settings: Settings, place: Place, checkpoint: Checkpoint, key: str = "model") -> nn.Module:
     """Collective: the model that a section describes with every parameter trainable, filled from the checkpoint."""
-    dtype = dtype_of(settings, device)
+    dtype = dtype_of(settings, place.device)
     model = built_on(META, settings.config, dtype, key)
     _compile(model, settings)
     if settings.tensor_parallel_dim > 1:
-        model = _parallelize_tensors(model, settings.config, mesh["tp"])
+        model = _parallelize_tensors(model, settings.config, place.mesh["tp"])
     _checkpoint_activations(model, settings)
-    _shard(model, settings, mesh)
-    _init_rope(model, device, dtype)
-    _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=True)
+    _shard(model, settings, place.mesh)
+    _init_rope(model, place.device, dtype)
+    _load(model, checkpoint[training.MODEL_KEY], settings, place.device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
 
 
-def build_shadow_model(settings: Settings, device: torch.device, mesh: Meshes) -> nn.Module:
+def build_shadow_model(settings: Settings, place: Place) -> nn.Module:
     """`build_full_model` for a fake mode, under tensor parallelism: without weights, and without a word to anyone."""
     # torchtune counts the layers of a process, of which it checkpoints every n-th; scaling branches on each frequency
     with replaced((activations.checkpoint_wrapper, "_count", 0), (Llama3ScaledRoPE, "apply_scaling", same_frequencies)):
-        model = built_on(device, settings.config, dtype_of(settings, device))
-        model = _parallelize_tensors(model, settings.config, mesh["tp"], source=None)
+        model = built_on(place.device, settings.config, dtype_of(settings, place.device))
+        model = _parallelize_tensors(model, settings.config, place.mesh["tp"], source=None)
         _checkpoint_activations(model, settings)
-        _shard(model, settings, mesh)
+        _shard(model, settings, place.mesh)
     return model
 
 
@@ -74,13 +72,11 @@ def same_frequencies(_: Any, frequencies: torch.Tensor, *__: Any) -> torch.Tenso
     return frequencies.clone()
 
 
-def build_reference_model(
-    settings: Settings, device: torch.device, mesh: Meshes, weights: Mapping[str, Any]
-) -> nn.Module:
+def build_reference_model(settings: Settings, place: Place, weights: Mapping[str, Any]) -> nn.Module:
     """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     try:
-        model = build_full_model(no_checkpoints, device, mesh, {training.MODEL_KEY: weights})
+        model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights})
     except ConfigError as error:
         raise ConfigError(error.fact.replace("checkpointer:", "ref_checkpointer:", 1), *error.remedies) from error
     drop_nothing(model)
@@ -94,14 +90,9 @@ def drop_nothing(model: nn.Module) -> None:
             module.p = 0.0
 
 
-def build_lora_model(
-    settings: Settings,
-    lora: LoraSettings,
-    device: torch.device,
-    mesh: Meshes,
-    checkpoint: Checkpoint,
-) -> nn.Module:
+def build_lora_model(settings: Settings, lora: LoraSettings, place: Place, checkpoint: Checkpoint) -> nn.Module:
     """Collective: the model of the config with only its adapters trainable: the checkpoint's, or new ones."""
+    device, mesh = place
     dtype = dtype_of(settings, device)
     model = built_on(META, settings.config, dtype)
     if _is_quantized(model) and not _is_sharded(settings, mesh):

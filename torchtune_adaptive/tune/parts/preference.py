@@ -23,9 +23,8 @@ from torchtune.training import OffloadActivations, get_act_offloading_ctx_manage
 
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.step.reports import StepResult, Totals
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.data import Batching, Data
 from torchtune_adaptive.tune.parts.microbatch import batching_of, check_length, recovers, runners_of
@@ -196,30 +195,6 @@ def _logits_of_rows(scores: Scores) -> list[tuple[Tensor, Tensor]]:
     return list(zip(sums.chunk(2), lengths.chunk(2), strict=True))
 
 
-class Stages(NamedTuple):
-    """The stages of a preference step, in their order."""
-
-    reference: StepRunner[Sample] | None
-    """None once all pairs have what it says of them."""
-    policy: StepRunner[Sample]
-
-    def refer(self, pairs: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None) -> StepResult | None:
-        """Collective: each pair keeps what the reference says of it, for the stage that follows."""
-        return None if self.reference is None else self.reference.run(pairs, step=step, upcoming=upcoming)
-
-    @property
-    def runners(self) -> list[StepRunner[Sample]]:
-        return [stage for stage in self if stage is not None]
-
-    def watch(self, memory: MemorySource | None) -> None:
-        for stage in self.runners:
-            stage.watch(memory)
-
-    @property
-    def recoveries(self) -> int:
-        return sum(stage.recoveries for stage in self.runners)
-
-
 def passes_of(
     policy: nn.Module, reference: nn.Module, loss_fn: nn.Module, score: Scorer, settings: Settings
 ) -> tuple[PairPass, PairPass]:
@@ -242,7 +217,7 @@ def build_stages(
     data: Data,
     settings: Settings,
     device: torch.device,
-) -> Stages:
+) -> Stages[Sample]:
     """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with; without a reference, one.
 
     Where the reference is the policy itself, its adapters are off while it is one.
@@ -258,9 +233,10 @@ def build_stages(
     build = runners_of(batching.kind, settings, recover=recovers(settings))
     training = build(policy, train, cost_of=cost_of(policy), stage=POLICY, ledger=ledgers[1])
     if reference is None:
-        return Stages(None, training)
+        return Stages({POLICY: training})
     cost = cost_of(reference)
-    return Stages(build(reference, refer, cost_of=cost, stage=REFERENCE, ledger=ledgers[0], trains=False), training)
+    referring = build(reference, refer, cost_of=cost, stage=REFERENCE, ledger=ledgers[0], trains=False)
+    return Stages({REFERENCE: referring, POLICY: training})
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.devices import device_of
 from torchtune_adaptive.tune.start.settings import Settings
 
 Meshes = Mapping[str, DeviceMesh]
@@ -22,7 +23,26 @@ LEFT = -1
 """As many as are left, as a dimension of a mesh."""
 
 
-def join(device: torch.device) -> None:
+class Place(NamedTuple):
+    """Where this process works, and with whom."""
+
+    device: torch.device
+    mesh: Meshes
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks: each trains on samples of its own."""
+        return self.mesh["dp"].size()
+
+
+def join(settings: Settings) -> Place:
+    """Collective: takes the place in the run that torchrun and the config give this process."""
+    device = device_of(settings)
+    join_on(device)
+    return Place(device, mesh_of(device, settings))
+
+
+def join_on(device: torch.device) -> None:
     """Collective: joins the group that torchrun describes, or makes a group of this one process."""
     backend = "gloo" if device.type == "cpu" else _accelerator_backend(device)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Sample
@@ -36,6 +37,7 @@ class RolloutParts:
     models: Models
     optimization: Optimization
     stages: RolloutStages
+    checkpoints: Checkpoints
     journal: RunJournal
 
 
@@ -73,25 +75,16 @@ def start_schedules(parts: RolloutParts, progress: Progress) -> None:
 
 
 def begin_epoch(
-    parts: RolloutParts,
-    progress: Progress,
-    sizes: EpochSizes,
-    restore: Callable[[], None],
-    admission: Admission | None,
+    parts: RolloutParts, progress: Progress, sizes: EpochSizes, admission: Admission | None
 ) -> Iterator[list[Sample]]:
     """Collective: the prompts of each iteration that is left of an epoch, each as `admission` lets it in."""
-    for stage, runner in parts.stages.runners.items():
-        parts.journal.limit(runner.limit, progress.step, stage, f"epoch {sizes.epoch}")
-    within = progress.steps_in_epoch > 0
-    # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
-    if not within:
-        restore()
-    prompts = parts.data.loader.epoch(
-        sizes.epoch,
-        samples_per_step=sizes.samples_per_step,
-        steps=sizes.steps - progress.steps_in_epoch,
-        samples_done=progress.samples_in_epoch,
-    )
-    if within:
-        restore()
+    for stage, limit in parts.stages.runners.limits.items():
+        parts.journal.limit(limit, progress.step, stage, f"epoch {sizes.epoch}")
+    with parts.checkpoints.going_on_to_draw(progress):
+        prompts = parts.data.loader.epoch(
+            sizes.epoch,
+            samples_per_step=sizes.samples_per_step,
+            steps=sizes.steps - progress.steps_in_epoch,
+            samples_done=progress.samples_in_epoch,
+        )
     return prompts if admission is None else admission.telling(map(admission.admit, prompts), sizes.epoch)

@@ -57,7 +57,7 @@ def figures_of_stages(stages: RolloutStages) -> dict[str, float]:
         figures[f"{name}/microbatch_rows"] = max(each.result.load.most_rows for each in ran)
         figures[f"{name}/microbatch_tokens"] = max(each.result.load.most_tokens for each in ran)
         figures[f"{name}/recoveries"] = stages.runners[stage].recoveries
-    return {**figures, "oom_recoveries": stages.recoveries}
+    return {**figures, "oom_recoveries": stages.runners.recoveries}
 
 
 def figures_of_run(stages: RolloutStages, began: float, samples: int) -> dict[str, float]:

@@ -9,11 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchtune import training
 
@@ -21,13 +19,10 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
-from torchtune_adaptive.tune.parts.optimization.clipping import clip
-from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
-from torchtune_adaptive.tune.parts.optimization.state import load_state
-from torchtune_adaptive.tune.parts.process_group import Meshes
+from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, one_optimizer
+from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.settings import POLICY, POLICY_FILES, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
-from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
 HEAD = "output.weight"
@@ -54,14 +49,13 @@ class Models:
 
 def build_models(
     settings: Settings,
-    device: torch.device,
-    mesh: Meshes,
+    place: Place,
     checkpoint: Weights,
     seed: int,
     frozen: Callable[[Settings, str], Weights] = load_reference,
 ) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
-    builder = _Builder(settings, device, mesh, seed)
+    builder = _Builder(settings, place, seed)
     models = Models(
         policy=builder.build(POLICY, POLICY_FILES, checkpoint[training.MODEL_KEY], trained=True),
         value=builder.build(VALUE, VALUE_FILES, checkpoint[VALUE_MODEL], trained=True),
@@ -75,8 +69,7 @@ def build_models(
 @dataclass(frozen=True)
 class _Builder:
     settings: Settings
-    device: torch.device
-    mesh: Meshes
+    place: Place
     seed: int
 
     def build(self, key: str, files: str, weights: Weights, *, trained: bool) -> nn.Module:
@@ -87,7 +80,7 @@ class _Builder:
         if key == VALUE:
             weights = self._of_classifier(weights, files)
         try:
-            model = build_full_model(settings, self.device, self.mesh, {training.MODEL_KEY: weights}, key)
+            model = build_full_model(settings, self.place, {training.MODEL_KEY: weights}, key)
         except ConfigError as error:
             raise ConfigError(error.fact.replace("checkpointer:", f"{files}:", 1), *error.remedies) from error
         drop_nothing(model)
@@ -97,7 +90,7 @@ class _Builder:
         """Weights for a model of one number a token. A language model's head is replaced by a new one."""
         if HEAD not in weights:
             raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
-        model = built_on(META, self.settings.config, dtype_of(self.settings, self.device), VALUE)
+        model = built_on(META, self.settings.config, dtype_of(self.settings, self.place.device), VALUE)
         shape = model.state_dict()[HEAD].shape
         if shape[0] != 1:
             raise ConfigError(
@@ -132,23 +125,5 @@ def give_gradients(model: nn.Module) -> None:
 def build_ppo_optimization(
     settings: Settings, models: Models, checkpoint: Weights, device: torch.device
 ) -> Optimization:
-    """One optimizer for both models, with its state where the checkpoint has one."""
-    trained = models.trained
-    optimizer = components.build("optimizer", settings.config, list(trained.parameters()))
-    max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
-    optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, models, optimizer, max_norm))
-    if state := checkpoint.get(training.OPT_KEY):
-        load_state(trained, optimizer, state, device)
-    return optimization
-
-
-def _update(
-    models: Models, optimizer: torch.optim.Optimizer, max_norm: float | None, summed_over: Mapping[str, int]
-) -> float | None:
-    """One update of both, each from gradients summed over its own tokens and averaged over ranks."""
-    for name, model in models.trained.items():
-        training.scale_grads(model, torch.tensor(dist.get_world_size() / max(1, summed_over[name])))
-    norm = None if max_norm is None else clip(models.trained.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    """One optimizer for both models, whose updates each have a sum of tokens of their own."""
+    return one_optimizer(settings, models.trained, checkpoint.get(training.OPT_KEY), device)

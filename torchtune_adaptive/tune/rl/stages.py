@@ -18,10 +18,10 @@ from torchtune.rlhf.loss import PPOLoss
 from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import Limit, RowLimit
-from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.generation import Answering
@@ -30,7 +30,7 @@ from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
-from torchtune_adaptive.tune.run.fitting import restore_limit, say
+from torchtune_adaptive.tune.run.fitting import restore_limits, say
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
@@ -84,9 +84,9 @@ class Gathering:
 
 @dataclass(frozen=True)
 class RolloutStages:
-    """What runs each stage, by its name."""
+    """What runs each stage, and how that went."""
 
-    runners: Mapping[str, StepRunner[Rollout]]
+    runners: Stages[Rollout]
     ledger: CollectiveLedger
     gathering: Gathering
     ran: dict[str, list[Ran]] = field(default_factory=dict)
@@ -108,7 +108,7 @@ class RolloutStages:
 
     def committing(self, *, last_checkpoint: Path | None) -> AbstractContextManager[None]:
         """Guards the update of both models."""
-        return self.runners[TRAIN_POLICY].committing("the optimizer step", last_checkpoint=last_checkpoint)
+        return self.runners.training.committing("the optimizer step", last_checkpoint=last_checkpoint)
 
     def _run(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
         began = time.perf_counter()
@@ -134,30 +134,15 @@ class RolloutStages:
         self.ledger.forget(GENERATE)
 
     @property
-    def recoveries(self) -> int:
-        return sum(runner.recoveries for runner in self.runners.values())
-
-    @property
     def asked_to_stop(self) -> bool:
         return any(ran.result.asked_to_stop for each in self.ran.values() for ran in each)
 
-    def watch(self, memory: MemorySource | None) -> None:
-        for runner in self.runners.values():
-            runner.watch(memory)
-
-    def use_limits(self, limits: Mapping[str, Limit]) -> None:
-        for name, limit in limits.items():
-            self.runners[name].use_limit(limit)
-
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint, the same on all ranks."""
-        limits = {name: runner.state_dict() for name, runner in self.runners.items()}
-        return limits | {"stays": not self.gathering.gave_up}
+        return self.runners.state_dict() | {"stays": not self.gathering.gave_up}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        for name, runner in self.runners.items():
-            if name in saved:
-                restore_limit(runner, saved[name], name)
+        restore_limits(self.runners, saved)
         if not saved.get("stays", True) and (told := self.give_up_gathering()) is not None:
             say(f"{GENERATE}: {told}, as before it was resumed")
 
@@ -230,7 +215,7 @@ def _runners(
     gathering: Gathering,
     ledger: CollectiveLedger,
     settings: Settings,
-) -> dict[str, StepRunner[Rollout]]:
+) -> Stages[Rollout]:
     build: partial[StepRunner[Rollout]] = partial(
         StepRunner,
         filler=Rollout.filler,
@@ -240,7 +225,7 @@ def _runners(
         asked_to_stop=THIS_RUN.asked_to_stop,
         pace=Pace(),
     )
-    return {
+    runners = {
         name: build(
             model,
             run,
@@ -253,6 +238,7 @@ def _runners(
         )
         for name, (model, run) in passes.items()
     }
+    return Stages(runners)
 
 
 def _most_length(rollout: Rollout) -> int:

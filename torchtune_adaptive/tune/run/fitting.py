@@ -36,6 +36,7 @@ from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
@@ -279,12 +280,13 @@ def _probe_bar() -> Iterator[OnProbe]:
         yield on_probe
 
 
-def restore_limit(runner: StepRunner[Any], saved: Mapping[str, Any], stage: str = "") -> None:
-    """Restores a checkpoint's limit; says so where it differs from the one just found or configured."""
-    found = runner.limit
-    runner.load_state_dict(saved)
-    if runner.limit != found:
-        say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit}, as before it was resumed")
+def restore_limits(stages: Stages[Any], saved: Mapping[str, Any]) -> None:
+    """Restores a checkpoint's limits, by stage; says so where one differs from what was just found or configured."""
+    for stage in (name for name in saved if name in stages):
+        runner, found = stages[stage], stages[stage].limit
+        runner.load_state_dict(saved[stage])
+        if runner.limit != found:
+            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit}, as before it was resumed")
 
 
 def say(line: str) -> None:

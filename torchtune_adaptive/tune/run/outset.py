@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,24 +15,27 @@ from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe import TrainingStep
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
+from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
 from torchtune_adaptive.tune.run.fitting import (
     FitRequest,
     forward_step,
-    restore_limit,
+    restore_limits,
     rows_that_fit,
     say,
     training_step,
 )
 from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
 from torchtune_adaptive.tune.start.settings import Settings
@@ -45,48 +49,64 @@ class Parts:
     """What a recipe has built that the course of a run depends on."""
 
     settings: Settings
-    ranks: int
-    """Data-parallel ranks: each trains on samples of its own."""
+    place: Place
+    model: nn.Module
+    """The model that is trained and saved."""
     loss_fn: nn.Module
     data: Data
     optimization: Optimization
-    runner: StepRunner[Sample]
+    stages: Stages[Sample]
+    """One, or two on pairs: the reference before the policy, unless it has been asked of all pairs."""
     checkpoints: Checkpoints
+    metrics: Metrics
     journal: RunJournal
-    reference: StepRunner[Sample] | None = None
-    """The stage before training, where a step has two."""
 
     @property
-    def in_stages(self) -> bool:
-        """Whether steps train on pairs, beside a reference: asked in each step, or once for all."""
-        return self.data.kind.rows > 1
-
-    @property
-    def stages(self) -> dict[str, StepRunner[Sample]]:
-        """What runs in a step, in this order, by name; a single stage needs none."""
-        if self.reference is not None:
-            return {REFERENCE: self.reference, POLICY: self.runner}
-        return {POLICY if self.in_stages else "": self.runner}
+    def trains(self) -> str:
+        """The name of the stage that trains."""
+        return [*self.stages][-1]
 
     @property
     def kind(self) -> Kind:
-        return replace(self.data.kind, padded=self.runner.padded)
+        return replace(self.data.kind, padded=self.stages.training.padded)
+
+    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        """The memory that this rank may use, which the models of all stages and the optimizers live in."""
+        models = nn.ModuleList(runner.model for runner in self.stages.values())
+        resident = resident_tensors(models, self.optimization.optimizers)
+        return limited_memory(self.settings.adaptive.memory_limit, self.place.device, resident)
+
+    def watch(self, memory: MemorySource | None) -> None:
+        self.stages.watch(memory)
+        self.metrics.watch(memory)
+
+    def save(self, progress: Progress) -> None:
+        """Collective: all that is needed to go on from here."""
+        progress = replace(progress, limit=self.limits())
+        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
+        self.checkpoints.save(progress, self.model, optimizer, loader_state)
+
+    def close(self) -> None:
+        """Collective: finishes what is being written, and draws the picture of the run."""
+        self.checkpoints.close()
+        self.stages.training.close()
+        self.metrics.close()
+        self.journal.close()
 
     def worst_step(self) -> TrainingStep[Sample]:
         """Collective: the step that a search measures."""
-        return training_step(self.runner, self.optimization, self.loss_fn, self.kind, self._worst_sample())
+        return training_step(self.stages.training, self.optimization, self.loss_fn, self.kind, self._worst_sample())
 
     def worst_reference_step(self) -> TrainingStep[Sample]:
         """Collective: the same for the stage before training."""
-        assert self.reference is not None
         # asked before training, it runs when there is no optimizer state yet, and never again
         training = [] if self.settings.adaptive.precompute_reference else [self.worst_step()]
-        return forward_step(self.reference, self.kind, self._worst_sample(), *training)
+        return forward_step(self.stages[REFERENCE], self.kind, self._worst_sample(), *training)
 
     def _worst_sample(self) -> Sample:
         length = self.settings.adaptive.sequence_length
         sample = worst_sample(self.settings.config, self.data, self.kind, length)
-        return {**sample, KEPT: torch.zeros(2)} if self.in_stages else sample
+        return {**sample, KEPT: torch.zeros(2)} if self.trains == POLICY else sample
 
     def fit_request(self, memory: MemorySource | None) -> FitRequest:
         return FitRequest(
@@ -96,7 +116,7 @@ class Parts:
             data=self.data,
             kind=self.kind,
             found=self.journal.found,
-            stage=POLICY if self.in_stages else "",
+            stage=self.trains,
         )
 
     def fit_reference(self, memory: MemorySource | None) -> FitRequest:
@@ -105,21 +125,19 @@ class Parts:
         return replace(training, worst_step=self.worst_reference_step, stage=REFERENCE, folder="reference")
 
     def limits(self) -> dict[str, Any]:
-        """What the limits have come to, for a checkpoint."""
-        if self.reference is None:
-            return self.runner.state_dict()
-        return {**self.runner.state_dict(), REFERENCE: self.reference.state_dict()}
+        """What the limits have come to, for a checkpoint: that of training as it is, others by their names."""
+        states = self.stages.state_dict()
+        return {**states.pop(self.trains), **states}
 
     def restore_limits(self, saved: Mapping[str, Any]) -> None:
-        restore_limit(self.runner, saved, POLICY if self.in_stages else "")
-        if self.reference is not None and REFERENCE in saved:
-            restore_limit(self.reference, saved[REFERENCE], REFERENCE)
+        restore_limits(self.stages, {self.trains: saved, **saved})
 
     def use_limits(self, course: Course, sizes: EpochSizes) -> None:
         """Uses the epoch's limits from the next step on, in every stage."""
-        self.runner.use_limit(course.microbatches.limit_of(sizes))
-        if self.reference is not None:
-            self.reference.use_limit(course.reference_limit or course.microbatches.limit_of(sizes))
+        limits = dict.fromkeys(self.stages, course.microbatches.limit_of(sizes))
+        if REFERENCE in limits and course.reference_limit is not None:
+            limits[REFERENCE] = course.reference_limit
+        self.stages.use_limits(limits)
 
 
 @dataclass(frozen=True)
@@ -136,31 +154,31 @@ class Course:
         return max(sizes.samples_per_step for sizes in self.epochs)
 
 
-def plot_course(parts: Parts, progress: Progress, memory: MemorySource | None) -> tuple[Course, Progress]:
+def plot_course(parts: Parts, progress: Progress) -> tuple[Course, Progress]:
     """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
     settings, data = parts.settings, parts.data
-    progress = _with_dataset(progress, len(data.dataset))
-    open_record(parts, progress)
-    request = parts.fit_request(memory)
-    rows = rows_that_fit(request)
-    left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
-    before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.ranks)
-    increase = build_increase_function(parts.settings.config)
-    epochs = size_epochs(settings, increase, rows, progress, data.loader.samples_per_rank)
-    most_samples = max(sizes.samples_per_step for sizes in epochs)
-    limit = budget_limit(request, most_samples)
-    earlier = reference_limit(parts, memory, most_samples)
-    model = parts.runner.model
-    longest_of_model = getattr(model, "max_seq_len", None)
-    microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
-    dealer = dealer_of(model, settings, data, microbatches.limit)
-    microbatches = replace(microbatches, dealer=dealer)
-    announce(epochs, settings, before, parts.ranks, microbatches.limit)
-    if earlier is not None:
-        most = count_of(earlier.rows, "pair") if isinstance(earlier, RowLimit) else earlier
-        say(f"{REFERENCE}: at most {most} a microbatch")
-    parts.checkpoints.make_room()
-    course = Course(epochs, microbatches, earlier)
+    with parts.limited_memory() as memory, data.naming_bad_samples(parts.model, last=1):
+        progress = _with_dataset(progress, len(data.dataset))
+        open_record(parts, progress)
+        request = parts.fit_request(memory)
+        rows = rows_that_fit(request)
+        left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
+        before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.place.ranks)
+        increase = build_increase_function(settings.config)
+        epochs = size_epochs(settings, increase, rows, progress, data.loader.samples_per_rank)
+        most_samples = max(sizes.samples_per_step for sizes in epochs)
+        limit = budget_limit(request, most_samples)
+        earlier = reference_limit(parts, memory, most_samples)
+        longest_of_model = getattr(parts.model, "max_seq_len", None)
+        microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
+        dealer = dealer_of(parts.model, settings, data, microbatches.limit)
+        microbatches = replace(microbatches, dealer=dealer)
+        announce(epochs, settings, before, parts.place.ranks, microbatches.limit)
+        if earlier is not None:
+            most = count_of(earlier.rows, "pair") if isinstance(earlier, RowLimit) else earlier
+            say(f"{REFERENCE}: at most {most} a microbatch")
+        parts.checkpoints.make_room()
+        course = Course(epochs, microbatches, earlier)
     return course, _start_schedules(parts, course, progress)
 
 
@@ -171,7 +189,7 @@ def open_record(parts: Parts, progress: Progress) -> None:
 
 def reference_limit(parts: Parts, memory: MemorySource | None, most_samples: int) -> Limit | None:
     """Collective: what fits in the stage before training, where the config asks for that to be found or says it."""
-    if parts.reference is None:
+    if REFERENCE not in parts.stages:
         return None
     request = parts.fit_reference(memory)
     if parts.settings.adaptive.token_budget is not None:
@@ -186,19 +204,12 @@ def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSi
     A step is the samples of this rank and, where they are planned ahead, those of the next step.
     """
     parts.use_limits(course, sizes)
-    limits = {stage: runner.limit for stage, runner in parts.stages.items()}
-    parts.journal.epoch(sizes, limits, progress, parts.ranks)
+    parts.journal.epoch(sizes, parts.stages.limits, progress, parts.place.ranks)
     parts.optimization.use_lr_factor(sizes.lr_factor)
-    # The loader draws from the generators when an epoch begins: in the middle of one that draw is behind us.
-    within = progress.steps_in_epoch > 0
-    if not within:
-        parts.checkpoints.restore_random_state()
-    steps = course.microbatches.steps(
-        parts.data.loader, sizes, steps_done=progress.steps_in_epoch, samples_done=progress.samples_in_epoch
-    )
-    if within:
-        parts.checkpoints.restore_random_state()
-    return steps
+    with parts.checkpoints.going_on_to_draw(progress):
+        return course.microbatches.steps(
+            parts.data.loader, sizes, steps_done=progress.steps_in_epoch, samples_done=progress.samples_in_epoch
+        )
 
 
 def _with_dataset(progress: Progress, samples: int) -> Progress:
@@ -221,4 +232,4 @@ def _start_schedules(parts: Parts, course: Course, progress: Progress) -> Progre
     parts.use_limits(course, course.epochs[progress.epochs_run])
     if progress.limit is not None:
         parts.restore_limits(progress.limit)
-    return replace(progress, step=step, ranks=parts.ranks)
+    return replace(progress, step=step, ranks=parts.place.ranks)

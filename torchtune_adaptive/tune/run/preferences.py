@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.step.reports import StepResult
-from torchtune_adaptive.tune.parts.preference import ANSWERS, EMPTY, IDENTICAL, PAIRS
+from torchtune_adaptive.tune.parts.preference import ANSWERS, EMPTY, IDENTICAL, PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
@@ -28,8 +28,9 @@ class PreferenceFigures:
         self._told = False
         self._seen = dict.fromkeys((PAIRS, EMPTY, IDENTICAL), 0.0)
 
-    def of(self, reference: StepResult | None, result: StepResult) -> dict[str, float]:
-        """Collective in nothing, but it waits for the GPU."""
+    def of(self, results: Mapping[str, StepResult]) -> dict[str, float]:
+        """The figures of a step, from what its stages came to. Waits for the GPU."""
+        result, reference = results[POLICY], results.get(REFERENCE)
         sums = {name: float(value) for name, value in result.sums.items()}
         pairs = max(1.0, sums[PAIRS])
         self._count(sums)

@@ -28,7 +28,7 @@ from torchtune_adaptive.comm.collectives import from_rank_0, sum_over_ranks
 from torchtune_adaptive.errors import RunStopped, SampleError
 from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.memory.device import MemorySource, release
 from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.console import progress_bar
@@ -86,18 +86,24 @@ def is_known(settings: Settings, dataset: NamedSamples) -> bool:
     return table is not None
 
 
-def precompute_reference(parts: Parts, progress: Progress, memory: MemorySource | None) -> None:
+def precompute_reference(parts: Parts, progress: Progress) -> None:
     """Collective: from now on each pair comes with what the reference says of it, and the reference is not needed."""
     dataset, path = parts.data.dataset, _path(parts.settings)
     open_record(parts, progress)
     pairs, began_s = count_of(len(dataset), "pair"), time.monotonic()
     say(f"{REFERENCE} · computed for {pairs}, once before training")
-    table = _computed(parts, memory, path)
+    with parts.limited_memory() as memory, parts.data.naming_bad_samples(parts.model, last=CHUNK):
+        table = _computed(parts, memory, path)
     if dist.get_rank() == 0:
         content = packed(table, _made_of(parts.settings.config, len(dataset)))
         if keep_file(path, content, "the next run will compute them again"):
             say(f"{REFERENCE} · of {pairs} in {time.monotonic() - began_s:.1f} s, kept in {path}")
     dataset.complete = table.complete
+    asked = parts.stages.pop(REFERENCE)
+    if asked.ledger is not parts.stages.training.ledger:
+        asked.close()
+    del asked  # or its model would stay
+    release()
 
 
 def _path(settings: Settings) -> Path:
@@ -142,17 +148,17 @@ def _content(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> byte
 
 def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> Table:
     """Collective: each rank asks the reference of its share."""
-    assert parts.reference is not None
+    runner = parts.stages[REFERENCE]
     dataset, rank, ranks = parts.data.dataset, dist.get_rank(), dist.get_world_size()
     limit = reference_limit(parts, memory, CHUNK)
-    parts.reference.use_limit(limit or RowLimit(parts.settings.batch_size))
-    parts.reference.watch(memory)
+    runner.use_limit(limit or RowLimit(parts.settings.batch_size))
+    runner.watch(memory)
     pairs, share = len(dataset), -(-len(dataset) // ranks)
     table = Table(torch.zeros(pairs, 2), torch.zeros(pairs, dtype=torch.int64), path)
     with progress_bar(REFERENCE, pairs, "pairs", shown=rank == 0) as shows:
         for start in range(0, share, CHUNK):
             indices = [rank + ranks * at for at in range(start, min(share, start + CHUNK))]
-            _ask(parts.reference, dataset, [index for index in indices if index < pairs], len(indices), table)
+            _ask(runner, dataset, [index for index in indices if index < pairs], len(indices), table)
             shows.update(min(ranks * len(indices), pairs - shows.done))
     return Table(sum_over_ranks(table.log_probs), sum_over_ranks(table.marks), path)
 

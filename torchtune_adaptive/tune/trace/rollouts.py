@@ -19,7 +19,7 @@ from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts import generation
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
-from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes
+from torchtune_adaptive.tune.parts.process_group import SHARDING, Place
 from torchtune_adaptive.tune.rl import passes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
@@ -46,12 +46,12 @@ TRACED_ANSWER = 3
 """Tokens of an answer that are traced: each after the second allocates what that does."""
 
 
-def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[str, FakeStep]:
+def ppo_steps(settings: Settings, place: Place, common: dict[str, Any]) -> dict[str, FakeStep]:
     """The steps of PPO by name, in the order of an iteration."""
     ppo, adaptive = read_ppo_settings(settings.config)[1], settings.adaptive
     with common["fakes"], common["device_stand_in"]:
         checkpoint = {training.MODEL_KEY: _weights(settings, POLICY), VALUE_MODEL: _weights(settings, VALUE)}
-        models = build_models(settings, common["device"], mesh, checkpoint, 0, _frozen)
+        models = build_models(settings, place, checkpoint, 0, _frozen)
         check_room(models.everything, adaptive, ppo)
         optimization = build_ppo_optimization(settings, models, {}, HOST)
         loss = build_ppo_loss(settings)
@@ -65,7 +65,7 @@ def ppo_steps(settings: Settings, mesh: Meshes, common: dict[str, Any]) -> dict[
         return f"{GENERATE}: {NO_ROOM}"
 
     def step_of(stage: str, model: nn.Module, run: passes.RolloutPass) -> FakeStep:
-        trains, gathers = stage in UPDATES, stage == GENERATE and mesh[SHARDING].size() > 1 and gathering.reshards
+        trains, gathers = stage in UPDATES, stage == GENERATE and place.mesh[SHARDING].size() > 1 and gathering.reshards
         return FakeStep(
             model=model,
             beside=[each for each in models.everything if each is not model],

@@ -39,7 +39,7 @@ from torchtune_adaptive.tune.parts.preference import (
     build_preference_loss,
     passes_of,
 )
-from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, mesh_shape, replicated_mesh
+from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu
@@ -65,15 +65,9 @@ from torchtune_adaptive.tune.trace.shims import (
 
 
 @contextmanager
-def fake_step(cfg: DictConfig, world_size: int) -> Iterator[FakeStep]:
-    """The step of the recipe that this config is for; where that has several stages, the one that trains."""
-    with fake_steps(cfg, world_size) as steps:
-        yield next(iter(steps.values()))
-
-
-@contextmanager
 def fake_steps(cfg: DictConfig, world_size: int) -> Iterator[dict[str, FakeStep]]:
-    """The stages of that step by name, the one that trains first; a step of one stage has no name."""
+    """The stages of a step of the recipe that this config is for, by name: the one that trains first; a step of one
+    stage has no name."""
     settings, lora = read_settings(cfg)
     cfg = settings.config  # where PPO's policy is what the others call the model
     with META, quantizing_at_once():
@@ -88,7 +82,7 @@ def fake_steps(cfg: DictConfig, world_size: int) -> Iterator[dict[str, FakeStep]
             stack.enter_context(offloading_activations())
         if settings.fsdp_cpu_offload:
             stack.enter_context(apart_from_host(UPLOAD))
-        steps = _build(settings, lora, _mesh_of(settings, world_size))
+        steps = _build(settings, lora, Place(_device_of(settings), _mesh_of(settings, world_size)))
         for step in steps.values():
             step.run_first()
         if compiles_itself(cfg):
@@ -119,30 +113,30 @@ def _device_of(settings: Settings) -> torch.device:
     return UPLOAD if settings.fsdp_cpu_offload else HOST
 
 
-def _build(settings: Settings, lora: LoraSettings | None, mesh: Meshes) -> dict[str, FakeStep]:
+def _build(settings: Settings, lora: LoraSettings | None, place: Place) -> dict[str, FakeStep]:
     """The steps of a recipe, built in its order."""
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
-    device, pairs = _device_of(settings), trains_on_pairs(settings.config)
+    pairs = trains_on_pairs(settings.config)
     common = {
         "settings": settings,
         "fakes": fakes,
         "device_stand_in": device_stand_in,
-        "device": device,
+        "device": place.device,
         "on_gpu": on_gpu(settings),
     }
     if trains_with_ppo(settings.config):
-        return ppo_steps(settings, mesh, common)
+        return ppo_steps(settings, place, common)
     with fakes, device_stand_in:
         if lora is None:
-            model = build_full_model(settings, device, mesh, made_up_checkpoint(settings))
+            model = build_full_model(settings, place, made_up_checkpoint(settings))
         else:
-            model = build_lora_model(settings, lora, device, mesh, made_up_checkpoint(settings))
+            model = build_lora_model(settings, lora, place, made_up_checkpoint(settings))
         reference = model
         if pairs and lora is None:
             drop_nothing(model)
             weights = made_up_checkpoint(settings)[training.MODEL_KEY]
-            reference = build_reference_model(settings, device, mesh, weights)
+            reference = build_reference_model(settings, place, weights)
         optimization = build_optimization(settings, model, {}, HOST)
     if settings.compile:
         for each in {model, reference}:

@@ -15,7 +15,7 @@ from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import check_are_pairs
-from torchtune_adaptive.tune.parts.preference import build_preference_loss, sums_of_rows
+from torchtune_adaptive.tune.parts.preference import POLICY, build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preferences
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures
@@ -99,7 +99,7 @@ RESULT = StepResult(
 
 
 def test_figures_are_means_over_pairs() -> None:
-    figures = PreferenceFigures(Settings(**KEYS)).of(None, RESULT)
+    figures = PreferenceFigures(Settings(**KEYS)).of({POLICY: RESULT})
     assert (figures["rewards/chosen"], figures["rewards/rejected"], figures["rewards/margins"]) == (2.0, 0.5, 1.5)
     assert (figures["rewards/accuracies"], figures["log_probs/rejected"]) == (0.75, -20.0)
 
@@ -108,10 +108,10 @@ def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: p
     said: list[str] = []
     monkeypatch.setattr(preferences, "say", said.append)
     figures = PreferenceFigures(Settings(**KEYS))
-    assert figures.of(None, RESULT)["logits/chosen"] == 3.0
+    assert figures.of({POLICY: RESULT})["logits/chosen"] == 3.0
     assert said == []
     for _ in range(2):
-        assert figures.of(None, replace(RESULT, microbatches=2))["logits/chosen"] == 2.0
+        assert figures.of({POLICY: replace(RESULT, microbatches=2)})["logits/chosen"] == 2.0
     assert len(said) == 1
 
 
@@ -120,7 +120,7 @@ def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happen
 ) -> None:
     monkeypatch.setattr(preferences, "say", lambda _: None)
     figures = PreferenceFigures(Settings(**KEYS, adaptive=AdaptiveConfig(token_budget=700)))
-    assert figures.of(None, RESULT)["logits/chosen"] == 2.0
+    assert figures.of({POLICY: RESULT})["logits/chosen"] == 2.0
 
 
 def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str]:
@@ -129,7 +129,7 @@ def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str
     monkeypatch.setattr(preferences.logger, "warning", lambda text, *values: said.append(text % values))
     figures = PreferenceFigures(Settings(**KEYS))
     for result in results:
-        figures.of(None, result)
+        figures.of({POLICY: result})
     figures.end_epoch()
     figures.end_epoch()
     return said

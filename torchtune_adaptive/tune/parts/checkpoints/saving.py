@@ -7,7 +7,8 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,6 @@ class Checkpoints:
         start: Start,
         contents: Contents,
         device: torch.device,
-        *,
-        stops_on_error: bool,
         build: Callable[[DictConfig, Path, Files | None], Any] = loading.build_checkpointer,
     ) -> None:
         """Collective: creates the group that checkpoints are saved on beside training. `build` makes what reads and
@@ -60,6 +59,7 @@ class Checkpoints:
         self._contents = contents
         self._device = device
         self._directory = checkpoint_directory(settings).absolute()
+        stops_on_error = settings.adaptive.on_save_error == "stop"
         self._outcomes = problems.Outcomes(self._directory, stops_on_error=stops_on_error)
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
@@ -98,7 +98,16 @@ class Checkpoints:
         group = self._background.group if self._background else None
         return loading.load_distributed(files.folder, model, optimizer, group)
 
-    def restore_random_state(self) -> None:
+    @contextmanager
+    def going_on_to_draw(self, progress: Progress) -> Iterator[None]:
+        """Collective: around the beginning of an epoch, when the loader draws from the generators: in the middle of one
+        that draw is behind us."""
+        if not progress.steps_in_epoch:
+            self._restore_random_state()
+        yield
+        self._restore_random_state()
+
+    def _restore_random_state(self) -> None:
         """Collective: the first time, a resumed run's draws go on where the checkpoint's stopped."""
         if self._draws_from is None:
             return

@@ -91,7 +91,14 @@ def build_optimization(
         _check_state(settings, state, device)
     if settings.optimizer_in_bwd:
         return _in_backward(settings.config, model, state, device)
-    optimizer = components.build("optimizer", settings.config, model.parameters())
+    return one_optimizer(settings, model, state, device)
+
+
+def one_optimizer(
+    settings: Settings, model: nn.Module, state: Mapping[str, Any] | None, device: torch.device
+) -> Optimization:
+    """One optimizer for all parameters, with its state where there is one."""
+    optimizer = components.build("optimizer", settings.config, list(model.parameters()))
     max_norm = None if settings.clip_grad_norm is None else float(settings.clip_grad_norm)
     optimization = Optimization(settings.config, optimizer, [optimizer], partial(_update, model, optimizer, max_norm))
     if state:
@@ -123,16 +130,20 @@ def _names(keys: set[str]) -> str:
 
 
 def _update(
-    model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None, summed_over: int | Tensor
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float | None,
+    summed_over: int | Tensor | Mapping[str, int],
 ) -> float | None:
     """One update, from gradients that are summed over target tokens, or pairs, and averaged over ranks."""
     # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
     # A step without any has no gradients but zeros.
     ranks = dist.get_world_size()
-    if isinstance(summed_over, Tensor):  # on the device, where nothing waits for it
-        training.scale_grads(model, ranks / summed_over.clamp(min=1))
-    else:
-        training.scale_grads(model, torch.tensor(ranks / max(1, summed_over)))
+    parts = summed_over if isinstance(summed_over, Mapping) else {"": summed_over}
+    for name, count in parts.items():
+        # a tensor is on the device, where nothing waits for it
+        scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
+        training.scale_grads(model.get_submodule(name), scale)
     norm = None if max_norm is None else clip(model.parameters(), max_norm)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
