@@ -8,6 +8,7 @@ makes the peaks of all ranks one `Peak`.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from operator import attrgetter
 from time import perf_counter
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -89,7 +90,7 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
     needs, so the largest share of any rank is what the tightest is said to need. That is within its budget if and only
     if every rank is within its own, and it grows with the rows as the needs of the ranks do.
     """
-    tightest = min((report.room for report in reports), key=_free_bytes)
+    tightest = min((report.room for report in reports), key=attrgetter("free_bytes"))
     reached = [any(column) for column in zip(*(report.peaks for report in reports), strict=True)]
     shares = [[_scaled(peak, report.room, tightest) for peak in report.peaks] for report in reports]
     return Peak(
@@ -103,10 +104,6 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
         retries=max(report.retries for report in reports),
         seconds=max(report.seconds for report in reports),
     )
-
-
-def _free_bytes(room: Room) -> int:
-    return room.free_bytes
 
 
 def _scaled(peak_bytes: int, room: Room, tightest: Room) -> int:
@@ -144,7 +141,7 @@ class Prober:
             if any(max(report.peaks) == 0 for report in self._reports):
                 raise ValueError("a training step needed no memory at all: search inside of `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
-                return min((report.room for report in self._reports), key=_free_bytes)
+                return min((report.room for report in self._reports), key=attrgetter("free_bytes"))
             self._probe_rows(1)  # tells what the user needs to know
         raise self.refuse(*NEEDS_LESS)
 

@@ -120,7 +120,7 @@ def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, last: int) ->
             raise
         if is_oom(error.__cause__ or error):  # looking at a sample takes memory, too
             raise
-        known = _vocabulary_of(model)
+        known = vocabulary_of(model)
         for index in samples.last(last):
             check_sample(index, samples[index], samples.kind, known, cause=error)
         raise
@@ -146,7 +146,8 @@ def _check_lengths(model: Any, samples: NamedSamples, last: int, cause: Exceptio
             raise too_long(f"sample {index} of the dataset (on rank {rank()})", tokens, model.max_seq_len) from cause
 
 
-def _vocabulary_of(model: nn.Module) -> int | None:
+def vocabulary_of(model: nn.Module) -> int | None:
+    """The tokens that a model knows; None where it has no table of them."""
     embedding = getattr(getattr(model, "decoder", model), "tok_embeddings", None)
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 

@@ -78,7 +78,8 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     if packed:
         raise ConfigError(PAIRS_ARE_NOT_PACKED)
     samples = NamedSamples(dataset, PAIR)
-    check_are_pairs(settings.config, samples)
+    needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
+    check_samples(samples, needed, settings.config, "pairs", "preference_dataset")
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
     return _data(samples, collate, settings, tokenizer, mesh, packed=False)
 
@@ -96,18 +97,17 @@ def _data(
     )
 
 
-def check_are_pairs(cfg: DictConfig, samples: NamedSamples) -> None:
-    """Refuses a dataset for finetuning, by its first sample."""
+def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
+    """Refuses a dataset of another kind, by its first sample."""
     if len(samples) == 0:
         return  # told of where a step is filled
-    needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
     found = samples[0]
     if not isinstance(found, Mapping) or not set(needed) <= found.keys():
         keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
         component = cfg.dataset.get("_component_") if isinstance(cfg.dataset, DictConfig) else cfg.dataset
         raise ConfigError(
-            f"dataset is {component}, whose samples are no pairs: the first has {keys}, and needs {', '.join(needed)}; "
-            "give one such as torchtune.datasets.preference_dataset"
+            f"dataset is {component}, whose samples are no {what}: the first has {keys}, and needs "
+            f"{', '.join(needed)}; give one such as torchtune.datasets.{such_as}"
         )
 
 

@@ -10,7 +10,7 @@ from torchtune.rlhf.loss import PPOLoss
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, build_step_loader
+from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, build_step_loader, check_samples
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.start import components
@@ -33,8 +33,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
     dataset, packed = build_dataset(settings.config, tokenizer)
     samples = NamedSamples(dataset, TEXT)
     samples.complete = _prompt_of_some_tokens
-    if len(samples):
-        _check_has_tokens(samples[0], settings)
+    check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
     return Data(
         dataset=samples,
         packed=packed,
@@ -43,15 +42,6 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
         max_seq_len=getattr(tokenizer, "max_seq_len", None),
         kind=TEXT,
     )
-
-
-def _check_has_tokens(sample: object, settings: Settings) -> None:
-    if not isinstance(sample, Mapping) or "tokens" not in sample:
-        keys = ", ".join(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-        raise ConfigError(
-            f"dataset is {settings.config.dataset.get('_component_')}, whose samples are no prompts: the first has "
-            f"{keys}, and needs tokens; give one such as torchtune.datasets.text_completion_dataset"
-        )
 
 
 def _prompt_of_some_tokens(index: int, sample: Any) -> Any:

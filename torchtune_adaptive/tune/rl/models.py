@@ -17,6 +17,7 @@ from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
+from torchtune_adaptive.tune.parts.culprits import vocabulary_of
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, one_optimizer
@@ -104,17 +105,12 @@ class _Builder:
 
 
 def _check_vocabularies(models: Models) -> None:
-    known = [_vocabulary(model) for model in models.everything]
+    known = [vocabulary_of(model) for model in models.everything]
     if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
         raise ConfigError(
             f"{POLICY} knows {known[0]} tokens and {VALUE} {known[1]}: value and reward model have to know all that "
             "the policy may say"
         )
-
-
-def _vocabulary(model: nn.Module) -> int | None:
-    embedding = getattr(model, "tok_embeddings", None)
-    return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
 def give_gradients(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -231,7 +232,7 @@ def _runners(
             run,
             limit=limits[name],
             # answers come to be while they are generated, so lengths there go by what may be
-            length_of=_most_length if name == GENERATE else _whole_length,
+            length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
             stand_in=gathering.stand_in if name == GENERATE else Rollout.stand_in,
             stage=name,
             trains=name in (TRAIN_VALUE, TRAIN_POLICY),
@@ -239,14 +240,6 @@ def _runners(
         for name, (model, run) in passes.items()
     }
     return Stages(runners)
-
-
-def _most_length(rollout: Rollout) -> int:
-    return rollout.most_length
-
-
-def _whole_length(rollout: Rollout) -> int:
-    return rollout.whole_length
 
 
 def answering_of(tokenizer: Tokenizer, ppo: PPOSettings, seed: int) -> Answering:

@@ -14,7 +14,7 @@ from torchtune_adaptive.limits.packing import Load
 from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.parts.data import check_are_pairs
+from torchtune_adaptive.tune.parts.data import check_samples
 from torchtune_adaptive.tune.parts.preference import POLICY, build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preferences
@@ -65,8 +65,9 @@ def test_a_collate_fn_is_refused_whichever_it_is(function: str) -> None:
 
 def test_a_dataset_for_finetuning_is_refused() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
+    samples = NamedSamples([{"tokens": [1], "labels": [1]}], PAIR)
     with pytest.raises(ConfigError, match=r"dataset is some.dataset, .* no pairs: the first has tokens, labels"):
-        check_are_pairs(cfg, NamedSamples([{"tokens": [1], "labels": [1]}], PAIR))
+        check_samples(samples, ["chosen_input_ids"], cfg, "pairs", "preference_dataset")
 
 
 RESULT = StepResult(

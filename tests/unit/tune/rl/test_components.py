@@ -21,8 +21,9 @@ def samples_of(tokenizer: Any, key: str = "tokens") -> list[Any]:
     return [{key: tokens, "labels": tokens} for tokens in ([1, 2], [3], [])]
 
 
-def build(**arguments: str) -> Any:
-    cfg = OmegaConf.create({"dataset": {"_component_": f"{__name__}.samples_of", **arguments}})
+def build(*, listed: bool = False, **arguments: str) -> Any:
+    section = {"_component_": f"{__name__}.samples_of", **arguments}
+    cfg = OmegaConf.create({"dataset": [section] if listed else section})
     return build_prompts(Settings(**NEEDED, config=cfg), SimpleNamespace(max_seq_len=8), MESH).dataset
 
 
@@ -36,3 +37,5 @@ def test_a_prompt_without_tokens_is_named() -> None:
 def test_what_has_no_prompts_is_told_by_its_keys() -> None:
     with pytest.raises(ConfigError, match="the first has words, labels, and needs tokens"):
         build(key="words")
+    with pytest.raises(ConfigError, match="whose samples are no prompts: the first has words, labels"):
+        build(listed=True, key="words")
