@@ -19,8 +19,8 @@ from omegaconf import DictConfig, OmegaConf
 from benchmarks.results import save, table
 from torchtune_adaptive.prediction import MemoryLaw, Run
 from torchtune_adaptive.tune.plan.answers import predict
-from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.plan.question import PlanSettings
+from torchtune_adaptive.tune.start.command_line import locate
 
 MARGINS = (0.0, 0.02, 0.05)
 MIB = 2**20

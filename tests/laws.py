@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.peaks import Room
+from torchtune_adaptive.search.probe import Room
 from torchtune_adaptive.search.refusal import one_row_error
 from torchtune_adaptive.search.rows import SearchResult, search
 

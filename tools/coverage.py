@@ -23,10 +23,10 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_adaptive import AdaptiveError
 from torchtune_adaptive.prediction import Budget, limit_bytes
 from torchtune_adaptive.tune.plan.answers import predict
-from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed, combinations, savers, starts
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import MANY_RANKS_OVERHEAD
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.command_line import locate
 
 ROOT = Path(__file__).parent.parent
 RECORD = ROOT / "docs" / "coverage.json"

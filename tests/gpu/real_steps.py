@@ -26,7 +26,7 @@ from tests.recipes.running import demo_config
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts import devices, process_group

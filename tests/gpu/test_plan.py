@@ -19,7 +19,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.prediction.replay import STEPS
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.answers import predict
-from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.trace.shims import rank_0_of
 
 ALLOCATED, RESERVED = 0.02, 0.05

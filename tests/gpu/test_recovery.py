@@ -27,7 +27,7 @@ from tests.gpu.real_steps import (
 )
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.device import release
+from torchtune_adaptive.memory.oom import release
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 

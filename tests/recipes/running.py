@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.start.configs import locate, read_command_line
+from torchtune_adaptive.tune.start.command_line import locate, read_command_line
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {

@@ -19,10 +19,10 @@ from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.recipes.running import OURS, demo_config
 from tests.searching import Shape, Trained
-from torchtune_adaptive.tune.check.config import check_config
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.start.readers import read_full_settings
+from torchtune_adaptive.tune.validate.config import check_config
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:

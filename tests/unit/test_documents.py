@@ -16,9 +16,9 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from torchtune_adaptive.command.main import main, parse
-from torchtune_adaptive.tune.check.config import check_config
 from torchtune_adaptive.tune.start.catalogue import RECIPES, config_files, installed_configs
-from torchtune_adaptive.tune.start.configs import read_config
+from torchtune_adaptive.tune.start.command_line import read_config
+from torchtune_adaptive.tune.validate.config import check_config
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"log.md", "CHANGELOG.md"}

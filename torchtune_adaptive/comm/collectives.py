@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from torchtune_adaptive.errors import Remedy, UnrecoverableError
-from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.memory.oom import is_oom
 
 Value = TypeVar("Value")
 

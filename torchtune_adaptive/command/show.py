@@ -27,7 +27,7 @@ def run(options: argparse.Namespace) -> int:
 def values(config: Path, overrides: list[str]) -> str:
     from omegaconf import OmegaConf
 
-    from torchtune_adaptive.tune.start.configs import read_config
+    from torchtune_adaptive.tune.start.command_line import read_config
 
     cfg = read_config(config, overrides)
     return OmegaConf.to_yaml(cfg, resolve=True)

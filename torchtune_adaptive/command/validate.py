@@ -33,9 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from torchtune_adaptive.tune.check.config import check_config
     from torchtune_adaptive.tune.console import show_decisions
-    from torchtune_adaptive.tune.start.configs import read_config
+    from torchtune_adaptive.tune.start.command_line import read_config
+    from torchtune_adaptive.tune.validate.config import check_config
 
     config = config_of(options.config)
     recipe = options.recipe or chosen_recipe(options.config, config)

@@ -4,8 +4,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torchtune_adaptive.memory.device import CudaMemory, MemorySource, forget_frames, is_oom, release
+    from torchtune_adaptive.memory.device import CudaMemory, MemorySource
     from torchtune_adaptive.memory.meter import MemoryMeter
+    from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 
 __all__ = [
     "CudaMemory",
@@ -20,6 +21,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imported when it is first used: a `Peak` needs no torch, and is what searches and records are about."""
     if name in __all__:
-        home = "meter" if name == "MemoryMeter" else "device"
-        return getattr(import_module(f"{__name__}.{home}"), name)
+        homes = {"MemoryMeter": "meter", "CudaMemory": "device", "MemorySource": "device"}
+        return getattr(import_module(f"{__name__}.{homes.get(name, 'oom')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

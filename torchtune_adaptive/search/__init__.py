@@ -1,4 +1,4 @@
-"""The largest limit that fits, found before training. Only `find` and `probe` need torch."""
+"""The largest limit that fits, found before training. Only `find` and `prober` need torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from torchtune_adaptive.search.strategies import STRATEGIES, History
 
 if TYPE_CHECKING:
     from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
-    from torchtune_adaptive.search.probe import TrainingStep
+    from torchtune_adaptive.search.prober import TrainingStep
 
 __all__ = [
     "STRATEGIES",
@@ -21,7 +21,7 @@ __all__ = [
     "profile_memory",
 ]
 
-_NEED_TORCH = {"TrainingStep": "probe", "find_max_batch_size": "find", "profile_memory": "find"}
+_NEED_TORCH = {"TrainingStep": "prober", "find_max_batch_size": "find", "profile_memory": "find"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,8 @@ from torchtune_adaptive.limits.rungs import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search import records
-from torchtune_adaptive.search.peaks import Probe, Room, fit_lines
+from torchtune_adaptive.search.lines import fit_lines
+from torchtune_adaptive.search.probe import Probe, Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, Refuse
 from torchtune_adaptive.search.strategies import STRATEGIES, History
 

@@ -20,8 +20,9 @@ from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
-from torchtune_adaptive.memory.device import MemorySource, RngState, fatal_where_memory_runs_out
+from torchtune_adaptive.memory.device import MemorySource, RngState
 from torchtune_adaptive.memory.gauge import Gauge
+from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.step.attempt import AroundPass, Ledger, Passes, PlanRunner
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.planning import Planner

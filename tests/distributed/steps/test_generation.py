@@ -14,7 +14,7 @@ from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts.generation import Answering, generate
+from torchtune_adaptive.tune.rl.generation import Answering, generate
 
 NEW = 5
 ROLLOUTS = 12

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.hostile import Ended, start
-from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings
 

@@ -19,8 +19,8 @@ from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.tune.plan import advice
 from torchtune_adaptive.tune.plan.advice import Alternatives, what_fits, what_is_fastest
 from torchtune_adaptive.tune.plan.answers import Answers, predict
-from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed
+from torchtune_adaptive.tune.plan.question import PlanSettings
 
 TOKENS = 256
 TOO_LITTLE = 11 * 2**20

@@ -37,7 +37,7 @@ from tests.recipes.running import demo_config
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.answers import predict
-from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.rows import most_rows
 
 ALLOWED = 0.01 if torch.__version__.startswith("2.12.") else TOLERANCE

@@ -35,7 +35,7 @@ from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.start.configs import locate, read_command_line
+from torchtune_adaptive.tune.start.command_line import locate, read_command_line
 from torchtune_adaptive.tune.trace import fakes
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 

@@ -8,7 +8,7 @@ from tests.recipes.running import demo_config
 from tests.recipes.tracing import fake_step
 from torchtune_adaptive.prediction.recorder import Recording
 from torchtune_adaptive.tune.plan.answers import predict
-from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.question import PlanSettings
 
 
 def test_on_a_gpu_short_samples_one_after_another_need_what_the_kernel_takes_for_each(tmp_path: Path) -> None:

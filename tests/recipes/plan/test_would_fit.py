@@ -14,9 +14,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from tests.recipes.stock_configs import StockConfig, train_all
-from torchtune_adaptive.tune.check.config import check_config
 from torchtune_adaptive.tune.plan.overrides import changed
 from torchtune_adaptive.tune.start.catalogue import RECIPES, our_configs
+from torchtune_adaptive.tune.validate.config import check_config
 
 RECORD = json.loads((Path(__file__).parents[3] / "docs" / "coverage.json").read_text(encoding="utf-8"))
 LINES: dict[str, dict[str, Any]] = {name: line for name, line in RECORD["would fit"].items() if line["rows"]}

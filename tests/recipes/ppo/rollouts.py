@@ -19,7 +19,7 @@ from torchtune import generation
 
 from tests.recipes.running import STOCK, stock_on_cpu
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.command_line import locate
 
 FILES = ("checkpointer", "ref_policy_checkpointer", "value_checkpointer", "reward_checkpointer")
 NEW = 6

@@ -20,7 +20,7 @@ from tests.laws import (
 )
 from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.peaks import Room
+from torchtune_adaptive.search.probe import Room
 from torchtune_adaptive.search.rows import search
 from torchtune_adaptive.search.strategies import STRATEGIES
 

@@ -5,7 +5,7 @@ import pytest
 from tests.laws import GIB, MIB, Device, affine
 from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.peaks import Probe
+from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.strategies import History
 
 

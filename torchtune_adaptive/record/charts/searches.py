@@ -21,7 +21,7 @@ from torchtune_adaptive.record.charts.figures import (
     unit_of,
 )
 from torchtune_adaptive.search.lengths import Profile
-from torchtune_adaptive.search.peaks import Probe
+from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of
 

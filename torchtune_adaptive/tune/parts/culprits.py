@@ -22,7 +22,7 @@ from torchtune_adaptive.errors import (
     SampleTooLongError,
     UnrecoverableError,
 )
-from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.wording import shown

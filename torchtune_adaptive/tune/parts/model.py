@@ -25,7 +25,7 @@ from torchtune.training import activations
 
 from torchtune_adaptive.comm.replicas import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
-from torchtune_adaptive.memory.device import fatal_where_memory_runs_out
+from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place

@@ -32,8 +32,8 @@ from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
 from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.arguments import COMPONENT
 from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.start.signatures import COMPONENT
 from torchtune_adaptive.wording import shown
 
 REFERENCE = "reference log-probabilities"

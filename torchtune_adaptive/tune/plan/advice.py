@@ -15,7 +15,6 @@ from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_fi
 from torchtune_adaptive.tune.parts.preference import REFERENCE
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.answers import Answers, predict
-from torchtune_adaptive.tune.plan.keys import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.plan.overrides import (
     Overrides,
     changed,
@@ -28,6 +27,7 @@ from torchtune_adaptive.tune.plan.overrides import (
     savers,
     starts,
 )
+from torchtune_adaptive.tune.plan.question import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.tune.start.settings import on_gpu

@@ -17,8 +17,8 @@ from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.plan.budgets import TokenBudget
-from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
     Lengths,

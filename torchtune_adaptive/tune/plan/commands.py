@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.answers import Answers
-from torchtune_adaptive.tune.plan.keys import PlanSettings
 from torchtune_adaptive.tune.plan.overrides import Overrides, joined
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.settings import on_gpu

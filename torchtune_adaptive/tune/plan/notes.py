@@ -11,7 +11,7 @@ from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.plan.keys import PlanSettings
+from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
 from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.trace.fakes import FakeStep

@@ -16,7 +16,7 @@ from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, card_named, limit_bytes
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_amount
-from torchtune_adaptive.tune.plan.keys import TOKENS, PlanSettings
+from torchtune_adaptive.tune.plan.question import TOKENS, PlanSettings
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 from torchtune_adaptive.tune.start import sections
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig

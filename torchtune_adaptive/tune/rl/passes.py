@@ -23,9 +23,9 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.reports import Totals
-from torchtune_adaptive.tune.parts.generation import Answering, generate
 from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
+from torchtune_adaptive.tune.rl.generation import Answering, generate
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
     COUNTS,

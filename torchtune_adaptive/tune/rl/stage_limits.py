@@ -19,11 +19,12 @@ import torch.distributed as dist
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
-from torchtune_adaptive.memory.device import MemorySource, fatal_where_memory_runs_out
+from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.search.lengths import Profile
-from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.rl.course import RolloutParts

@@ -25,8 +25,8 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.generation import Answering
 from torchtune_adaptive.tune.parts.microbatch import recovers
+from torchtune_adaptive.tune.rl.generation import Answering
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout

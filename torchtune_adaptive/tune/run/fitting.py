@@ -33,7 +33,7 @@ from torchtune_adaptive.record.tables import (
 )
 from torchtune_adaptive.search.find import OnProbe, find_max_batch_size, profile_memory
 from torchtune_adaptive.search.lengths import Profile
-from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.stages import Stages

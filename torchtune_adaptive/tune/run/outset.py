@@ -14,7 +14,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
-from torchtune_adaptive.search.probe import TrainingStep
+from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints

@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.tune.start.arguments import COMPONENT, misfit
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig, keys_of
+from torchtune_adaptive.tune.start.signatures import COMPONENT, misfit
 from torchtune_adaptive.wording import shown
 
 LONGEST_REASON = 500

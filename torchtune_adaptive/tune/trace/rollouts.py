@@ -16,11 +16,10 @@ from torchtune_adaptive.prediction.shims import HOST, UPLOAD
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import Totals
-from torchtune_adaptive.tune.parts import generation
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Place
-from torchtune_adaptive.tune.rl import passes
+from torchtune_adaptive.tune.rl import generation, passes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_optimization

@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.parts.preference import POLICY, build_preference_lo
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preferences
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.command_line import locate
 from torchtune_adaptive.tune.start.readers import read_full_dpo_settings
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.start.settings import Settings

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.tune.plan.commands import Wanted, command, notes_on_samples
-from torchtune_adaptive.tune.plan.keys import PlanSettings
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.plan.question import PlanSettings
+from torchtune_adaptive.tune.start.command_line import locate
 
 TOKENS = 256
 

@@ -23,7 +23,7 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 
 from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
-from torchtune_adaptive.memory.device import is_oom
+from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.contents import State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS

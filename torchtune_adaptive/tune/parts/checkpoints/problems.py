@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torchtune.utils import get_logger
 
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, UnrecoverableError
-from torchtune_adaptive.memory.device import fatal_where_memory_runs_out, forget_frames, is_oom, release
+from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.start.components import reason

@@ -13,7 +13,7 @@ from tests.recipes.endings import test_errors
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
 from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.command_line import locate
 from torchtune_adaptive.tune.trace.recipes import TRAININGS
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
@@ -21,7 +21,7 @@ TOLD_LATER = {
     "checkpointer.checkpoint_files=[none.pt]": "the demo's checkpointer makes its files where there are none",
     "checkpointer=torchtune.NoCheckpointer": "not the word of torchtune's, which is not asked for the component",
 }
-SECTION = "tests.unit.tune.check.test_config."
+SECTION = "tests.unit.tune.validate.test_config."
 
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1")
 
@@ -253,7 +253,7 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
     assert validate(*into[:2], "overwrite_output_dir=True")[0] == 0
     (tmp_path / "out" / "epoch_0" / "recipe_state.pt").write_bytes(b"stata")
     assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["resume_from_checkpoint=True and the files"])
-    monkeypatch.setattr("torchtune_adaptive.tune.check.places.holder", lambda _: "process 7 on node3")
+    monkeypatch.setattr("torchtune_adaptive.tune.validate.places.holder", lambda _: "process 7 on node3")
     assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
 
 

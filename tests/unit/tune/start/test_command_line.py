@@ -13,7 +13,7 @@ from torchtune._recipe_registry import get_all_recipes
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import installed_configs
-from torchtune_adaptive.tune.start.configs import locate
+from torchtune_adaptive.tune.start.command_line import locate
 from torchtune_adaptive.tune.start.readers import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.start.sections import read_adaptive
 

@@ -3,7 +3,8 @@ import pytest
 from tests.laws import MIB, Device, affine
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.peaks import Probe, fit_line
+from torchtune_adaptive.search.lines import fit_line
+from torchtune_adaptive.search.probe import Probe
 
 
 @pytest.mark.parametrize(

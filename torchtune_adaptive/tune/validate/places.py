@@ -7,7 +7,6 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.tune.check.findings import Findings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.loading import finds_files_itself, missing_directory
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder, in_use, unwritable
@@ -16,6 +15,7 @@ from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_st
 from torchtune_adaptive.tune.parts.checkpoints.start import check_names_are_free, check_same_run
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import AUTO, Settings
+from torchtune_adaptive.tune.validate.findings import Findings
 
 
 def check_weights(cfg: DictConfig, findings: Findings) -> None:
