@@ -103,7 +103,8 @@ def advice(rows: list[Row]) -> tuple[str, str]:
 def faults(rows: list[Row]) -> tuple[str, str]:
     injected, recovered, hung, wrong = (sum(row[key] for row in rows) for key in FAULTS)
     answer = f"{injected:,} injected, {recovered:,} recovered, {hung:,} hung, {wrong:,} wrong gradients"
-    return f"operations of a step as the point of failure, {len(rows)} ways to train (`make faults`)", answer
+    cases = f"{len(rows)} cases: how it is trained, which ranks fail, when"
+    return f"operations of a step as the point of failure (`make faults`), {cases}", answer
 
 
 SEARCHES = ("linear", "accelerate", "Lightning")

@@ -36,8 +36,9 @@ def main() -> int:
         rows.append({"case": case.name, "every": case.stride, **dict(zip(FIGURES, outcome, strict=True))})
         print(f"{outcome}  {case.name} ({time.monotonic() - started:.0f} s)", flush=True)
     print(total)
-    if not options.case and options.at_most == sys.maxsize:
-        save("faults", rows, "every: 1 is every operation of a step, 3 every third")
+    if not options.case:
+        most = "" if options.at_most == sys.maxsize else f"; at most {options.at_most} of a case, evenly spread"
+        save("faults", rows, f"every: 1 is every operation of a step, 3 every third{most}")
     return 0 if total.all_recovered else 1
 
 
