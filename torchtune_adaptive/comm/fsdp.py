@@ -25,6 +25,7 @@ __all__ = [
     "AllGather",
     "FSDPModule",
     "ReduceScatter",
+    "abandon",
     "awaits_backward",
     "computing_on",
     "cutting_for_rank_0",
@@ -133,6 +134,15 @@ def partially_summed(root: FSDPModule) -> list[str]:
     """Modules whose gradients still wait to be summed over replicas: the next backward would add them to its own."""
     groups = (group for module in _modules(root) for group in _groups(module))
     return [group._module_fqn or "the model" for group in groups if group._partial_reduce_output is not None]
+
+
+def abandon(root: FSDPModule) -> None:
+    """After a step that broke off: the next backward sums over replicas, and adds nothing of that step. Waits for
+    nothing, since peers may be gone."""
+    reduce_over_replicas(root, True)
+    for module in _modules(root):
+        for group in _groups(module):
+            group._partial_reduce_output = None
 
 
 def initialize(root: FSDPModule) -> None:

@@ -103,14 +103,16 @@ class CollectiveLedger:
         ]
 
     def close(self) -> None:
-        """Puts FSDP's own collectives back, and drops what a step that broke off has not summed over replicas yet."""
+        """Puts FSDP's own collectives back."""
         for put_back in self._put_back:
             put_back()
         self._watches = False
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Whatever has ended a step halfway: a backward outside of steps has gradients of its own alone."""
         for root in self._replicated:
-            fsdp.reduce_over_replicas(root, True)
-            if not fsdp.is_idle(root):
-                fsdp.reset(root)
+            fsdp.abandon(root)
 
     def forget(self, stage: str) -> None:
         """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""

@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import UnrecoverableError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WEIGHTS = 251
-"""One for each place, before they begin anew; prime, so that the rows of a matrix begin with different ones."""
+"""Numbers in a row of what is summed; prime, so that the rows of a matrix begin at different places."""
 _ROWS_AT_ONCE = 4096
 """Eight megabytes, once they are 64 bits each."""
 _MODULUS = 2**52
@@ -94,13 +94,15 @@ def _weighted_sum(bits: Tensor) -> int:
 
     In pieces: torch makes a copy of what it sums in another type, and this may run where memory is tight.
     """
-    weights = torch.arange(1, _WEIGHTS + 1, device=bits.device)
+    weights = torch.arange(1, _ROWS_AT_ONCE + 1, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
     rows = len(bits) // _WEIGHTS
-    columns = torch.zeros_like(weights)
     for piece in bits[: rows * _WEIGHTS].view(rows, _WEIGHTS).split(_ROWS_AT_ONCE):
-        columns += piece.sum(0, dtype=torch.int64)
+        of_columns, of_rows = (piece.sum(dim, dtype=torch.int64) for dim in (0, 1))
+        # each row and each column counts by its place, and each piece by that of what comes after it
+        total = 31 * total + (of_columns * weights[:_WEIGHTS]).sum() + 7 * (of_rows * weights[: len(piece)]).sum()
     rest = bits[rows * _WEIGHTS :].to(torch.int64)
-    return int((columns * weights).sum() + (rest * weights[: len(rest)]).sum())
+    return int(31 * total + (rest * weights[: len(rest)]).sum())
 
 
 def _local(parameter: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class Ledger(Protocol):
     def drain(self, replay: Callable[[], object]) -> None: ...
     def refuse_recovery(self, messages: int) -> str: ...
     def reset(self) -> None: ...
+    def abandon(self) -> None: ...
     def close(self) -> None: ...
 
 
@@ -100,6 +101,13 @@ class PlanRunner(Generic[Sample]):
 
     def run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory."""
+        try:
+            return self._run(samples, plan)
+        except BaseException:
+            self.ledger.abandon()
+            raise
+
+    def _run(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         if not self._compared:  # not before: weights may be loaded until the first step
             compare_replicas(self._models)
             self._compared = True

@@ -200,11 +200,34 @@ def use_the_runner_after_that(spread: Callable[[nn.Module], nn.Module], microbat
     return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
 
 
-@pytest.mark.parametrize("next_use", [use_the_model_after_the_runner, use_the_runner_after_that])
+def use_the_model_beside_the_runner(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> float:
+    """Collective: the error of a backward of the user's own after that, while the runner is still there."""
+    runner = break_off(spread, microbatch)
+    runner.model.zero_grad()
+    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
+    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
+
+
+USES = (use_the_model_after_the_runner, use_the_model_beside_the_runner, use_the_runner_after_that)
+
+
+@pytest.mark.parametrize("next_use", USES)
 @pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
 def test_nothing_of_a_step_that_broke_off_is_in_the_next_gradients(spread: Callable, next_use: Callable):
-    for microbatch in (0, 2):
+    for microbatch in (0, 2, 3):
         assert max(run_on_ranks(4, next_use, spread, microbatch)) < 1e-3
+
+
+def close_before_the_first_step(spread: Callable[[nn.Module], nn.Module]) -> float:
+    runner = runner_of(spread(plain_model()))
+    runner.close()
+    loss_of(runner.model, samples_of(dist.get_rank(), SAMPLES)).backward()
+    return (whole_gradients(runner.model) - gradients_of_one_process()).abs().max().item()
+
+
+@pytest.mark.parametrize("spread", [sharded_in_nodes, replicated])
+def test_a_runner_may_be_closed_before_its_first_step(spread: Callable):
+    assert max(run_on_ranks(4, close_before_the_first_step, spread)) < 1e-3
 
 
 class SometimesTwoHeads(nn.Module):

@@ -55,7 +55,8 @@ def node(
     meet = ["--rdzv_backend", "c10d", "--rdzv_endpoint", f"localhost:{port}"]
     conf = ["--rdzv_conf", f"is_host={int(meeting_place)}", "--max_restarts", str(restarts)]
     launcher = ["--nnodes", "2", "--nproc_per_node", "2", *meet, *conf]
-    with in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **NEW_STORE, **variables) as started:
+    variables = {**NEW_STORE, **variables}
+    with in_a_terminal(folder, [*launcher, RECIPE, *RUN, *overrides], forked=True, **variables) as started:
         yield started
 
 
@@ -89,6 +90,26 @@ def test_a_run_that_loses_a_node_goes_on_when_the_node_is_back(tmp_path: Path) -
     assert resumed[0] >= before, told
     assert f"{STEPS} of {STEPS} steps" in told, told
     assert (tmp_path / "out" / "epoch_0").is_dir()
+
+
+def test_a_rank_that_is_killed_costs_a_restart_on_both_nodes_with_the_store_of_before(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    old_store = dict.fromkeys(NEW_STORE, "0")
+    with ExitStack() as stack:
+        nodes = [
+            stack.enter_context(node(tmp_path, port, meeting_place=where, restarts=2, **old_store))
+            for where in (True, False)
+        ]
+        nodes[0].when(lambda: max(saved(*nodes), default=0) >= 4, STARTS_S)
+        before = max(saved(*nodes))
+        os.kill(nodes[1].ranks()[1], signal.SIGKILL)
+        for each in nodes:
+            each.when(lambda each=each: each.process.poll() is not None, RESTARTS_S)
+    told = "\n".join(each.output for each in nodes)
+    assert [each.process.returncode for each in nodes] == [0, 0], told
+    (resumed,) = re.findall(r"resuming from \S+/step_(\d+)", told)
+    assert int(resumed) >= before
+    assert f"{STEPS} of {STEPS} steps" in told, told
 
 
 def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "two neighbours swapped": lambda tensor: swapped(tensor, 3, 4),
     "two rows swapped": lambda tensor: tensor[[1, 0, *range(2, 20)]],
     "the last two swapped": lambda tensor: swapped(tensor, 598, 599),
+    "two a row of sums apart swapped": lambda tensor: swapped(tensor, 5, 5 + 251),
     "minus zero": lambda tensor: torch.where(tensor == tensor.max(), -0.0, tensor),
     "NaN": lambda tensor: torch.where(tensor == tensor.max(), torch.nan, tensor),
 }

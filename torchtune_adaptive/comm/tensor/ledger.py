@@ -96,6 +96,9 @@ class TensorLedger(Generic[Sample]):
         """Puts FSDP's own collectives back."""
         self._put_back()
 
+    def abandon(self) -> None:
+        """Nothing is left for later under tensor parallelism, which has no replicas."""
+
     def why_recovery_is_off(self, model: nn.Module) -> str | None:
         """Why a step of this model cannot be run again after running out of memory; None if it can."""
         return why_tensors_are_off(model, self._group, self._untested_backends)
