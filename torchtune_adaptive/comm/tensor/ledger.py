@@ -80,10 +80,9 @@ class TensorLedger(Generic[Sample]):
         self._rehearsed: list[Entry] | None = None  # while a shadow runs
         self._compared = False  # whether a whole pass of the shadow was found to be like one with data
         self._outstanding: dict[int, Tensor] = {}  # by storage: nobody has waited for these yet
-        self._known_messages = 0  # of what was counted, all in all
-        self._number, self._begun, self._begun_messages = 0, 0, 0  # of the running microbatch
-        self._issuing = False
-        self._foreign, self._listened = 0, False  # messages that no script has; whether they were listened to
+        self._number = self._begun = self._begun_messages = 0  # of the running microbatch
+        self._foreign = self._known_messages = 0  # messages that no script has; of what was counted, all in all
+        self._issuing = self._listened = False
         self._names: tuple[str, ...] = ()
 
     def _watch(self, model: nn.Module) -> Callable[[], None]:
