@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig, ListConfig
 from torch import nn
@@ -21,11 +21,12 @@ from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samp
 from torchtune_adaptive.tune.parts.loader import StepLoader
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
+from torchtune_adaptive.tune.parts.unpadded.documents import Batch
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
-Collate = Callable[[Sequence[Any]], dict[str, Any]]
+Collate = Callable[[Sequence[Sample]], Batch]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
 
 
@@ -42,7 +43,7 @@ class Batching(NamedTuple):
     """Their kind as this run plans it: padded or not."""
     collate: Collate
 
-    def batch_of(self, samples: Sequence[Sample]) -> dict[str, Any]:
+    def batch_of(self, samples: Sequence[Sample]) -> Batch:
         return self.collate(self.kind.rows_of(samples))
 
 
