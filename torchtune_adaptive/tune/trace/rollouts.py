@@ -16,7 +16,7 @@ from torchtune_adaptive.prediction.shims import HOST, UPLOAD
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import Totals
-from torchtune_adaptive.tune.parts.model import phase_boundaries
+from torchtune_adaptive.tune.parts.model import Weights, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Place
 from torchtune_adaptive.tune.rl import generation, passes
@@ -85,13 +85,13 @@ def ppo_steps(settings: Settings, place: Place, common: dict[str, Any]) -> dict[
     return {stage: step_of(stage, *of_stage) for stage, of_stage in ran.items()}
 
 
-def _weights(settings: Settings, key: str) -> dict[str, Any]:
+def _weights(settings: Settings, key: str) -> Weights:
     """Each time others: where nothing is sharded, a model takes them as they are."""
-    weights: dict[str, Any] = made_up_checkpoint(settings, key)[training.MODEL_KEY]
+    weights: Weights = made_up_checkpoint(settings, key)[training.MODEL_KEY]
     return weights
 
 
-def _frozen(settings: Settings, files: str) -> dict[str, Any]:
+def _frozen(settings: Settings, files: str) -> Weights:
     return _weights(settings, POLICY if files == REFERENCE_FILES else VALUE)
 
 
