@@ -37,7 +37,7 @@ from torchtune_adaptive.tune.rl.stages import (
     passes_of,
 )
 from torchtune_adaptive.tune.start.settings import Settings, on_gpu
-from torchtune_adaptive.tune.trace.fakes import FakeStep, resharding
+from torchtune_adaptive.tune.trace.fakes import Common, FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
@@ -45,7 +45,7 @@ TRACED_ANSWER = 3
 """Tokens of an answer that are traced: each after the second allocates what that does."""
 
 
-def ppo_steps(settings: Settings, place: Place, common: dict[str, Any]) -> dict[str, FakeStep]:
+def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, FakeStep]:
     """The steps of PPO by name, in the order of an iteration."""
     ppo, adaptive = read_ppo_settings(settings.config)[1], settings.adaptive
     with common["fakes"], common["device_stand_in"]:
