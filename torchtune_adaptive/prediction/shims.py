@@ -188,7 +188,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(*query.shape[:3], key.shape[2])
 
 
-def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
+def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: object, **__: object) -> int:
     """FlashAttention 2 adds up the gradient of the queries in fp32, in tiles of 128 tokens, beside one number a row."""
     rows, heads, tokens, width = query.shape
     tile = 32 if width <= 128 else 64

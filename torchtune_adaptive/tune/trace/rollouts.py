@@ -149,7 +149,7 @@ def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.Ro
     return without_keeping
 
 
-def _keep_nothing(*_: Any) -> None:
+def _keep_nothing(*_: object) -> None:
     pass
 
 
