@@ -3,12 +3,24 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from torchtune_adaptive.comm.fsdp import AllGather, ReduceScatter
+
+Reduction: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class Communicator(Protocol):
+    """What issues a collective for FSDP: an all-gather or a reduce-scatter, which are called with other arguments."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None: ...
 
 
 class AllReduce:
@@ -26,9 +38,9 @@ class Collective:
     device: torch.device
     group: dist.ProcessGroup
     # Some reductions compare by identity; which one it is follows from the dtype and the group.
-    op: Any = field(compare=False)
+    op: Reduction | None = field(compare=False)
     # How it is issued is nothing that peers could tell: a shadow's modules have communicators of their own.
-    comm: Any = field(compare=False)
+    comm: Communicator = field(compare=False)
 
     @property
     def sent_bytes(self) -> int:
@@ -72,12 +84,11 @@ class Counter(Protocol):
 class _Counted:
     """A collective of FSDP that tells whoever counts before it communicates."""
 
-    def __init__(self, counter: Counter, comm: Any) -> None:
+    def __init__(self, counter: Counter, comm: Communicator) -> None:
         self._counter, self._comm = counter, comm
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        buffer: torch.Tensor = self._comm.allocate(size, dtype=dtype, device=device)
-        return buffer
+        return self._comm.allocate(size, dtype=dtype, device=device)
 
 
 class CountedAllGather(_Counted, AllGather):
@@ -101,7 +112,7 @@ class CountedReduceScatter(_Counted, ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: Reduction,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Collective: FSDP's own reduce-scatter."""
@@ -119,7 +130,7 @@ class CountedReplicas:
     anything of it.
     """
 
-    def __init__(self, counter: Counter, group: dist.ProcessGroup, comm: Any) -> None:
+    def __init__(self, counter: Counter, group: dist.ProcessGroup, comm: Communicator) -> None:
         self._counter, self._group, self._comm = counter, group, comm
 
     def __getattr__(self, name: str) -> Any:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed import distributed_c10d
@@ -15,6 +15,9 @@ from torchtune_adaptive.comm.collectives import is_aside, rank
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.wording import count_of
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}
 _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
@@ -71,7 +74,7 @@ class Listener(TorchDispatchMode):
         self._tell = tell
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
             return NotImplemented

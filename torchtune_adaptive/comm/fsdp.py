@@ -3,9 +3,11 @@
 This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +22,9 @@ from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.comm.collectives import world_size
 from torchtune_adaptive.replacing import replaced
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 __all__ = [
     "AllGather",
@@ -52,7 +57,7 @@ def replace_collectives(
     The reduction over replicas has no setter: what it runs on is replaced, the group of the module's mesh.
     """
     originals = []
-    replicas: dict[int, tuple[Any, dist.ProcessGroup]] = {}
+    replicas: dict[int, tuple[DDPMeshInfo, dist.ProcessGroup]] = {}
     for module in _modules(root):
         for group in _groups(module):
             gather, scatter, mesh = group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info
@@ -95,10 +100,10 @@ def why_recovery_is_off(model: nn.Module, tensor_ranks: int = 1) -> str | None:
     return None
 
 
-def _why_group_is_unsupported(group: Any, tensor_ranks: int) -> str | None:
+def _why_group_is_unsupported(group: FSDPParamGroup, tensor_ranks: int) -> str | None:
     mesh = group.mesh_info
     known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim)) + (tensor_ranks > 1)
-    if any(parameter.sharded_param.device_mesh.ndim > known for parameter in group.fsdp_params):
+    if any(cast(DTensor, parameter.sharded_param).device_mesh.ndim > known for parameter in group.fsdp_params):
         return "its mesh has dimensions besides those of its shards and replicas (tensor parallel)"
     if mesh.mesh.size() * tensor_ranks != world_size():
         return "it is sharded over some of the ranks only"
@@ -112,7 +117,7 @@ def _modules(root: Any) -> Iterator[FSDPModule]:
     return (module for module in modules if isinstance(module, FSDPModule))
 
 
-def _groups(module: FSDPModule) -> list[Any]:
+def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
     """The parameter groups of one module: none or one, or (from torch 2.12) one for each of its meshes."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
@@ -125,7 +130,7 @@ def has_replicas(root: FSDPModule) -> bool:
     return any(isinstance(group.mesh_info, DDPMeshInfo) for module in _modules(root) for group in _groups(module))
 
 
-def reduce_over_replicas(root: Any, now: bool) -> None:
+def reduce_over_replicas(root: FSDPModule, now: bool) -> None:
     """Whether the next backward sums gradients over replicas, or leaves its sums for a later one to add."""
     root.set_requires_all_reduce(now)
 
@@ -174,7 +179,7 @@ def settle(root: FSDPModule) -> None:
     root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
 
 
-def reset(root: Any) -> None:
+def reset(root: FSDPModule) -> None:
     """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
     if hasattr(root, "reset_iter_state"):  # from torch 2.13
         root.reset_iter_state()
@@ -210,7 +215,7 @@ def _reset_iter_state(root: Any) -> None:
     state._state_ctx.post_backward_final_callback_queued = False
 
 
-def _reset_group(group: Any) -> None:
+def _reset_group(group: FSDPParamGroup) -> None:
     if group._all_gather_result is not None:
         work = group._all_gather_result.all_gather_work
         if work is not None:
@@ -225,7 +230,7 @@ def _reset_group(group: Any) -> None:
     group._training_state = TrainingState.IDLE
 
 
-def _reset_parameters(group: Any) -> None:
+def _reset_parameters(group: FSDPParamGroup) -> None:
     """What reset_iter_state leaves behind: unsharded gradients, which the next pass would add to its own."""
     for parameter in group.fsdp_params:
         # Also where the group claims to be sharded: some of its parameters may have been allocated already.

@@ -4,12 +4,14 @@ A CPU has no allocator that could be asked for its peak, or told to stop. The me
 their place, so that searching and recovering work, and can be tested, on a laptop.
 """
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -19,6 +21,9 @@ from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.memory.device import plain_tensors, wraps_tensors
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 class MemoryMeter(TorchDispatchMode):
@@ -72,7 +77,7 @@ class MemoryMeter(TorchDispatchMode):
             self.cap_bytes = cap_bytes
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
             return NotImplemented
@@ -93,7 +98,7 @@ class MemoryMeter(TorchDispatchMode):
                 raise
         return result
 
-    def __enter__(self) -> "MemoryMeter":
+    def __enter__(self) -> MemoryMeter:
         # FSDP allocates parameters by growing their storages, which is not an operation.
         resize = self._resize = UntypedStorage.resize_
 
@@ -147,7 +152,7 @@ class _Effect(Enum):
 
 
 @cache
-def _effect_of(func: Any) -> _Effect:
+def _effect_of(func: OpOverload) -> _Effect:
     if func.namespace == "c10d":  # a collective returns its arguments
         return _Effect.NONE
     if func.namespace == "_c10d_functional":
@@ -158,4 +163,4 @@ def _effect_of(func: Any) -> _Effect:
     aliases = [returned.alias_info for returned in func._schema.returns]
     if any(alias is None for alias in aliases):
         return _Effect.ALLOCATES
-    return _Effect.CHANGES_SIZE if any(alias.is_write for alias in aliases) else _Effect.NONE
+    return _Effect.CHANGES_SIZE if any(alias is not None and alias.is_write for alias in aliases) else _Effect.NONE

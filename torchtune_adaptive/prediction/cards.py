@@ -4,7 +4,6 @@ makers state them."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.sizes import parse_amount
@@ -66,12 +65,12 @@ WITHOUT_FLASH_ATTENTION = ("t4", "v100", "v100-32")
 """Older than the kernels that a prediction assumes, and than bf16."""
 
 
-def card_named(value: Any) -> Card | None:
+def card_named(value: object) -> Card | None:
     """The card of that name; None for an amount, or anything else that names no card."""
     return CARDS.get(str(value).strip().lower())
 
 
-def limit_bytes(value: Any, key: str) -> int:
+def limit_bytes(value: object, key: str) -> int:
     """Bytes of an amount (24GiB, 80GB) or of a card (h100)."""
     if (card := card_named(value)) is not None:
         return int(card.gib * 2**30)

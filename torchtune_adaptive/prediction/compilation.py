@@ -87,13 +87,13 @@ def _check_known(version: str, replacements: Sequence[tuple[Any, str, Any]]) -> 
 class _NoKernel:
     """Stands for what Inductor would have had compiled. Its outputs are allocated by then."""
 
-    def __call__(self, *args: Any, **_: Any) -> None:
+    def __call__(self, *args: Any, **_: object) -> None:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Recorder) and mode.counter is not None:
                 mode.counter.kernel(args)
 
 
-def _no_kernel(*_: Any, **__: Any) -> _NoKernel:
+def _no_kernel(*_: object, **__: object) -> _NoKernel:
     return _NoKernel()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import UntypedStorage
 
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.work import Work, WorkCounter
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 Workspace = Callable[..., int]
 
@@ -52,7 +55,7 @@ class Recorder(MemoryMeter):
 
     counts_fakes = True
 
-    def __init__(self, workspaces: Mapping[Any, Workspace], counter: WorkCounter | None = None) -> None:
+    def __init__(self, workspaces: Mapping[OpOverload, Workspace], counter: WorkCounter | None = None) -> None:
         """`workspaces` says what an operation's kernel takes for itself: bytes, from the operation's arguments.
 
         `counter` is told of all operations.
@@ -81,7 +84,7 @@ class Recorder(MemoryMeter):
         return Recording(tuple(self._blocks), self._of_block[:], self._bytes_change[:], dict(phases), work)
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         self._op = str(func)
         result = super().__torch_dispatch__(func, types, args, kwargs)

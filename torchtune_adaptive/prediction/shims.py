@@ -7,9 +7,9 @@ before the traced ones meets them all.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.replacing import replaced
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 PRIVATE = ("_current_autograd_node", "_storage_Use_Count")
@@ -49,7 +52,9 @@ class DeviceStandIn(TorchDispatchMode):
 
     def __init__(self, *, host_is_device: bool, offloads: bool = False) -> None:
         super().__init__()
-        self._on_host: Callable[[], Any] = unset_fake_temporarily if host_is_device else no_dispatch
+        self._on_host: Callable[[], AbstractContextManager[object]] = (
+            unset_fake_temporarily if host_is_device else no_dispatch
+        )
         self._offloads = offloads
         self._unshared: tuple[int, int, int] | None = None
         self._calibrating = False
@@ -60,7 +65,7 @@ class DeviceStandIn(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(wraps_tensors(kind) for kind in types):
             return NotImplemented
@@ -86,14 +91,14 @@ class DeviceStandIn(TorchDispatchMode):
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def _from_real(self, func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _from_real(self, func: OpOverload, tensors: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if kwargs.get("device") == UPLOAD:
             dtype = kwargs.get("dtype") or tensors[0].dtype
             return torch.empty(tensors[0].shape, dtype=dtype, device=UPLOAD if self._offloads else HOST)
         with self._on_host():
             return func(*args, **kwargs)
 
-    def _adds_in_place(self, total: Any, addend: Any) -> bool:
+    def _adds_in_place(self, total: Any, addend: object) -> bool:
         """Whether this is autograd adding to a gradient of which it is the only owner."""
         if torch._C._current_autograd_node() is None or not isinstance(addend, Tensor):
             return False
@@ -123,7 +128,7 @@ def _unknown(why: str) -> PredictionError:
     return PredictionError(f"torch {torch.__version__} is not known to predictions ({why})", Remedy.MEASURE)
 
 
-def _tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def _tensors_of(args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Tensor arguments of an operation, which are never nested deeper: a general search took a tenth of the time."""
     tensors = []
     for argument in (*args, *kwargs.values()):
@@ -188,7 +193,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(*query.shape[:3], key.shape[2])
 
 
-def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: Any, **__: Any) -> int:
+def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: object, **__: object) -> int:
     """FlashAttention 2 adds up the gradient of the queries in fp32, in tiles of 128 tokens, beside one number a row."""
     rows, heads, tokens, width = query.shape
     tile = 32 if width <= 128 else 64
@@ -203,7 +208,7 @@ def joined_flash_backward_bytes(gradient: Tensor, *sides_and_more: Any) -> int:
     return 4 * (tokens + 128 * (len(ends) - 1)) * heads * (_rounded_up(width, tile) + 1)
 
 
-CUDA_WORKSPACES: dict[Any, Callable[..., int]] = {
+CUDA_WORKSPACES: dict[OpOverload, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
     torch.ops.torch_attn._varlen_attn_backward.default: joined_flash_backward_bytes,
 }

@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from torchtune_adaptive.memory.device import plain_tensors
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 
@@ -54,7 +57,7 @@ class WorkCounter:
     def __init__(self) -> None:
         self.work = Work(*(array("d") for _ in range(5)))
 
-    def operation(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+    def operation(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         packet = func.overloadpacket
         if func.namespace in ("c10d", "_c10d_functional"):
             self._note(linked=_exchanged(str(packet), args))
@@ -71,7 +74,7 @@ class WorkCounter:
         else:
             self._note(moved=_bytes_of((*args, *kwargs.values()), result))
 
-    def kernel(self, args: tuple[Any, ...]) -> None:
+    def kernel(self, args: tuple[object, ...]) -> None:
         """One that Inductor has written: what goes in and out, each once."""
         self._note(moved=_bytes_of(args, None))
 
@@ -86,7 +89,7 @@ class WorkCounter:
         work.copied_bytes.append(copied)
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
+def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield from plain_tensors(value)
     elif isinstance(value, list | tuple):
@@ -94,11 +97,11 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(each)
 
 
-def _bytes_of(args: Any, result: Any) -> int:
+def _bytes_of(args: tuple[object, ...], result: object) -> int:
     return sum(tensor.nbytes for tensor in _tensors_in((*args, result)))
 
 
-def _exchanged(name: str, args: tuple[Any, ...]) -> int:
+def _exchanged(name: str, args: tuple[object, ...]) -> int:
     """What goes over the link of a rank: the whole of what is gathered or scattered, twice what is reduced."""
     largest = max((tensor.nbytes for tensor in _tensors_in(args)), default=0)
     return 2 * largest if "allreduce" in name or "all_reduce" in name else largest
@@ -112,14 +115,14 @@ def _of_attention(sides: tuple[Any, ...], *, backward: bool) -> float:
     return flops if masked or key.shape[-2] != query.shape[-2] else flops / 2
 
 
-def _crosses_over(args: tuple[Any, ...], result: Any) -> bool:
+def _crosses_over(args: tuple[object, ...], result: object) -> bool:
     """Whether a copy goes from the host to the device, or back."""
     devices = {tensor.device for tensor in _tensors_in((*args, result))}
     return len(devices) > 1
 
 
 @cache
-def _is_view(func: Any) -> bool:
+def _is_view(func: OpOverload) -> bool:
     """Whether an operation only looks at its arguments in another way."""
     aliases = [returned.alias_info for returned in func._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,6 +15,9 @@ from torchtune_adaptive.comm.collectives import rank as this_rank
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.step.attempt import AroundPass, KindOfPass
 from torchtune_adaptive.step.runner import StepRunner
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 class _At(NamedTuple):
@@ -124,7 +127,9 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._faults = faults
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             return func(*args, **(kwargs or {}))  # without data, so it takes no memory that could run out
         self._faults.tick(str(func))

@@ -23,7 +23,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.memory.oom import is_oom
-from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind
+from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind, Sample
 from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.wording import shown
 
@@ -32,12 +32,12 @@ MOST_REMEMBERED = 2**17
 SEE_THE_DATASET = "see whether the dataset's columns and its transform are those of the data"
 
 
-class NamedSamples(Dataset[Any]):
+class NamedSamples(Dataset[Sample]):
     """A dataset whose errors say which sample they are about. It remembers which samples it gave last."""
 
     def __init__(self, dataset: Any, kind: Kind = TEXT) -> None:
         self.kind = kind
-        self.complete: Callable[[int, Any], Any] | None = None
+        self.complete: Callable[[int, Sample], Sample] | None = None
         """What is added to a sample that has been read, by its index."""
         self._dataset = dataset
         self._given: deque[int] = deque(maxlen=MOST_REMEMBERED)
@@ -50,10 +50,10 @@ class NamedSamples(Dataset[Any]):
                 f"dataset does not tell how many samples it has ({reason(error)}): give one with a __len__ that works"
             ) from error
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         self._given.append(index)
         try:
-            sample = self._dataset[index]
+            sample: Sample = self._dataset[index]
         except (Exception, SystemExit) as error:  # whose status would be that of the run
             raise SampleError(
                 f"sample {index} of the dataset cannot be read on rank {rank()} ({reason(error)}): {_remedy(error)}"
@@ -90,7 +90,7 @@ def _remedy(error: BaseException) -> str:
     return "repair it or leave it out; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
 
 
-def _unlike_counts(sample: Any, kind: Kind) -> str | None:
+def _unlike_counts(sample: Sample, kind: Kind) -> str | None:
     """`7 tokens and 4 labels`; None where they are as many, or cannot be counted, which a microbatch will find."""
     for fields in kind.sequences:
         try:
@@ -126,7 +126,9 @@ def naming_bad_samples(model: nn.Module, samples: NamedSamples, *, last: int) ->
         raise
 
 
-def check_sample(index: int, sample: Any, kind: Kind, known: int | None = None, cause: Exception | None = None) -> None:
+def check_sample(
+    index: int, sample: object, kind: Kind, known: int | None = None, cause: Exception | None = None
+) -> None:
     """Raises an error that names a sample which a model that knows so many tokens cannot take."""
     if flaw := _flaw(sample, kind, known):
         raise SampleError(f"sample {index} of the dataset (on rank {rank()}) has {flaw}") from cause
@@ -152,13 +154,13 @@ def vocabulary_of(model: nn.Module) -> int | None:
     return embedding.num_embeddings if isinstance(embedding, nn.Embedding) else None
 
 
-def _flaw(sample: Any, kind: Kind, known: int | None) -> str | None:
+def _flaw(sample: object, kind: Kind, known: int | None) -> str | None:
     """What is wrong with a sample, and what to do about it, for a model that knows so many tokens."""
     flaws = (_flaw_of_sequence(sample, fields, known, kind.ignored_label) for fields in kind.sequences)
     return next(filter(None, flaws), None)
 
 
-def _flaw_of_sequence(sample: Any, fields: Fields, known: int | None, ignored: int) -> str | None:
+def _flaw_of_sequence(sample: object, fields: Fields, known: int | None, ignored: int) -> str | None:
     if not isinstance(sample, Mapping) or not {fields.tokens, fields.labels} <= sample.keys():
         return f"no {fields.tokens} or no {fields.labels}: {SEE_THE_DATASET}"
     tokens, labels = (_numbers(sample[name]) for name in (fields.tokens, fields.labels))

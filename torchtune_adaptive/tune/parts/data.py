@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from omegaconf import DictConfig, ListConfig
 from torch import nn
@@ -20,12 +20,13 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
 from torchtune_adaptive.tune.parts.process_group import Meshes
-from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
+from torchtune_adaptive.tune.parts.unpadded.documents import Batch
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
-Collate = Callable[[Sequence[Any]], dict[str, Any]]
+Collate = Callable[[Sequence[Sample]], Batch]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"
 
 
@@ -42,7 +43,7 @@ class Batching(NamedTuple):
     """Their kind as this run plans it: padded or not."""
     collate: Collate
 
-    def batch_of(self, samples: Sequence[Any]) -> dict[str, Any]:
+    def batch_of(self, samples: Sequence[Sample]) -> Batch:
         return self.collate(self.kind.rows_of(samples))
 
 
@@ -54,7 +55,7 @@ class Data:
     packed: bool
     """All rows are of one length: several samples in each."""
     collate: Collate
-    loader: StepLoader[Any]
+    loader: StepLoader[Sample]
     max_seq_len: int | None
     """The length at which the tokenizer cuts samples; None if it does not."""
     kind: Kind
@@ -111,7 +112,7 @@ def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig,
         )
 
 
-def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Any], bool]:
+def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
     """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
     section = components.require(cfg, "dataset")
     if not isinstance(section, ListConfig):
@@ -145,7 +146,7 @@ def build_collate(settings: Settings, tokenizer: Tokenizer, ignored_label: int, 
     return partial(function, padding_idx=tokenizer.pad_id, ignore_idx=ignored_label)
 
 
-def _check_callable(function: Any, path: str) -> None:
+def _check_callable(function: Callable[..., object], path: str) -> None:
     """Refuses what no collate function is, by its signature where it has one."""
     try:
         inspect.signature(function).bind([], padding_idx=0, ignore_idx=0)
@@ -158,17 +159,15 @@ def _check_callable(function: Any, path: str) -> None:
         pass
 
 
-def build_step_loader(dataset: Dataset[Any], settings: Settings, mesh: Meshes) -> StepLoader[Any]:
+def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
     """The loader of this data-parallel rank; a dataset that does not fill one configured step is an error."""
-    ranks, samples = mesh["dp"].size(), len(dataset)  # type: ignore[arg-type]
+    ranks, samples = mesh["dp"].size(), len(dataset)
     if not samples:
         raise ConfigError(
             "dataset is empty: it has no sample to train on; see whether its source, split and filter are those that "
             "were meant"
         )
-    loader: StepLoader[Any] = StepLoader(
-        dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle
-    )
+    loader = StepLoader(dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle)
     if loader.samples_per_rank < settings.samples_per_step:
         raise ConfigError(
             f"dataset has {count_of(samples, 'sample')}, but one step takes {settings.samples_per_step * ranks}: "

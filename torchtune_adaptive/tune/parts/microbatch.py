@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import (
+    Batch,
     batch_to_device,
     joined,
     longest_of,
@@ -44,8 +45,6 @@ from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)
-
-Batch = dict[str, Any]
 
 
 class Prepared(NamedTuple):
@@ -69,7 +68,7 @@ class ForwardBackward:
     loss_fn: nn.Module
     batching: Batching
     device: torch.device
-    activations: AbstractContextManager[Any]
+    activations: AbstractContextManager[object]
     weighs_every_split_alike: bool = False
     """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
     torchtune counts them before: the same, but for samples whose first token is a label."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,16 @@ from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.readers import check_replicas
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
+if TYPE_CHECKING:
+    from torch.nn.modules.module import _IncompatibleKeys
+
 NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
 
 META = torch.device("meta")
 
 Checkpoint = Mapping[str, Any]
+Weights = Mapping[str, torch.Tensor]
+"""A model's, by name."""
 
 
 def build_full_model(settings: Settings, place: Place, checkpoint: Checkpoint, key: str = "model") -> nn.Module:
@@ -67,12 +72,12 @@ def build_shadow_model(settings: Settings, place: Place) -> nn.Module:
     return model
 
 
-def same_frequencies(_: Any, frequencies: torch.Tensor, *__: Any) -> torch.Tensor:
+def same_frequencies(_: object, frequencies: torch.Tensor, *__: object) -> torch.Tensor:
     """Frequencies as they are, in place of scaled ones: scaling branches on values, and there are none."""
     return frequencies.clone()
 
 
-def build_reference_model(settings: Settings, place: Place, weights: Mapping[str, Any]) -> nn.Module:
+def build_reference_model(settings: Settings, place: Place, weights: Weights) -> nn.Module:
     """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
     try:
@@ -210,22 +215,25 @@ def _init_adapters(model: nn.Module, settings: Settings, device: torch.device, d
 
 
 def _load(
-    model: nn.Module, weights: Mapping[str, Any], settings: Settings, device: torch.device, *, strict: bool
-) -> Any:
+    model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool
+) -> _IncompatibleKeys:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
     _check_weights(model, weights, strict=strict)
     out_of_memory = f"out of memory while the weights were loaded on rank {dist.get_rank()}"
     with fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
     ):
-        if _is_quantized(model):
-            return model.load_state_dict(weights, strict=strict)
-        return training.load_from_full_model_state_dict(
-            model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
+        keys: _IncompatibleKeys = (
+            model.load_state_dict(weights, strict=strict)
+            if _is_quantized(model)
+            else training.load_from_full_model_state_dict(
+                model, weights, device, strict=strict, cpu_offload=settings.fsdp_cpu_offload
+            )
         )
+        return keys
 
 
-def _check_weights(model: nn.Module, weights: Mapping[str, Any], *, strict: bool) -> None:
+def _check_weights(model: nn.Module, weights: Weights, *, strict: bool) -> None:
     """Refuses wrong weights before any rank communicates: what fails from then on is not the files' fault."""
     places = model.state_dict()
     unknown = sorted(weights.keys() - places.keys())
@@ -250,7 +258,7 @@ def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, n
     return {"layers": decoder.norm, **({} if loss_fn is None else {"head": loss_fn})}
 
 
-def _check_lora_keys(lora: LoraSettings, base_keys: Any, adapter_keys: Any) -> None:
+def _check_lora_keys(lora: LoraSettings, base_keys: _IncompatibleKeys, adapter_keys: _IncompatibleKeys | None) -> None:
     missing, unexpected = adapter_keys if adapter_keys is not None else (None, None)
     try:
         peft.validate_missing_and_unexpected_for_lora(

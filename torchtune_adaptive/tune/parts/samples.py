@@ -143,7 +143,7 @@ class Kind:
         share_of = {key: share for fields, share in zip(self.sequences, shares, strict=True) for key in _keys(fields)}
         return {key: value[: share_of[key]] if key in share_of else value for key, value in sample.items()}
 
-    def _masked(self, labels: Any) -> Any:
+    def _masked(self, labels: Tensor | list[int]) -> Tensor | list[int]:
         if isinstance(labels, Tensor):
             return torch.full_like(labels, self.ignored_label)
         return [self.ignored_label] * len(labels)

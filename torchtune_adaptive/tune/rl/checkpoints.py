@@ -10,7 +10,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.checkpoints.contents import State
+from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State
 from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
@@ -53,24 +52,24 @@ class PPOContents:
 class TwoCheckpointers:
     """Two of torchtune's checkpointers as one, so that what they write becomes one checkpoint, or none."""
 
-    def __init__(self, policy: Any, value: Any, staging: Path) -> None:
+    def __init__(self, policy: Checkpointer, value: Checkpointer, staging: Path) -> None:
         self._policy = policy
         self._value = value
         self._staging = staging
 
     def load_checkpoint(self) -> State:
-        state: State = self._policy.load_checkpoint()
+        state = self._policy.load_checkpoint()
         value = self._value.load_checkpoint()[training.MODEL_KEY]
         if not isinstance(value, Mapping):
             raise ConfigError(f"{VALUE_FILES}.checkpoint_files: a {type(value).__name__} is in the file, not weights")
         return {**state, VALUE_MODEL: value}
 
-    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool) -> None:
+    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
         """Writes both, and moves the value model to where the policy is."""
         of_policy = {key: part for key, part in state.items() if key != VALUE_MODEL}
-        self._policy.save_checkpoint(of_policy, epoch=epoch, intermediate_checkpoint=intermediate_checkpoint)
+        self._policy.save_checkpoint(of_policy, epoch=epoch, intermediate_checkpoint=intermediate_checkpoint, **options)
         of_value = {training.MODEL_KEY: state[VALUE_MODEL]}
-        self._value.save_checkpoint(of_value, epoch=epoch, intermediate_checkpoint=False)
+        self._value.save_checkpoint(of_value, epoch=epoch, intermediate_checkpoint=False, **options)
         written = self._staging / VALUE_FOLDER / f"epoch_{epoch}"
         os.replace(written, self._staging / f"epoch_{epoch}" / VALUE_FOLDER)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NoReturn
 
 from torchtune.rlhf.loss import PPOLoss
 
@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, build_step_loader, check_samples
 from torchtune_adaptive.tune.parts.process_group import Meshes
-from torchtune_adaptive.tune.parts.samples import TEXT
+from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
@@ -44,7 +44,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
     )
 
 
-def _prompt_of_some_tokens(index: int, sample: Any) -> Any:
+def _prompt_of_some_tokens(index: int, sample: Sample) -> Sample:
     """The sample as it is: an answer has to follow something."""
     if isinstance(sample, Mapping) and "tokens" in sample and len(sample["tokens"]) == 0:
         raise SampleError(
@@ -54,5 +54,5 @@ def _prompt_of_some_tokens(index: int, sample: Any) -> Any:
     return sample
 
 
-def _collate_nothing(samples: object) -> dict[str, Any]:
+def _collate_nothing(samples: object) -> NoReturn:
     raise NotImplementedError("rollouts make their own batches")

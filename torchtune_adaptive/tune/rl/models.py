@@ -7,9 +7,8 @@ tokens, so neither depends on how often the other's microbatches were cut.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,7 +18,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.culprits import vocabulary_of
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.model import META, build_full_model, built_on, drop_nothing
+from torchtune_adaptive.tune.parts.model import META, Checkpoint, Weights, build_full_model, built_on, drop_nothing
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, one_optimizer
 from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
@@ -27,8 +26,6 @@ from torchtune_adaptive.tune.rl.settings import POLICY, POLICY_FILES, REFERENCE_
 from torchtune_adaptive.tune.start.settings import Settings
 
 HEAD = "output.weight"
-
-Weights = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Models:
 def build_models(
     settings: Settings,
     place: Place,
-    checkpoint: Weights,
+    checkpoint: Checkpoint,
     seed: int,
     frozen: Callable[[Settings, str], Weights] = load_reference,
 ) -> Models:
@@ -87,7 +84,7 @@ class _Builder:
         drop_nothing(model)
         return model if trained else model.requires_grad_(False).eval()
 
-    def _of_classifier(self, weights: Weights, files: str) -> dict[str, Any]:
+    def _of_classifier(self, weights: Weights, files: str) -> Weights:
         """Weights for a model of one number a token. A language model's head is replaced by a new one."""
         if HEAD not in weights:
             raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
@@ -119,7 +116,7 @@ def give_gradients(model: nn.Module) -> None:
 
 
 def build_ppo_optimization(
-    settings: Settings, models: Models, checkpoint: Weights, device: torch.device
+    settings: Settings, models: Models, checkpoint: Checkpoint, device: torch.device
 ) -> Optimization:
     """One optimizer for both models, whose updates each have a sum of tokens of their own."""
     return one_optimizer(settings, models.trained, checkpoint.get(training.OPT_KEY), device)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -15,6 +15,7 @@ from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.tune.console import progress_bar
+from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.start.sections import MOST_TOKENS
@@ -54,7 +55,7 @@ class Longest(NamedTuple):
     """The index of the sample."""
 
 
-def longest_sample(cfg: DictConfig, dataset: Any, kind: Kind) -> Longest:
+def longest_sample(cfg: DictConfig, dataset: NamedSamples, kind: Kind) -> Longest:
     """Collective: the longest sample; each rank reads its share, and the answer is kept for the next run."""
     path = Path(cfg.output_dir) / LENGTHS_FILE
     key = _key(cfg, len(dataset), kind)
@@ -67,7 +68,7 @@ def longest_sample(cfg: DictConfig, dataset: Any, kind: Kind) -> Longest:
     return known
 
 
-def _scan(dataset: Any, kind: Kind) -> Longest:
+def _scan(dataset: NamedSamples, kind: Kind) -> Longest:
     """Collective: the longest of all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = Longest(0, 0)

@@ -31,7 +31,7 @@ def build(key: str, cfg: DictConfig, *args: Any, **kwargs: Any) -> Any:
     return build_section(key, require(cfg, key), *args, **kwargs)
 
 
-def build_section(key: str, section: Any, *args: Any, **kwargs: Any) -> Any:
+def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
     """The object that a section describes; what goes wrong while it is built is reported under its key."""
     _check_path(key, section)
     try:
@@ -55,7 +55,9 @@ def path_of(key: str, section: object) -> str:
     return path
 
 
-def _what_is_wrong(key: str, section: Any, error: BaseException, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _what_is_wrong(
+    key: str, section: object, error: BaseException, args: Sequence[object], kwargs: Mapping[str, object]
+) -> str:
     if isinstance(error, TypeError) and isinstance(section, DictConfig):
         if told := misfit_in_words(key, section, args, kwargs):
             return told
@@ -64,7 +66,7 @@ def _what_is_wrong(key: str, section: Any, error: BaseException, args: Sequence[
     return f"{key} could not be built from {_described(section)}: {reason(error)}"
 
 
-def misfit_in_words(key: str, section: DictConfig, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+def misfit_in_words(key: str, section: DictConfig, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
     """What a component is given that it does not take, or lacks; None where it can be called, or nothing can tell."""
     wrong = misfit(section, args, kwargs)
     if wrong is None:
@@ -72,7 +74,7 @@ def misfit_in_words(key: str, section: DictConfig, args: Sequence[Any], kwargs: 
     return f"{wrong.in_words(key, section[COMPONENT].rpartition('.')[2])}{_misplaced(wrong.unknown)}"
 
 
-def _misplaced(names: Sequence[Any]) -> str:
+def _misplaced(names: Sequence[str]) -> str:
     """Where a key of `adaptive:` belongs that a component was given and did not know."""
     ours = [key for key in keys_of(AdaptiveConfig) if key in names]
     return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in ours)

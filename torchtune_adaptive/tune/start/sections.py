@@ -71,7 +71,7 @@ MOST_TOKENS = 2**24
 """Tokens of a row: what no model takes is refused before lists of that length are made."""
 
 
-def one_of(*choices: Any) -> Rule:
+def one_of(*choices: object) -> Rule:
     return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
 
 
@@ -85,10 +85,10 @@ def some_of(*choices: str) -> Rule:
 
 def option(
     rule: Rule,
-    default: Any = dataclasses.MISSING,
+    default: object = dataclasses.MISSING,
     *,
     means: str = "",
-    convert: Callable[[Any, str], Any] | None = None,
+    convert: Callable[[Any, str], object] | None = None,
 ) -> Any:
     """A field of a section; required when it has no default.
 
@@ -98,7 +98,7 @@ def option(
     return dataclasses.field(default=default, metadata={"rule": rule, "means": means, "convert": convert or _frozen})
 
 
-def _frozen(value: Any, key: str) -> Any:
+def _frozen(value: object, key: str) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
@@ -245,7 +245,7 @@ def _check_known(key: object) -> None:
         raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
 
 
-def read(kind: type[T], values: Mapping[Any, Any] | DictConfig | None, prefix: str = "") -> T:
+def read(kind: type[T], values: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
     """The dataclass `kind`, filled with the keys of `values` that it names and checked rule by rule."""
     plain = _plain(values, prefix.rstrip("."))
     options = options_of(kind)
@@ -261,7 +261,7 @@ def options_of(kind: type) -> list[dataclasses.Field[Any]]:
     return [field for field in dataclasses.fields(kind) if "rule" in field.metadata]
 
 
-def _checked(field: dataclasses.Field[Any], values: Mapping[Any, Any], prefix: str) -> Any:
+def _checked(field: dataclasses.Field[Any], values: Mapping[Any, object], prefix: str) -> object:
     rule: Rule = field.metadata["rule"]
     key = prefix + field.name
     if field.name not in values:
@@ -278,7 +278,7 @@ def check(rule: Rule, value: object, key: str) -> None:
         raise ConfigError(f"{key} is {shown(value)}: allowed is {rule.allowed}")
 
 
-def _plain(values: Any, name: str) -> Mapping[Any, Any]:
+def _plain(values: Any, name: str) -> Mapping[Any, object]:
     if OmegaConf.is_config(values):
         values = OmegaConf.to_container(values, resolve=True)
     if values is None:

@@ -45,7 +45,7 @@ class Misfit:
         return f"leave {them} out; allowed are {', '.join(self.known[:MOST_NAMES])}{more}"
 
 
-def misfit(section: DictConfig, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Misfit | None:
+def misfit(section: DictConfig, args: Sequence[object], kwargs: Mapping[str, object]) -> Misfit | None:
     """What of a section its component does not take, or lacks; None where that fits, or nothing can tell.
 
     `args` and `kwargs` are what the component is given besides.
@@ -63,7 +63,7 @@ def misfit(section: DictConfig, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return Misfit(unknown, missing, known) if unknown or missing else None
 
 
-def default_of(component: Any, name: str) -> Any:
+def default_of(component: object, name: str) -> Any:
     """What a component takes for an argument that it is not given; None, too, where nothing can tell."""
     found = {each.name: each.default for each in _parameters_of(component) or ()}.get(name)
     return None if found is inspect.Parameter.empty else found

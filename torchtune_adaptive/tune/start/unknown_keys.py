@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -74,7 +73,7 @@ def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
     )
 
 
-def _paths(path: str, value: Any) -> Iterator[str]:
+def _paths(path: str, value: object) -> Iterator[str]:
     """This key and those of its section, down to the first component, which checks its own."""
     yield path
     if isinstance(value, DictConfig) and not value._is_none() and COMPONENT not in value:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,22 @@ from torchtune_adaptive.prediction.work import WorkCounter
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.trace.shims import fake_tables
+
+T = TypeVar("T")
+
+
+class Common(TypedDict):
+    """Arguments that every FakeStep gets."""
+
+    settings: Settings
+    fakes: FakeTensorMode
+    device_stand_in: DeviceStandIn
+    device: torch.device
+    on_gpu: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,6 +186,16 @@ class FakeStep:
         self.update(self._run_microbatches(rows, tokens))
 
 
+class Rows(TypedDict):
+    """What a FakeStep knows of its samples, where they are a dataset's."""
+
+    sample_of: Callable[[int], Sample]
+    stand_in: Callable[[Sample], Sample]
+    padded: bool
+    sequences: int
+    accumulates: bool
+
+
 @dataclass(frozen=True)
 class Built:
     """What all stages share."""
@@ -181,18 +204,17 @@ class Built:
     model: nn.Module
     """The model that is trained."""
     optimization: Optimization
-    common: dict[str, Any]
-    """Arguments that every FakeStep gets."""
+    common: Common
 
     @property
     def batches_go_to(self) -> torch.device:
         return UPLOAD if on_gpu(self.settings) else HOST
 
 
-def resharding(model: nn.Module, run: Callable[[Sequence[Any]], Totals]) -> Callable[[Sequence[Any]], Totals]:
+def resharding(model: nn.Module, run: Callable[[Sequence[T]], Totals]) -> Callable[[Sequence[T]], Totals]:
     """What a runner sees to after a pass that has no backward."""
 
-    def run_and_reshard(samples: Sequence[Any]) -> Totals:
+    def run_and_reshard(samples: Sequence[T]) -> Totals:
         totals = run(samples)
         if isinstance(model, fsdp.FSDPModule) and fsdp.awaits_backward(model):
             fsdp.settle(model)

@@ -19,7 +19,7 @@ from torchtune_adaptive.prediction.shims import HOST, META
 from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate, is_packed
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
-from torchtune_adaptive.tune.parts.unpadded.documents import joined
+from torchtune_adaptive.tune.parts.unpadded.documents import Batch, joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
@@ -48,10 +48,10 @@ def made_up_checkpoint(settings: Settings, key: str = "model") -> dict[str, Any]
 def on_host(collate: Collate) -> Collate:
     """Batches are made on the host, of tensors that have data; what making them takes besides depends on the rows."""
 
-    def collate_on_host(samples: Sequence[Sample]) -> dict[str, Any]:
+    def collate_on_host(samples: Sequence[Sample]) -> Batch:
         with no_dispatch():
             batch = collate(samples)
-        copies: dict[str, Any] = tree_map_only(Tensor, torch.clone, batch)
+        copies: Batch = tree_map_only(Tensor, torch.clone, batch)
         return copies
 
     return collate_on_host

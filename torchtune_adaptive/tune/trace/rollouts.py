@@ -16,7 +16,7 @@ from torchtune_adaptive.prediction.shims import HOST, UPLOAD
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import Totals
-from torchtune_adaptive.tune.parts.model import phase_boundaries
+from torchtune_adaptive.tune.parts.model import Weights, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Place
 from torchtune_adaptive.tune.rl import generation, passes
@@ -37,7 +37,7 @@ from torchtune_adaptive.tune.rl.stages import (
     passes_of,
 )
 from torchtune_adaptive.tune.start.settings import Settings, on_gpu
-from torchtune_adaptive.tune.trace.fakes import FakeStep, resharding
+from torchtune_adaptive.tune.trace.fakes import Common, FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
@@ -45,7 +45,7 @@ TRACED_ANSWER = 3
 """Tokens of an answer that are traced: each after the second allocates what that does."""
 
 
-def ppo_steps(settings: Settings, place: Place, common: dict[str, Any]) -> dict[str, FakeStep]:
+def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, FakeStep]:
     """The steps of PPO by name, in the order of an iteration."""
     ppo, adaptive = read_ppo_settings(settings.config)[1], settings.adaptive
     with common["fakes"], common["device_stand_in"]:
@@ -85,13 +85,13 @@ def ppo_steps(settings: Settings, place: Place, common: dict[str, Any]) -> dict[
     return {stage: step_of(stage, *of_stage) for stage, of_stage in ran.items()}
 
 
-def _weights(settings: Settings, key: str) -> dict[str, Any]:
+def _weights(settings: Settings, key: str) -> Weights:
     """Each time others: where nothing is sharded, a model takes them as they are."""
-    weights: dict[str, Any] = made_up_checkpoint(settings, key)[training.MODEL_KEY]
+    weights: Weights = made_up_checkpoint(settings, key)[training.MODEL_KEY]
     return weights
 
 
-def _frozen(settings: Settings, files: str) -> dict[str, Any]:
+def _frozen(settings: Settings, files: str) -> Weights:
     return _weights(settings, POLICY if files == REFERENCE_FILES else VALUE)
 
 
@@ -149,7 +149,7 @@ def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.Ro
     return without_keeping
 
 
-def _keep_nothing(*_: Any) -> None:
+def _keep_nothing(*_: object) -> None:
     pass
 
 

@@ -103,7 +103,7 @@ class _TorchOfOffloading:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
-    def empty_like(self, activation: Tensor, **_: Any) -> _Offloaded:
+    def empty_like(self, activation: Tensor, **_: object) -> _Offloaded:
         return _Offloaded(activation)
 
 
@@ -115,19 +115,19 @@ class _Offloaded:
         with _disable_current_modes():
             self._like = torch.empty_like(activation, device="cpu")
 
-    def copy_(self, *_: Any, **__: Any) -> None:
+    def copy_(self, *_: object, **__: object) -> None:
         pass
 
-    def to(self, *_: Any, **__: Any) -> Tensor:
+    def to(self, *_: object, **__: object) -> Tensor:
         """The activation on the device again."""
         return torch.empty_like(self._like, device=self._device)
 
 
-def _nothing(*_: Any, **__: Any) -> None:
+def _nothing(*_: object, **__: object) -> None:
     pass
 
 
-def _yes(*_: Any, **__: Any) -> bool:
+def _yes(*_: object, **__: object) -> bool:
     return True
 
 
@@ -151,7 +151,7 @@ def fake_tables(tensors: Iterable[Tensor], fakes: FakeTensorMode) -> None:
                     setattr(quantized, name, fakes.from_tensor(inner))
 
 
-def _pairs_of_weights(weight: Tensor, *_: Any) -> Tensor:
+def _pairs_of_weights(weight: Tensor, *_: object) -> Tensor:
     return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
 
 

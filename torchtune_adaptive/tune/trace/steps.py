@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
 from omegaconf import DictConfig
@@ -43,7 +43,7 @@ from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place,
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu
-from torchtune_adaptive.tune.trace.fakes import Built, FakeStep, resharding
+from torchtune_adaptive.tune.trace.fakes import Built, Common, FakeStep, Rows, resharding
 from torchtune_adaptive.tune.trace.inputs import batching_of, made_up_checkpoint
 from torchtune_adaptive.tune.trace.recipes import (
     compiles_itself,
@@ -118,7 +118,7 @@ def _build(settings: Settings, lora: LoraSettings | None, place: Place) -> dict[
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
     pairs = trains_on_pairs(settings.config)
-    common = {
+    common: Common = {
         "settings": settings,
         "fakes": fakes,
         "device_stand_in": device_stand_in,
@@ -204,7 +204,7 @@ def _accumulates(settings: Settings) -> bool:
     return as_configured or (found and not settings.optimizer_in_bwd)
 
 
-def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None) -> dict[str, Any]:
+def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None) -> Rows:
     """What a FakeStep knows of its samples; `found_before`: what an earlier stage has left in each."""
 
     def sample_of(tokens: int) -> Sample:

@@ -159,7 +159,7 @@ def check_checkpointer(cfg: DictConfig) -> None:
         raise ConfigError(f"checkpointer.model_type is {kind!r}: allowed is {', '.join(known)}")
 
 
-def check_fits(key: str, section: Any, *args: Any, **kwargs: Any) -> None:
+def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:
     """Refuses a component that cannot be imported, or that does not take what its section gives it."""
     path = components.path_of(key, section)
     try:

@@ -26,6 +26,16 @@ from torchtune_adaptive.tune.start.settings import LoraSettings
 State = dict[str, Any]
 
 
+class Checkpointer(Protocol):
+    """What reads and writes weights: one of torchtune's, or what stands for several."""
+
+    def load_checkpoint(self) -> State:
+        """What is in the files, in torchtune's keys."""
+
+    def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
+        """Writes into a folder of the epoch's name."""
+
+
 class Contents(Protocol):
     """The weights that a recipe saves."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +25,7 @@ from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.contents import State, is_lora
+from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
@@ -40,7 +40,7 @@ KEEP_LAST = "keep_last_n_checkpoints"
 REFERENCE = "ref_checkpointer"
 
 
-def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Any:
+def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
     """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
     section = components.require(cfg, "checkpointer")
     _check_directory(section)
@@ -56,7 +56,10 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> A
         plain["adapter_checkpoint"] = files.adapter
         if files.adapter is None:  # an adapter belongs to the weights that the run began with
             plain["checkpoint_files"] = list(files.weights)
-    return components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files)
+    return cast(
+        Checkpointer,
+        components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files),
+    )
 
 
 def load_reference(settings: Settings, key: str = REFERENCE) -> State:
@@ -71,7 +74,7 @@ def load_reference(settings: Settings, key: str = REFERENCE) -> State:
     return weights
 
 
-def load(checkpointer: Any, files: Files | None, recipe: str) -> State:
+def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
     """Collective: the weights to start from and, when resuming, the state that belongs to them."""
     if files is None or files.distributed:
         return _on_all_ranks(partial(_read, checkpointer), "the weights")
@@ -104,8 +107,8 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, gr
     return state
 
 
-def _read(checkpointer: Any, key: str = "checkpointer") -> State:
-    state: State = checkpointer.load_checkpoint()
+def _read(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
+    state = checkpointer.load_checkpoint()
     if not isinstance(weights := state[training.MODEL_KEY], Mapping):
         raise ConfigError(f"{key}.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name")
     return state

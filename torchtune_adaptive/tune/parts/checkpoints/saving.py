@@ -22,7 +22,14 @@ from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished, copy_of
-from torchtune_adaptive.tune.parts.checkpoints.contents import Contents, Ready, State, make_ready, make_room_to_gather
+from torchtune_adaptive.tune.parts.checkpoints.contents import (
+    Checkpointer,
+    Contents,
+    Ready,
+    State,
+    make_ready,
+    make_room_to_gather,
+)
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
@@ -51,7 +58,7 @@ class Checkpoints:
         start: Start,
         contents: Contents,
         device: torch.device,
-        build: Callable[[DictConfig, Path, Files | None], Any] = loading.build_checkpointer,
+        build: Callable[[DictConfig, Path, Files | None], Checkpointer] = loading.build_checkpointer,
     ) -> None:
         """Collective: creates the group that checkpoints are saved on beside training. `build` makes what reads and
         writes the weights."""

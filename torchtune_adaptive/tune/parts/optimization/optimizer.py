@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,9 @@ from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, load_
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.settings import Settings
 
+SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
+"""Target tokens, or pairs; where several models are updated at once, of each by its name."""
+
 
 class Optimization:
     """One optimizer, or one for each parameter, with the config's schedule times a factor as learning rate."""
@@ -28,7 +31,7 @@ class Optimization:
         cfg: DictConfig,
         checkpointed: Checkpointed,
         optimizers: Sequence[torch.optim.Optimizer],
-        apply: Callable[[Any], float | None],
+        apply: Callable[[SummedOver], float | None],
     ) -> None:
         self.checkpointed = checkpointed
         """What torchtune's checkpointing takes as the optimizer."""
@@ -64,7 +67,7 @@ class Optimization:
         if self._scheduler is not None:
             self._scheduler.base_lrs = [rate * ratio for rate in self._scheduler.base_lrs]
 
-    def update(self, summed_over: int | Tensor | Mapping[str, int]) -> float | None:
+    def update(self, summed_over: SummedOver) -> float | None:
         """Collective where it clips: one update, from gradients that are summed over so many target tokens, or pairs;
         where several models are updated at once, of each by its name.
 
@@ -133,7 +136,7 @@ def _update(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     max_norm: float | None,
-    summed_over: int | Tensor | Mapping[str, int],
+    summed_over: SummedOver,
 ) -> float | None:
     """One update, from gradients that are summed over target tokens, or pairs, and averaged over ranks."""
     # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torchtune import utils
 
+Batch = dict[str, Any]
+"""What a model is given: the rows of a microbatch, and what belongs to them."""
+
 
 class Documents(NamedTuple):
     """Where the samples of a row end. It travels through torchtune's decoder as the mask.
@@ -24,7 +27,7 @@ class Documents(NamedTuple):
     """Tokens of the longest sample."""
 
 
-def joined(samples: Sequence[dict[str, Any]], ignored: int) -> dict[str, Any]:
+def joined(samples: Sequence[dict[str, Any]], ignored: int) -> Batch:
     """A collate function: the samples one after another, without padding; positions begin anew with each.
 
     The first label of each sample is ignored: labels are shifted by one afterwards, and then it would be what the last
@@ -46,13 +49,13 @@ def _row(samples: Sequence[dict[str, Any]], key: str) -> Tensor:
     return torch.cat([torch.as_tensor(sample[key], dtype=torch.int64) for sample in samples])
 
 
-def longest_of(batch: dict[str, Any]) -> int:
+def longest_of(batch: Batch) -> int:
     """Tokens of the longest sample of a batch; where it is padded, those of its rows."""
     mask = batch.get("mask")
     return mask.longest if isinstance(mask, Documents) else int(batch["tokens"].size(1))
 
 
-def batch_to_device(batch: dict[str, Any], device: torch.device) -> None:
+def batch_to_device(batch: Batch, device: torch.device) -> None:
     """torchtune's function, which knows no other masks than its own."""
     documents = batch.pop("mask") if isinstance(batch.get("mask"), Documents) else None
     utils.batch_to_device(batch, device)
@@ -60,7 +63,7 @@ def batch_to_device(batch: dict[str, Any], device: torch.device) -> None:
         batch["mask"] = documents._replace(ends=documents.ends.to(device))
 
 
-def targets_of(batch: dict[str, Any], labels: Tensor, ignored: int) -> Tensor | None:
+def targets_of(batch: Batch, labels: Tensor, ignored: int) -> Tensor | None:
     """Positions in the row whose label counts, or the first if none does; None where rows are padded.
 
     With padding every token has its logits: there, rows are stock's to the bit.
@@ -73,7 +76,7 @@ def targets_of(batch: dict[str, Any], labels: Tensor, ignored: int) -> Tensor | 
 
 
 @contextmanager
-def taking_long_rows(model: nn.Module, batch: dict[str, Any]) -> Iterator[None]:
+def taking_long_rows(model: nn.Module, batch: Batch) -> Iterator[None]:
     """While open, the model takes a row of any length if each sample in it is short enough.
 
     `max_seq_len` is as far as positions go, and these begin anew with each sample. torchtune compares it with the row.

@@ -88,7 +88,7 @@ def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -
     ctx.save_for_backward(*sides, *output, ends)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor, _: object) -> tuple[Tensor | None, ...]:
     return (*torch.ops.torchtune_adaptive.attend_each_backward(gradient, *ctx.saved_tensors), None)
 
 

@@ -8,7 +8,6 @@ is compiled.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor, nn
 from torchtune.modules import MultiHeadAttention
@@ -24,7 +23,7 @@ class EachAlone:
     def __init__(self, stock: Callable[..., Tensor]) -> None:
         self._stock = stock
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, is_causal: bool) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout_p: float, is_causal: bool) -> Tensor:
         if isinstance(mask, Documents):
             assert not dropout_p, "the kernels drop nothing: such a model has padded rows"
             return attend_each(q, k, v, mask.ends, mask.longest)
@@ -38,10 +37,10 @@ def take_documents(model: nn.Module) -> None:
             module._attention_call = EachAlone(module._attention_call)
 
 
-def takes_documents(attention: Any) -> bool:
+def takes_documents(attention: object) -> bool:
     return isinstance(attention, MultiHeadAttention) and isinstance(attention._attention_call, EachAlone)
 
 
-def _is_stock(call: Any) -> bool:
+def _is_stock(call: object) -> bool:
     """torchtune makes the function anew for each module, of the same code."""
     return getattr(call, "__code__", None) is _sdpa_or_flex_attention().__code__

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -50,7 +49,7 @@ def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, pa
         yield from _obstacles_in_attention(getattr(layer, "attn", None), settings, device)
 
 
-def _obstacles_in_attention(attention: Any, settings: Settings, device: torch.device) -> Iterator[str]:
+def _obstacles_in_attention(attention: object, settings: Settings, device: torch.device) -> Iterator[str]:
     if not isinstance(attention, MultiHeadAttention):
         yield f"{_name(attention)} is no attention of torchtune's that takes samples one after another"
         return
@@ -79,7 +78,7 @@ def _obstacles_on(device: torch.device, settings: Settings, head_width: int) -> 
         yield f"heads are {head_width} wide, and flash attention takes {WIDEST_HEAD} at most"
 
 
-def _name(thing: Any) -> str:
+def _name(thing: object) -> str:
     """FSDP puts its own class in front of a module's."""
     if hasattr(thing, "__name__"):
         return str(thing.__name__)
