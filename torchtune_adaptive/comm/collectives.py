@@ -146,7 +146,7 @@ def let_go() -> None:
 
 def from_all_ranks(value: Value) -> list[Value]:
     """Collective: every rank's value, in order of rank."""
-    told: list[Any] = [value] * world_size()
+    told = [value] * world_size()
     if dist.is_initialized():
         dist.all_gather_object(told, value)
     return told

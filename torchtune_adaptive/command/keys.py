@@ -12,7 +12,6 @@ import dataclasses
 import shutil
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.catalogue import PLAN
@@ -96,7 +95,7 @@ def explained(key: Key, width: int) -> str:
     return "\n".join([*first, *(line for wrapped in others for line in wrapped)])
 
 
-def _keys_of(section: type[Any], prefix: str = "") -> tuple[Key, ...]:
+def _keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
     from torchtune_adaptive.tune.start.sections import options_of
 
     return tuple(

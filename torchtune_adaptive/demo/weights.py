@@ -6,7 +6,6 @@ import os
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
@@ -26,7 +25,7 @@ def demo_checkpointer(
     recipe_checkpoint: str | None = None,
     should_load_recipe_state: bool = False,
     seed: int = 0,
-    sizes: Mapping[str, Any] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> FullModelTorchTuneCheckpointer:
     """Component for a config's `checkpointer:`: torchtune's own, after seeing to it that its weights exist.
 
@@ -46,12 +45,12 @@ def demo_checkpointer(
     )
 
 
-def ensure_weights(path: Path, *, seed: int = 0, sizes: Mapping[str, Any] | None = None) -> None:
+def ensure_weights(path: Path, *, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
     """Leaves the weights of this seed and these sizes at `path`; replaces a file only where this has made it."""
     ensure_made(path, lambda: demo_model(**(sizes or {})).state_dict(), seed=seed)
 
 
-def ensure_made(path: Path, make: Callable[[], Mapping[str, Any]], *, seed: int = 0) -> None:
+def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
     """Leaves what is made with this seed at `path`; replaces a file only where this has made it.
 
     No lock: every process makes the same bytes under a name of its own and renames them into place, so it
@@ -83,7 +82,7 @@ def _mark(path: Path, content: bytes) -> Path:
     return path.with_name(f".{path.name}.{hashlib.sha256(content).hexdigest()}")
 
 
-def _content(make: Callable[[], Mapping[str, Any]], seed: int) -> bytes:
+def _content(make: Callable[[], Mapping[str, object]], seed: int) -> bytes:
     # a buffer, because torch.save writes a file's own name into it
     buffer = io.BytesIO()
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):

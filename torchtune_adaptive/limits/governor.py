@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import TypedDict
 
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change, in_step
@@ -41,6 +41,18 @@ class Counters:
     recoveries: int = 0
     thrashings: int = 0
     growths: int = 0
+
+
+class LimitState(TypedDict):
+    """What a checkpoint keeps of a limit: numbers, and the unit that they count."""
+
+    unit: str
+    size: int | None
+    wait: int
+    quiet_steps: int
+    before_growth: int | None
+    tolerated: list[int]
+    counters: dict[str, int]
 
 
 @dataclass
@@ -120,8 +132,8 @@ class Governor:
             return self._try_smaller(step, seen.retrying)
         return self._grow_if_due(step)
 
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps: numbers only."""
+    def state(self) -> LimitState:
+        """What a checkpoint keeps."""
         return {
             "unit": self.limit.unit,
             "size": self._size,
@@ -132,7 +144,7 @@ class Governor:
             "counters": asdict(self.counters),
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
+    def restore(self, state: LimitState) -> None:
         """Goes on from a state; of one with limits of another kind, only the counters count."""
         self.counters = Counters(**state["counters"])
         if state["unit"] != self.limit.unit:

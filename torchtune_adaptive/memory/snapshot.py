@@ -8,7 +8,6 @@ some already: less than writing a checkpoint takes.
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
@@ -100,8 +99,8 @@ class _OptimizerState:
         self.tensors = [leaf for leaf in tree_iter(trees) if isinstance(leaf, Tensor)]
         # Containers and numbers are copied. Tensors stay the same objects, whose contents are put back by themselves.
         same = {id(tensor): tensor for tensor in (*self.tensors, *optimizer.state)}
-        self._state: dict[Any, Any]
-        self._groups: list[dict[str, Any]]
+        self._state: dict[Tensor, object]
+        self._groups: list[dict[str, object]]
         self._state, self._groups = copy.deepcopy(trees, same)
 
     def put_back(self) -> None:

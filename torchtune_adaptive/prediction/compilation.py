@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch._dynamo
@@ -24,7 +23,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.prediction.recorder import Recorder
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.replacing import Member, replaced
 
 KNOWN_VERSIONS = ((2, 11), (2, 12), (2, 13))
 """Versions of torch in whose sources the names below were looked up."""
@@ -55,9 +54,9 @@ def without_kernels(device: torch.device, *, as_on_gpu: bool) -> Iterator[None]:
         torch._dynamo.reset()
 
 
-def _replacements(device: torch.device, *, as_on_gpu: bool) -> list[tuple[Any, str, Any]]:
+def _replacements(device: torch.device, *, as_on_gpu: bool) -> list[Member]:
     guards = torch._C._dynamo.guards
-    replacements: list[tuple[Any, str, Any]] = [
+    replacements: list[Member] = [
         (async_compile.AsyncCompile, "cpp_pybinding", _no_kernel),
         (guards, "_empty_strided_cpu", partial(_empty_strided, device)),
         (guards, "_reinterpret_tensor", _reinterpret_tensor),
@@ -73,7 +72,7 @@ def _replacements(device: torch.device, *, as_on_gpu: bool) -> list[tuple[Any, s
     return replacements
 
 
-def _check_known(version: str, replacements: Sequence[tuple[Any, str, Any]]) -> None:
+def _check_known(version: str, replacements: Sequence[Member]) -> None:
     """Refuses a torch whose insides may be others: what it does not have would be predicted wrongly without a word."""
     missing = [name for where, name, _ in replacements if not hasattr(where, name)]
     if tuple(map(int, version.split(".")[:2])) not in KNOWN_VERSIONS or missing:
@@ -87,7 +86,7 @@ def _check_known(version: str, replacements: Sequence[tuple[Any, str, Any]]) -> 
 class _NoKernel:
     """Stands for what Inductor would have had compiled. Its outputs are allocated by then."""
 
-    def __call__(self, *args: Any, **_: object) -> None:
+    def __call__(self, *args: object, **_: object) -> None:
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, Recorder) and mode.counter is not None:
                 mode.counter.kernel(args)

@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
 from torchtune_adaptive.record.files import reason, replace_file
@@ -47,7 +46,7 @@ class Journal:
     def event(self, event: Event) -> None:
         self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
 
-    def step(self, step: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, figures: Mapping[str, object]) -> None:
         self._append(STEPS_FILE, {"step": step, **figures})
         self._steps += 1
         if self._steps >= MOST_STEPS:
@@ -74,7 +73,7 @@ class Journal:
     def _replace_steps(self, records: Iterable[Record]) -> None:
         replace_file(self._directory / STEPS_FILE, "".join(f"{json.dumps(record)}\n" for record in records).encode())
 
-    def _append(self, name: str, record: Mapping[str, Any]) -> None:
+    def _append(self, name: str, record: Mapping[str, object]) -> None:
         try:
             _append_line(self._directory / name, json.dumps({"time": round(time.time(), 3), **record}))
         except Exception as error:  # noqa: BLE001 - whatever it is, a run is worth more than a line about it

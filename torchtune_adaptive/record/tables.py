@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torchtune_adaptive.record.events import SEARCH, Event
 from torchtune_adaptive.record.files import keep_file, read_json
@@ -122,7 +122,7 @@ def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool 
 
 
 def write_search(
-    directory: Path, result: SearchResult | Profile, sequence_length: int, fingerprint: Mapping[str, Any]
+    directory: Path, result: SearchResult | Profile, sequence_length: int, fingerprint: Mapping[str, object]
 ) -> None:
     """Writes `batch_search.json`, for `read_search` and for people; a line says so where that is not possible."""
     record = {
@@ -134,7 +134,7 @@ def write_search(
     keep_file(directory / SEARCH_FILE, content, "the next run will search again")
 
 
-def read_search(directory: Path, fingerprint: Mapping[str, Any], kind: type[Result]) -> Result | None:
+def read_search(directory: Path, fingerprint: Mapping[str, object], kind: type[Result]) -> Result | None:
     """The answer of an earlier search under the same fingerprint.
 
     None if there is none, or one of another fingerprint. Raises ValueError for a file that cannot be read, or that

@@ -5,19 +5,19 @@ limit. Running out of memory changes the limit, never the step.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError, without_backward
 from torchtune_adaptive.limits.change import RECOVERY, Change
-from torchtune_adaptive.limits.governor import Governor
+from torchtune_adaptive.limits.governor import Governor, LimitState
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.limits.packing import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState
@@ -140,11 +140,11 @@ class StepRunner(Generic[Sample]):
         """Watches memory from the next step on: results tell the peak, and a thrashing allocator changes the limit."""
         self._gauge = self._gauge.of(memory)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LimitState:
         """What the limit has come to, and why; the same on all ranks."""
         return self._governor.state()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: LimitState) -> None:
         self._governor.restore(state)
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
 """The stages of a step, over the same samples: each has a runner of its own, with its limit and its recoveries."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from torchtune_adaptive.limits.governor import LimitState
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.step.reports import StepResult
@@ -40,6 +41,6 @@ class Stages(dict[str, StepRunner[Sample]]):
         for stage, limit in limits.items():
             self[stage].use_limit(limit)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, LimitState]:
         """What the limits have come to, by stage; the same on all ranks."""
         return {stage: runner.state_dict() for stage, runner in self.items()}

@@ -25,7 +25,7 @@ class FunctionalCollective(NamedTuple):
     """Shape of what this rank puts in."""
     dtype: torch.dtype
     device: torch.device
-    rest: tuple[Any, ...]
+    rest: tuple[object, ...]
     """The other arguments: ranks, the reduction, the name of the group."""
 
 
@@ -63,10 +63,10 @@ def counted(counter: FunctionalCounter, group: dist.ProcessGroup) -> Iterator[No
 class _InPlaceOf:
     """An operation whose call is another one's; its overloads are still there."""
 
-    def __init__(self, operation: Any, call: Callable[..., Any]) -> None:
+    def __init__(self, operation: Callable[..., Tensor], call: Callable[..., Tensor]) -> None:
         self._operation, self._call = operation, call
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._call(self._operation, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -74,8 +74,14 @@ class _InPlaceOf:
 
 
 def _issue(
-    counter: FunctionalCounter, group_name: str, name: str, operation: Any, tensor: Tensor, *rest: Any, **named: Any
-) -> Any:
+    counter: FunctionalCounter,
+    group_name: str,
+    name: str,
+    operation: Callable[..., Tensor],
+    tensor: Tensor,
+    *rest: object,
+    **named: object,
+) -> Tensor:
     call = partial(operation, tensor, *rest, **named)
     if named or not rest or getattr(rest[-1], "group_name", rest[-1]) != group_name:
         return call()  # not DTensor's: its messages will be found to be foreign

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from torchtune_adaptive.comm.tensor.refusals import (
 from torchtune_adaptive.comm.tensor.shadow import Rehearsal, Shadow
 
 Sample = TypeVar("Sample")
+T = TypeVar("T")
 
 Entry: TypeAlias = Collective | FunctionalCollective
 Script: TypeAlias = tuple[Entry, ...]
@@ -194,21 +195,21 @@ class TensorLedger(Generic[Sample]):
         """Collective: one of DTensor's. It is asynchronous, so peers can match it as soon as it returns."""
         if self._rehearsed is not None:
             self._rehearsed.append(collective)
-            return cast(Tensor, self._as_ours(call))  # without data, so nobody is asked
-        issued: Tensor = self._count(collective, call)
+            return self._as_ours(call)  # without data, so nobody is asked
+        issued = self._count(collective, call)
         # Held until somebody waits: what is dropped before that stays in torch's registry of works for good.
         self._outstanding[issued.untyped_storage()._cdata] = issued
         return issued
 
     def wait_functional(self, issued: Tensor, call: Callable[[], Tensor]) -> Tensor:
         if self._rehearsed is not None:
-            return cast(Tensor, self._as_ours(call))
+            return self._as_ours(call)
         with self._waiting():
             done = call()
         self._outstanding.pop(issued.untyped_storage()._cdata, None)
         return done
 
-    def _count(self, entry: Entry, call: Callable[[], Any]) -> Any:
+    def _count(self, entry: Entry, call: Callable[[], T]) -> T:
         """Collective: issues it, and counts it from the moment that peers can match it."""
         before = self._messages()
         with explaining_failures("a collective of a tensor-parallel step"):
@@ -217,7 +218,7 @@ class TensorLedger(Generic[Sample]):
         self._known_messages += self._messages() - before
         return work
 
-    def _as_ours(self, call: Callable[[], Any]) -> Any:
+    def _as_ours(self, call: Callable[[], T]) -> T:
         """Calls what no listener is to take for foreign."""
         self._issuing = True
         try:

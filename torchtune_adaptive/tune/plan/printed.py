@@ -126,7 +126,7 @@ def _speed(outcome: Outcome) -> str:
     return f"{outcome.tokens_per_s:<11.0f}{f'{slow:.0f} and {fast:.0f}':<18}"
 
 
-def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
     """Alternatives for programs."""
     return [
         {
@@ -155,7 +155,7 @@ def _costs(outcome: Outcome) -> str:
     return fits if outcome.slowdown is None else f"{fits:<13} about {outcome.slowdown:.2f} × the time of a step"
 
 
-def figures(answer: Answer) -> list[dict[str, Any]]:
+def figures(answer: Answer) -> list[dict[str, object]]:
     """Figures for programs, in bytes."""
     return [
         {
@@ -173,13 +173,13 @@ def figures(answer: Answer) -> list[dict[str, Any]]:
     ]
 
 
-def by_ranks_for_programs(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+def by_ranks_for_programs(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
     """Outcomes of one config, a row for each number of ranks, length and stage."""
     rows = alternatives(outcomes)
     return [{"stage": row.pop("overrides")} | row for row in rows]
 
 
-def budgets(found: Answers) -> list[dict[str, Any]]:
+def budgets(found: Answers) -> list[dict[str, object]]:
     """What a token budget comes to at each length and in each stage, for programs."""
     return [
         {
@@ -194,7 +194,7 @@ def budgets(found: Answers) -> list[dict[str, Any]]:
     ]
 
 
-def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+def as_csv(rows: Sequence[dict[str, object]]) -> str:
     """A pair of figures is in two columns."""
     flat = [_flat(row) for row in rows]
     text = io.StringIO()
@@ -212,7 +212,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {**others, "tokens_per_s_from": slow, "tokens_per_s_to": fast}
 
 
-def as_json(rows: Sequence[dict[str, Any]], notes: Sequence[str], **beside: object) -> str:
+def as_json(rows: Sequence[dict[str, object]], notes: Sequence[str], **beside: object) -> str:
     """`beside`: what else the answer says, where it says anything."""
     said = {name: value for name, value in beside.items() if value not in ([], None)}
     return json.dumps({"predictions": list(rows), **said, "notes": list(notes)}, indent=2)

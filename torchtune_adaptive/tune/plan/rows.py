@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -17,7 +16,7 @@ from torchtune_adaptive.tune.trace.steps import fake_steps
 
 
 def most_rows(
-    cfg: dict[str, Any], world_size: int, tokens: int, budget_bytes: int, stage: str = "", fallen_back: bool = False
+    cfg: dict[str, object], world_size: int, tokens: int, budget_bytes: int, stage: str = "", fallen_back: bool = False
 ) -> int:
     """As a search of this stage would find: its probes leave gradients behind before they measure, so this does too.
 

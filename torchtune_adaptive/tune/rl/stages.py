@@ -23,6 +23,7 @@ from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.microbatch import recovers
@@ -138,11 +139,11 @@ class RolloutStages:
     def asked_to_stop(self) -> bool:
         return any(ran.result.asked_to_stop for each in self.ran.values() for ran in each)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> SavedLimits:
         """The state for a checkpoint, the same on all ranks."""
         return self.runners.state_dict() | {"stays": not self.gathering.gave_up}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, saved: SavedLimits) -> None:
         restore_limits(self.runners, saved)
         if not saved.get("stays", True) and (told := self.give_up_gathering()) is not None:
             say(f"{GENERATE}: {told}, as before it was resumed")

@@ -38,6 +38,7 @@ from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.console import progress_bar
+from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
@@ -237,7 +238,7 @@ def forward_step(
     )
 
 
-def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Result]) -> Result | None:
+def _found_before(directory: Path, fingerprint: Mapping[str, object], kind: type[Result]) -> Result | None:
     """Collective: what rank 0 finds in its record, on every rank."""
     found: Result | None = None
     if dist.get_rank() == 0:
@@ -252,7 +253,9 @@ def _found_before(directory: Path, fingerprint: Mapping[str, Any], kind: type[Re
     return from_rank_0(found)
 
 
-def _fingerprint(cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]) -> dict[str, Any]:
+def _fingerprint(
+    cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
+) -> dict[str, object]:
     """Collective: all that the answer depends on."""
     budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
@@ -280,7 +283,7 @@ def _probe_bar() -> Iterator[OnProbe]:
         yield on_probe
 
 
-def restore_limits(stages: Stages[Any], saved: Mapping[str, Any]) -> None:
+def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
     """Restores a checkpoint's limits, by stage; says so where one differs from what was just found or configured."""
     for stage in (name for name in saved if name in stages):
         runner, found = stages[stage], stages[stage].limit

@@ -38,7 +38,7 @@ class RunJournal:
         for runner in runners:
             runner.on_change = lambda change: self.event(event_of(change))
 
-    def step(self, step: int, figures: Mapping[str, Any]) -> None:
+    def step(self, step: int, figures: Mapping[str, object]) -> None:
         if self._journal is not None:
             self._journal.step(step, figures)
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.step.stages import Stages
-from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
@@ -124,12 +123,12 @@ class Parts:
         training = self.fit_request(memory)
         return replace(training, worst_step=self.worst_reference_step, stage=REFERENCE, folder="reference")
 
-    def limits(self) -> dict[str, Any]:
+    def limits(self) -> SavedLimits:
         """What the limits have come to, for a checkpoint: that of training as it is, others by their names."""
         states = self.stages.state_dict()
         return {**states.pop(self.trains), **states}
 
-    def restore_limits(self, saved: Mapping[str, Any]) -> None:
+    def restore_limits(self, saved: SavedLimits) -> None:
         restore_limits(self.stages, {self.trains: saved, **saved})
 
     def use_limits(self, course: Course, sizes: EpochSizes) -> None:

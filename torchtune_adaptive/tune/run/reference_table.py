@@ -16,7 +16,7 @@ import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import numpy as np
 import torch
@@ -51,6 +51,14 @@ CHUNK = 256
 LOOKED_AT = 16
 """Pairs that are read again before a table is believed to be that of the dataset."""
 BYTES_PER_PAIR = 2 * 4 + 8
+
+
+class MadeOf(TypedDict):
+    """All that a table depends on, as JSON has it."""
+
+    config: dict[str, object]
+    weights: dict[str, object]
+    pairs: int
 
 
 @dataclass(frozen=True)
@@ -111,7 +119,7 @@ def _path(settings: Settings) -> Path:
     return Path(settings.output_dir) / TABLE_FILE
 
 
-def _made_of(cfg: DictConfig, pairs: int) -> dict[str, Any]:
+def _made_of(cfg: DictConfig, pairs: int) -> MadeOf:
     """All that a table depends on, but the dataset's content, of which each pair has a mark."""
     keys = ("model", "tokenizer", "dataset", "dtype")
     values = OmegaConf.to_container(OmegaConf.create({key: cfg.get(key) for key in keys}), resolve=True)
@@ -119,7 +127,7 @@ def _made_of(cfg: DictConfig, pairs: int) -> dict[str, Any]:
     return json.loads(json.dumps({"config": values, "weights": weights, "pairs": pairs}))  # type: ignore[no-any-return]
 
 
-def _known(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> Table | None:
+def _known(path: Path, made_of: MadeOf, dataset: NamedSamples) -> Table | None:
     """Collective: the table that an earlier run has left, if rank 0 finds it whole and made of the same."""
     content = from_rank_0(_content(path, made_of, dataset) if dist.get_rank() == 0 else None)
     if content is None:
@@ -128,7 +136,7 @@ def _known(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> Table 
     return unpacked(content, made_of, path)
 
 
-def _content(path: Path, made_of: dict[str, Any], dataset: NamedSamples) -> bytes | None:
+def _content(path: Path, made_of: MadeOf, dataset: NamedSamples) -> bytes | None:
     """What is in a table that may be used; None, with the reason in the log, where there is none."""
     try:
         content = path.read_bytes()
@@ -184,13 +192,13 @@ def mark_of(pair: Sample) -> int:
     return mark
 
 
-def packed(table: Table, made_of: dict[str, Any]) -> bytes:
+def packed(table: Table, made_of: MadeOf) -> bytes:
     numbers = table.log_probs.numpy().tobytes() + table.marks.numpy().tobytes()
     head = {"made_of": made_of, "crc32": zlib.crc32(numbers)}
     return json.dumps(head, sort_keys=True).encode() + b"\n" + numbers
 
 
-def unpacked(content: bytes, made_of: dict[str, Any], path: Path) -> Table:
+def unpacked(content: bytes, made_of: MadeOf, path: Path) -> Table:
     """The inverse of `packed`; raises ValueError for what is torn, or made of something else."""
     line, _, numbers = content.partition(b"\n")
     try:

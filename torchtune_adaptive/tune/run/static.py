@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import time
-from typing import Any
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -49,7 +48,7 @@ def predicted_rows(
     return from_rank_0(answer)
 
 
-def _in_a_process(cfg: DictConfig, world_size: int, question: dict[str, Any]) -> int:
+def _in_a_process(cfg: DictConfig, world_size: int, question: dict[str, object]) -> int:
     asked = {"cfg": OmegaConf.to_container(cfg, resolve=True), "world_size": world_size, **question}
     kept = {key: value for key, value in os.environ.items() if key not in OF_THE_LAUNCHER}
     try:

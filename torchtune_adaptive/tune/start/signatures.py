@@ -63,7 +63,7 @@ def misfit(section: DictConfig, args: Sequence[object], kwargs: Mapping[str, obj
     return Misfit(unknown, missing, known) if unknown or missing else None
 
 
-def default_of(component: object, name: str) -> Any:
+def default_of(component: object, name: str) -> object:
     """What a component takes for an argument that it is not given; None, too, where nothing can tell."""
     found = {each.name: each.default for each in _parameters_of(component) or ()}.get(name)
     return None if found is inspect.Parameter.empty else found

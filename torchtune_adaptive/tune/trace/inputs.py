@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torchtune.modules.peft import get_adapter_params
 from torchtune_adaptive.prediction.shims import HOST, META
 from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate, is_packed
 from torchtune_adaptive.tune.parts.devices import dtype_of
+from torchtune_adaptive.tune.parts.model import Weights
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import Batch, joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
@@ -36,7 +36,7 @@ def batching_of(settings: Settings, model: nn.Module, kind: Kind) -> Batching:
     return Batching(kind, on_host(collate))
 
 
-def made_up_checkpoint(settings: Settings, key: str = "model") -> dict[str, Any]:
+def made_up_checkpoint(settings: Settings, key: str = "model") -> dict[str, Weights]:
     """Weights of the right shapes: the model's own, made without sharding."""
     with training.set_default_dtype(dtype_of(settings, HOST)), META:
         whole = components.build(key, settings.config)

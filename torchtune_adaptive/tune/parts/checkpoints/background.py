@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from torchtune_adaptive.comm.collectives import aside
 from torchtune_adaptive.memory.snapshot import copied_to_host
+from torchtune_adaptive.tune.parts.checkpoints.contents import State
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState
 
@@ -45,7 +46,7 @@ class BackgroundSave:
         self._ended = threading.Event()
         self._error: BaseException | None = None
 
-    def start(self, folder: Path, copied: dict[str, Any], finished: Finished) -> None:
+    def start(self, folder: Path, copied: State, finished: Finished) -> None:
         """Collective: returns at once. What is `copied` no longer changes with training."""
         self.name, self._error = finished[0], None
         self._ended.clear()
@@ -62,7 +63,7 @@ class BackgroundSave:
         self.name = None
         return self._error
 
-    def _finish(self, finished: Finished, began: float, future: Future[Any]) -> None:
+    def _finish(self, finished: Finished, began: float, future: Future[object]) -> None:
         # The coordinator's future is done after the last rank has written, so what rank 0 publishes is whole.
         try:
             future.result()
@@ -78,15 +79,15 @@ class BackgroundSave:
 class Copied(BlockingAsyncStager):
     """Copying again would let training stand still for nothing."""
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: State) -> State:
         return state_dict
 
 
-def copy_of(state: dict[str, Any]) -> dict[str, Any]:
+def copy_of(state: State) -> State:
     """One copy on the host, in the place of the two or three of torch's own stager."""
-    copied: dict[str, Any] = tree_map(_copied, state)
+    copied: State = tree_map(_copied, state)
     return copied
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     return copied_to_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)

@@ -58,7 +58,7 @@ LIMITS = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
 
 
-def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
+def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     """The values that a run keeps for its whole life, by their dotted keys."""
     flat = _flat({"recipe": recipe, **{key: _plain(cfg, key) for key in RUN_KEYS}})
     if recipe == "full_ppo":
@@ -72,12 +72,12 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in LIMITS}
 
 
-def told_values(cfg: DictConfig) -> dict[str, Any]:
+def told_values(cfg: DictConfig) -> dict[str, object]:
     """The values that a run may change, and tells of, by their dotted keys."""
     return _flat({key: _plain(cfg, key) for key in (*TOLD_KEYS, *TOLD_PPO_KEYS)})
 
 
-def weights_in(what: str, section: Any) -> dict[str, Any]:
+def weights_in(what: str, section: Any) -> dict[str, object]:
     """A fingerprint of weights that are not trained: an adapter is worth nothing without those it was trained beside,
     nor a policy's loss without its reference's. By content: paths change."""
     names = section.get("checkpoint_files") if isinstance(section, DictConfig) else None
@@ -113,12 +113,12 @@ def _crc32_of_spans(path: Path, spans: Iterable[tuple[int, int]]) -> int:
     return crc32
 
 
-def difference(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> str | None:
+def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
     """The first key whose value is not the one that the checkpoint's run had, and both values."""
     return next(iter(differences(configured, saved)), None)
 
 
-def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list[str]:
+def differences(configured: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
     """Every such key, with both values; weights by their files, and by their contents where these have one name."""
     told = (configured.keys() | saved.keys()) - ONLY_SPLIT.get(str(configured.get("recipe")), set())
     keys = sorted(told, key=lambda key: (key != "recipe", key))
@@ -128,7 +128,7 @@ def differences(configured: Mapping[str, Any], saved: Mapping[str, Any]) -> list
 
 
 def _told(
-    key: str, ours: _Configured, theirs: _Configured, configured: Mapping[str, Any], saved: Mapping[str, Any]
+    key: str, ours: _Configured, theirs: _Configured, configured: Mapping[str, object], saved: Mapping[str, object]
 ) -> str:
     whose, are_weights, _ = key.partition(WEIGHTS_IN)
     if not are_weights:
@@ -138,7 +138,7 @@ def _told(
     return f"{whose} weights are read from {_files(whose, configured)}, and were from {_files(whose, saved)}"
 
 
-def _files(whose: str, values: Mapping[str, Any]) -> str:
+def _files(whose: str, values: Mapping[str, object]) -> str:
     beginning = f"{whose}{WEIGHTS_IN}"
     names = [key.removeprefix(beginning) for key in values if key.startswith(beginning)]
     return ", ".join(names) or "no file"
@@ -154,7 +154,7 @@ def _alike(ours: object, theirs: object) -> bool:
 
 
 class _Configured(NamedTuple):
-    value: Any
+    value: object
     """As YAML would have it: a sequence is a list."""
     given: bool
 
@@ -164,7 +164,7 @@ class _Configured(NamedTuple):
         return "not given" if self.value is None else f"not given ({self.value!r} then)"
 
 
-def _value(key: str, values: Mapping[str, Any]) -> _Configured:
+def _value(key: str, values: Mapping[str, object]) -> _Configured:
     """What a run has for a dotted key: where it was not given, what its component takes then."""
     if key in values:
         return _Configured(values[key], given=True)
@@ -173,12 +173,12 @@ def _value(key: str, values: Mapping[str, Any]) -> _Configured:
     return _Configured(list(default) if isinstance(default, tuple) else default, given=False)
 
 
-def _plain(cfg: DictConfig, key: str) -> Any:
+def _plain(cfg: DictConfig, key: str) -> object:
     value = OmegaConf.select(cfg, key)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def _flat(values: object, prefix: str = "") -> dict[str, object]:
     """Nested mappings as dotted keys; what is null counts as absent, as it does for torchtune."""
     if not isinstance(values, Mapping):
         return {} if values is None else {prefix.rstrip("."): values}

@@ -62,13 +62,13 @@ class Manifest:
     distributed: bool
     """Written by torch.distributed.checkpoint, a part from each rank, in place of torchtune's files."""
     ranks: int
-    identity: Mapping[str, Any]
+    identity: Mapping[str, object]
     """The part of the config that makes the run this one and no other."""
     versions: Mapping[str, str]
     saved_at: str
     files: Mapping[str, FileRecord]
     """Every other file of the folder."""
-    told: Mapping[str, Any] | None = None
+    told: Mapping[str, object] | None = None
     """The part of the config that the run may change, but not without a word; None in checkpoints from before."""
 
     @property
@@ -143,7 +143,7 @@ def _parsed(values: Any) -> Manifest:
     return manifest
 
 
-def _checksum(values: Mapping[str, Any]) -> int:
+def _checksum(values: Mapping[str, object]) -> int:
     """A checksum of a manifest's values, however they are laid out in the file."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 

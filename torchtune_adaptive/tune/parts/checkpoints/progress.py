@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torchtune import training
@@ -27,6 +27,9 @@ KEYS = {
 """Field -> its name in torchtune's recipe state."""
 GIVEN = {"seed": "seed", "total_epochs": "epochs", "max_steps_per_epoch": "max_steps_per_epoch"}
 """Field -> the key of the config that gives it."""
+
+SavedLimits: TypeAlias = Mapping[str, Any]
+"""What the limits have come to, as StepRunner tells it: that of training as it is, those of other stages by names."""
 
 ADAPTIVE_KEY = "adaptive"
 """The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
@@ -50,8 +53,8 @@ class Progress:
     """Samples of that epoch that all ranks together have trained on. Never those that were only read ahead."""
     step: int = 0
     """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
-    limit: Mapping[str, Any] | None = None
-    """What the limit has come to, as StepRunner tells it; None before the first epoch, and from torchtune's recipes."""
+    limit: SavedLimits | None = None
+    """None before the first epoch, and from torchtune's recipes."""
     ranks: int
     """Data-parallel ranks; of a resumed run, those that it had."""
     dataset_samples: int | None = None
@@ -112,7 +115,7 @@ class Progress:
         self._log_differences(saved, going_on, told)
         return going_on
 
-    def recipe_state(self) -> dict[str, Any]:
+    def recipe_state(self) -> dict[str, object]:
         """The progress in torchtune's keys, and one of ours that its recipes ignore."""
         values = asdict(self)
         ours = {name: values[name] for name in OURS}

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -130,7 +129,7 @@ class Checkpoints:
         return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
     def save(
-        self, progress: Progress, model: nn.Module, optimizer: Checkpointed, loader_state: Mapping[str, Any]
+        self, progress: Progress, model: nn.Module, optimizer: Checkpointed, loader_state: Mapping[str, object]
     ) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
         if progress.finished:

@@ -167,6 +167,6 @@ def _box(begin: Sequence[int], part: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(begin, part.shape, strict=True))
 
 
-def _in_full(shard: Any) -> Tensor:
+def _in_full(shard: Tensor) -> Tensor:
     whole: Tensor = shard.dequantize() if wraps_tensors(type(shard)) else shard
     return whole
