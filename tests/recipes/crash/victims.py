@@ -108,7 +108,7 @@ def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_bytes, file_bytes))
     recipe = load_ours(start.variant.kind)
     trap.install(order, rank)
-    with mock.patch.object(sys, "argv", [start.variant.recipe, *start.signatures]):
+    with mock.patch.object(sys, "argv", [start.variant.recipe, *start.arguments]):
         try:
             launch.main(recipe, keys=start.variant.keys)
         except SystemExit as status:
@@ -158,7 +158,7 @@ def tune_command(start: Start, *launcher: str) -> list[str]:
     launched = start.variant.ranks > 1 or start.launched or launcher
     ranks = ["--nproc_per_node", str(start.variant.ranks), *launcher] if launched else []
     tune = str(Path(sys.executable).parent / "tune")
-    return [tune, "run", *ranks, start.variant.recipe, *start.signatures]
+    return [tune, "run", *ranks, start.variant.recipe, *start.arguments]
 
 
 def tune_environment(orders: list[Order], mark: str) -> dict[str, str]:
