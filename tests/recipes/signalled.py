@@ -78,14 +78,14 @@ def _live(kind: str, folder: Path, blow: Blow | None) -> Ended:
 
 @contextmanager
 def struck_by(blow: Blow | None) -> Iterator[None]:
-    if blow is None or int(os.environ["RANK"]) not in blow.ranks:
-        yield
-        return
-    strike = _Strike(blow)
     with ExitStack() as patches:
-        if blow.left_s is not None:
+        if blow is not None and blow.left_s is not None:  # as a launcher tells all of its ranks
             variables = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(blow.left_s)}
             patches.enter_context(mock.patch.dict(os.environ, variables))
+        if blow is None or int(os.environ["RANK"]) not in blow.ranks:
+            yield
+            return
+        strike = _Strike(blow)
         for owner, name, moment in (
             (FullModelTorchTuneCheckpointer, "load_checkpoint", LOADING),
             (Prober, "_exchange", SEARCH),
