@@ -43,7 +43,6 @@ from torchtune_adaptive.comm.tensor.shadow import Rehearsal, Shadow
 
 Sample = TypeVar("Sample")
 T = TypeVar("T")
-
 Entry: TypeAlias = Collective | FunctionalCollective
 Script: TypeAlias = tuple[Entry, ...]
 
