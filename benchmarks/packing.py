@@ -90,6 +90,7 @@ def run(pairs: int) -> Result:
         "target tokens per second of all ranks. stock: batches of rows; budget: adaptive.token_budget: auto, without "
         "padding; padded: the same with it; packs: torchtune's packed: True. ratio: budget over stock, by wall time "
         "and by CPU time of all ranks. balance: tokens of the fullest rank over their mean, padding included. "
+        "there is to gain: the ratio if no token of stock's were padding and no rank waited. "
         "On a CPU, attention within packs is computed with a mask, not by a kernel that leaves out what is masked"
     )
     figures = [name for name in rows[0] if name not in ("lengths", "ranks")]
@@ -230,7 +231,8 @@ def compare(lengths: Lengths, folder: Path, pairs: int) -> dict[str, Any]:
         return {}
     assert all(each.stock.target_tokens == each.budget.target_tokens for each in rounds), "both train the same samples"
     rate = statistics.median(each.budget.tokens_per_second for each in rounds) / dist.get_world_size()
-    return {**summary(rounds), "recoveries": recoveries, **balance, **packing_share(lengths, limit, rate)}
+    figures = {**summary(rounds), "recoveries": recoveries, **balance, **packing_share(lengths, limit, rate)}
+    return {**figures, "there is to gain": gain_of_all(figures)}
 
 
 def set_up(lengths: Lengths, folder: Path, epochs: int) -> list[Contender]:
@@ -264,13 +266,18 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
         **_ratio(" by CPU time", cpu.stock, cpu.budget),
         **_ratio(" to padded by CPU time", cpu.padded, cpu.budget),
         **_ratio(" to packs by CPU time", cpu.packs, cpu.budget),
-        "stock padding": first.stock.mean("padding_fraction"),
-        "padded padding": first.padded.mean("padding_fraction"),
+        "stock padding": statistics.mean(each.stock.mean("padding_fraction") for each in rounds),
+        "padded padding": statistics.mean(each.padded.mean("padding_fraction") for each in rounds),
         "stock microbatches": first.stock.mean("microbatches"),
         "budget microbatches": first.budget.mean("microbatches"),
         "padded microbatches": first.padded.mean("microbatches"),
         "packs microbatches": first.packs.mean("microbatches"),
     }
+
+
+def gain_of_all(figures: Mapping[str, Any]) -> float:
+    """The ratio to stock if no token were padding and no rank waited, and a token cost what it costs."""
+    return figures["stock balance"] / (1 - figures["stock padding"])
 
 
 def _ratio(of: str, rates: Any, ours: Any) -> dict[str, float]:
