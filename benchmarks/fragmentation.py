@@ -47,7 +47,7 @@ def law_and_rows(case: Trained) -> tuple[MemoryLaw, int]:
     assert isinstance(cfg, DictConfig)
     settings = PlanSettings(world_size=case.world_size, memory_limit=case.memory_limit, sequence_length=(case.tokens,))
     answer = predict(cfg, settings, traced=lambda: None).answers[0]
-    return answer._law, answer.chosen_rows
+    return answer.law, answer.chosen_rows
 
 
 def lengths_of_steps(longest: int, rows: int, steps: int) -> list[int]:

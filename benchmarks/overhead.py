@@ -157,7 +157,7 @@ def _goes_on(done: int, pairs: int, began: float) -> bool:
 @contextmanager
 def sharding_always() -> Iterator[None]:
     """Our recipe as stock's for LoRA, over one rank too."""
-    with mock.patch("torchtune_adaptive.tune.parts.model._is_sharded", return_value=True):
+    with mock.patch("torchtune_adaptive.tune.parts.model.is_sharded", return_value=True):
         yield
 
 
@@ -172,17 +172,17 @@ def _pair(stock: Any, ours: Any, stock_first: bool) -> tuple[Moment, Moment]:
 
 def _stock_epoch(recipe: Any) -> Moment:
     recipe.total_epochs = recipe.epochs_run + 1
-    return _time_of_a_step(recipe)
+    return time_of_a_step(recipe)
 
 
 def _our_epoch(recipe: Any) -> Moment:
     done = recipe.progress.epochs_run
     epochs = tuple(replace(recipe.course.epochs[0], epoch=epoch) for epoch in range(done + 1))
     recipe.course = replace(recipe.course, epochs=epochs)
-    return _time_of_a_step(recipe)
+    return time_of_a_step(recipe)
 
 
-def _time_of_a_step(recipe: Any) -> Moment:
+def time_of_a_step(recipe: Any) -> Moment:
     """Rank 0 is the only one to log, and so to know. CPU seconds are a mean: nothing is left out of them."""
     Clock.times.clear()
     recipe.train()

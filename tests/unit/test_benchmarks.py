@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import advice, dealing, packing, results, scaling, stages
 from benchmarks.clock import Clock, Moment
-from benchmarks.overhead import CASES, _time_of_a_step
+from benchmarks.overhead import CASES, time_of_a_step
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.recipes.running import OURS, demo_config
@@ -197,7 +197,7 @@ def test_the_cost_of_a_step_is_counted_from_the_first_to_the_last(monkeypatch: p
             Clock.times.extend(moments)
 
     monkeypatch.setattr(Clock, "times", [])
-    assert _time_of_a_step(Recipe()) == Moment(wall_s=1.0, cpu_s=0.5)
+    assert time_of_a_step(Recipe()) == Moment(wall_s=1.0, cpu_s=0.5)
 
 
 def test_settings_are_in_the_order_of_their_speed_or_in_the_other() -> None:

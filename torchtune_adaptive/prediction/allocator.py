@@ -99,7 +99,7 @@ class CachingAllocator:
         block = taken(pool, size)
         if block is None:  # as cudaMalloc fails: the cache is flushed, and the device asked once more
             self.retries += 1
-            self._flush()
+            self.flush()
             block = taken(pool, size)
         return block
 
@@ -155,7 +155,7 @@ class CachingAllocator:
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
         return True
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Returns to the device all segments, or pages, of which no part is in use."""
         for pool, free in self._free.items():
             if self._expandable:

@@ -58,14 +58,14 @@ class Answer:
         """`rungs` are the rows that may be chosen, ascending."""
         self.tokens = tokens
         self.budget = budget
-        self._law = law
+        self.law = law
         self._rungs = rungs
         self._replayed = lru_cache(maxsize=None)(self._replay)
 
     @property
     def counted_tokens(self) -> int:
         """The length that is answered for: rounded up to what the loss cuts into equal chunks."""
-        return self._law.rounded_up(self.tokens)
+        return self.law.rounded_up(self.tokens)
 
     @cached_property
     def most_rows(self) -> int:
@@ -97,11 +97,11 @@ class Answer:
 
     def at(self, tokens: int) -> Answer:
         """The answer for rows of another length."""
-        return Answer(self._law, tokens, self.budget, self._rungs)
+        return Answer(self.law, tokens, self.budget, self._rungs)
 
     def within(self, budget: Budget) -> Answer:
         """The answer within another budget."""
-        return Answer(self._law, self.tokens, budget, self._rungs)
+        return Answer(self.law, self.tokens, budget, self._rungs)
 
     def predictions(self) -> list[Prediction]:
         """Predictions for powers of two up to what fits, and for whatever bounds the answer."""
@@ -111,7 +111,7 @@ class Answer:
 
     def peak(self, rows: int) -> Peak:
         """The most that is alive at once in each phase."""
-        return self._law.peak(rows, self.tokens)
+        return self.law.peak(rows, self.tokens)
 
     def reserved_bytes(self, rows: int) -> int:
         """What the allocator takes from a device that has enough."""
@@ -144,7 +144,7 @@ class Answer:
         """
         found = most_that_fit(fits, self._most_allocated)
         looked_at = range(min(self._most_allocated, found + 1 + LOOKED_ABOVE), found + 1, -1)
-        return next((rows for rows in looked_at if fits(rows)), found) if self._law.caches else found
+        return next((rows for rows in looked_at if fits(rows)), found) if self.law.caches else found
 
     def _fits_at_once(self, rows: int) -> bool:
         return self._unlimited(rows).peak_bytes <= self.budget.usable_bytes
@@ -158,9 +158,9 @@ class Answer:
         return reserved
 
     def _replay(self, rows: int, capacity_bytes: int | None) -> Reserved | None:
-        if not self._law.caches:
+        if not self.law.caches:
             need = self.peak(rows).peak_bytes or 0
             return Reserved(need, retries=0) if capacity_bytes is None or need <= capacity_bytes else None
-        sizes = self._law.sizes(rows, self.tokens).tolist()
+        sizes = self.law.sizes(rows, self.tokens).tolist()
         expandable = self.budget.expandable_segments
-        return replay(self._law.program, sizes, capacity_bytes, expandable_segments=expandable)
+        return replay(self.law.program, sizes, capacity_bytes, expandable_segments=expandable)

@@ -194,6 +194,13 @@ def test_a_section_that_is_missing_or_no_section_is_named(
     cfg[section] = "torch.optim.AdamW"
     OmegaConf.save(cfg, tmp_path / "text.yaml")
     assert_says(message(kind, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
+    cfg[section] = ["torch.optim.AdamW"]
+    OmegaConf.save(cfg, tmp_path / "list.yaml")
+    assert_says(
+        message(kind, config="list.yaml"),
+        section,
+        f"{section}[0]._component_" if section == "dataset" else "is a list: allowed is a section",
+    )
 
 
 @pytest.mark.parametrize(

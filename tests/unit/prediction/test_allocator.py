@@ -168,7 +168,7 @@ def test_live_blocks_never_overlap_and_all_memory_comes_back(
         assert sum(block.size for block in live) <= allocator.reserved_bytes <= allocator.peak_reserved_bytes
     for block in live:
         allocator.free(block)
-    allocator._flush()
+    allocator.flush()
     assert allocator.reserved_bytes == 0
 
 

@@ -114,9 +114,9 @@ def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig,
 
 def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample], bool]:
     """The dataset of `cfg.dataset`, several of them joined; and whether its rows are packed."""
-    section = components.require(cfg, "dataset")
+    section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
-        return components.build("dataset", cfg, tokenizer), is_packed(cfg)
+        return components.build_section("dataset", section, tokenizer), is_packed(cfg)
     parts = [components.build_section(f"dataset[{i}]", part, tokenizer) for i, part in enumerate(section)]
     try:
         joined = ConcatDataset(datasets=parts)

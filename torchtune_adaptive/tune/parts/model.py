@@ -100,7 +100,7 @@ def build_lora_model(settings: Settings, lora: LoraSettings, place: Place, check
     device, mesh = place
     dtype = dtype_of(settings, device)
     model = built_on(META, settings.config, dtype)
-    if _is_quantized(model) and not _is_sharded(settings, mesh):
+    if _is_quantized(model) and not is_sharded(settings, mesh):
         # torchtune fills sharded NF4 weights from the meta device; whole ones quantize themselves where they are made
         model = built_on(device, settings.config, dtype)
     peft.set_trainable_params(model, peft.get_adapter_params(model))
@@ -161,7 +161,7 @@ def _checkpoint_activations(model: nn.Module, settings: Settings) -> None:
         training.apply_selective_activation_checkpointing(model, settings.ac_mode, settings.ac_option)
 
 
-def _is_sharded(settings: Settings, mesh: Meshes) -> bool:
+def is_sharded(settings: Settings, mesh: Meshes) -> bool:
     """One process has nothing to shard, but offloading to the CPU is FSDP's and needs it all the same."""
     return mesh["dp"].size() > 1 or settings.fsdp_cpu_offload
 
@@ -172,7 +172,7 @@ def check_replicas_of(model: nn.Module, settings: Settings) -> None:
 
 
 def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
-    if not _is_sharded(settings, mesh):
+    if not is_sharded(settings, mesh):
         return
     check_replicas_of(model, settings)
     layers = list(settings.custom_sharded_layers or ())

@@ -165,7 +165,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         draw=partial(draw_search, sequence_length=step.length, stage=request.stage, sample=request.kind.called),
         event=partial(search_event, sequence_length=step.length, stage=request.stage),
     )
-    return _measured(request, memory, step.length, search).rows
+    return measured(request, memory, step.length, search).rows
 
 
 def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -> Profile:
@@ -186,10 +186,10 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
         draw=partial(draw_profile, stage=request.stage),
         event=partial(profile_event, stage=request.stage),
     )
-    return _measured(request, memory, step.length, search)
+    return measured(request, memory, step.length, search)
 
 
-def _measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Result]) -> Result:
+def measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Result]) -> Result:
     """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
     directory = Path(request.settings.output_dir) / request.folder
     stage = {"stage": request.stage} if request.stage else {}

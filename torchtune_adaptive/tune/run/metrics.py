@@ -61,7 +61,7 @@ class Metrics:
     def epoch(self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
         """The steps left of an epoch, with a progress bar around them."""
         self._sizes = sizes
-        what = f"epoch {sizes.epoch + 1}"
+        what = f"epoch {sizes.epoch}"
         with progress_bar(what, sizes.steps, "steps", done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
             yield from steps

@@ -76,4 +76,4 @@ class Admission:
         if changed:
             share = f"{changed} of {seen} samples ({100 * changed / seen:.1f} %)"
             tokens = f"{count_of(self._longest, 'token')}{self._kind.together}"
-            say(f"token budget · epoch {epoch + 1}: {share} were longer than {tokens} and {self.done}")
+            say(f"token budget · epoch {epoch}: {share} were longer than {tokens} and {self.done}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
@@ -16,12 +16,20 @@ from torchtune_adaptive.wording import shown
 LONGEST_REASON = 500
 
 
-def require(cfg: DictConfig, key: str) -> Any:
+def require(cfg: DictConfig, key: str) -> DictConfig:
     """The section `key` of the config, which must be there."""
+    section = require_parts(cfg, key)
+    if not isinstance(section, DictConfig):
+        raise ConfigError(f"{key} is a list: allowed is a section with a _component_")
+    return section
+
+
+def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
+    """The section `key` of the config, which must be there, or the list of sections that stands in its place."""
     section = cfg.get(key)
     if section is None:
         raise ConfigError(f"{key} is missing: give a section with a _component_")
-    if not OmegaConf.is_config(section):
+    if not isinstance(section, DictConfig | ListConfig):
         raise ConfigError(f"{key} is {section!r}: allowed is a section with a _component_")
     return section
 

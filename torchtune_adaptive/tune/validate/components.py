@@ -86,7 +86,7 @@ def _is_path(key: object, value: object) -> bool:
 
 def check_dataset(cfg: DictConfig) -> None:
     """Without its samples, which may have to come over the network."""
-    section = components.require(cfg, "dataset")
+    section = components.require_parts(cfg, "dataset")
     if not isinstance(section, ListConfig):
         check_fits("dataset", section, None)
         return

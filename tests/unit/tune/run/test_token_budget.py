@@ -79,7 +79,7 @@ def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.Monk
     )
     told = r"one row of 256 tokens needs 2 \(policy; in both answers together\); train on more ranks"
     with pytest.raises(OneRowDoesNotFitError, match=told) as error:
-        fitting._measured(request, nothing, 256, search)
+        fitting.measured(request, nothing, 256, search)
     assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
 
 
@@ -163,7 +163,7 @@ def test_how_many_were_changed_is_told_when_the_epoch_is_over(
     admission = Admission(read([1, 2, 3]), TEXT, 8, oversize, "")
     for _ in range(2):
         assert samples_of_an_epoch(admission, [9, 8, 3]) == 2 * [length, 8, 3]
-    assert said == [f"token budget · epoch 1: 2 of 6 samples (33.3 %) were longer than 8 tokens and {done}"] * 2
+    assert said == [f"token budget · epoch 0: 2 of 6 samples (33.3 %) were longer than 8 tokens and {done}"] * 2
     samples_of_an_epoch(admission, [8, 3])
     assert len(said) == 2, "nothing to tell"
 

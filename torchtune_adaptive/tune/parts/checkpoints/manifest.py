@@ -24,7 +24,7 @@ Fault = str
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """How far a run has come. Any boundary between two steps is one."""
+    """How far a run has come. Any boundary between two steps is one. Epochs count from 0, as torchtune's folders do."""
 
     epochs: int
     """Epochs that are finished."""
@@ -38,7 +38,7 @@ class Position:
         if not self.steps_in_epoch:
             return f"step {self.step}"
         within = count_of(self.steps_in_epoch, "step")
-        return f"step {self.step}, {within} into epoch {self.epochs + 1}"
+        return f"step {self.step}, {within} into epoch {self.epochs}"
 
 
 @dataclass(frozen=True, kw_only=True)
