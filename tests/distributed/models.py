@@ -20,9 +20,9 @@ from torchtune.training.activations import apply_selective_activation_checkpoint
 from tests.distributed.tensors import parallelized
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.loss import scoring_only
+from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.tune.parts.unpadded.documents import joined as join
 from torchtune_adaptive.tune.parts.unpadded.documents import taking_long_rows, targets_of
-from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 
 VOCABULARY = 64
 

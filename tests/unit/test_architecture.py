@@ -196,7 +196,7 @@ def library() -> set[str]:
 
 
 def test_the_rules_see_the_whole_project() -> None:
-    assert {"step.runner", "limits.packing", "errors"} < library() < set(MODULES)
+    assert {"step.runner", "limits.padded_plan", "errors"} < library() < set(MODULES)
     assert {"tune.start.launch", "demo.dataset"} <= set(MODULES) - library()
     assert {path.stem for path in RECIPES} >= {
         "adaptive_full_finetune_distributed",

@@ -2,10 +2,10 @@
 
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.governor import CompletedStep, Governor
-from torchtune_adaptive.limits.joining import join_step, spread_joined
 from torchtune_adaptive.limits.limit import Limit, Microbatch, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.limits.packing import Plan, load_of, padded_tokens, plan_step, spread, tokens_of_joined
+from torchtune_adaptive.limits.padded_plan import Plan, load_of, padded_tokens, plan_step, spread, tokens_of_joined
 from torchtune_adaptive.limits.surface import Surface, fit_surface
+from torchtune_adaptive.limits.unpadded_plan import join_step, spread_joined
 
 __all__ = [
     "CompletedStep",

@@ -17,7 +17,7 @@ from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.comm.replicas import compare_replicas
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.change import in_step
-from torchtune_adaptive.limits.packing import Plan
+from torchtune_adaptive.limits.padded_plan import Plan
 from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 from torchtune_adaptive.step.reports import Totals
 

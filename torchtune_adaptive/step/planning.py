@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torchtune_adaptive.comm.collectives import Agreement
-from torchtune_adaptive.limits.joining import join_step, spread_joined
 from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.limits.packing import Plan, plan_step, spread
+from torchtune_adaptive.limits.padded_plan import Plan, plan_step, spread
+from torchtune_adaptive.limits.unpadded_plan import join_step, spread_joined
 from torchtune_adaptive.step.reports import Report, exchange
 
 

@@ -16,7 +16,7 @@ from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
-from torchtune_adaptive.limits.packing import Load, Plan
+from torchtune_adaptive.limits.padded_plan import Load, Plan
 from torchtune_adaptive.sizes import format_apart
 
 

@@ -19,7 +19,7 @@ from torchtune_adaptive.errors import LimitExhaustedError, Remedy, Unrecoverable
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor, LimitState
 from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.limits.packing import Plan, load_of
+from torchtune_adaptive.limits.padded_plan import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out

@@ -20,7 +20,7 @@ from tests.recipes.recording import events_of, read_log
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.limits.limit import TokenLimit
-from torchtune_adaptive.limits.packing import Plan
+from torchtune_adaptive.limits.padded_plan import Plan
 from torchtune_adaptive.record.events import STEPS_FILE
 from torchtune_adaptive.search.lengths import MOST_POINTS
 from torchtune_adaptive.testing import FaultInjector

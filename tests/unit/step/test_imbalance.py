@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchtune_adaptive.limits.packing import load_of
+from torchtune_adaptive.limits.padded_plan import load_of
 from torchtune_adaptive.step.reports import Report, Reports
 
 

@@ -29,7 +29,7 @@ from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place
-from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
+from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.tune.start import components
 from torchtune_adaptive.tune.start.readers import check_replicas
 from torchtune_adaptive.tune.start.settings import LoraSettings, Settings

@@ -69,7 +69,7 @@ def build_model(cfg: DictConfig) -> nn.Module:
 
 def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
     section = components.require(cfg, "tokenizer")
-    missing = [(key, value) for key, value in section.items() if _is_path(key, value) and not Path(value).exists()]
+    missing = [(str(key), value) for key, value in section.items() if _is_path(key, value) and not Path(value).exists()]
     for key, value in missing:
         findings.of_this_machine(
             f"tokenizer.{key} is {value!r}, which is not there: download it first (tune download) or correct the path"
@@ -152,7 +152,7 @@ def check_profiler(cfg: DictConfig) -> None:
 
 def check_checkpointer(cfg: DictConfig) -> None:
     section = components.require(cfg, "checkpointer")
-    kept = [key for key in section if key != KEEP_LAST]
+    kept = [str(key) for key in section if key != KEEP_LAST]
     check_fits("checkpointer", OmegaConf.masked_copy(section, kept), should_load_recipe_state=False)
     kind = section.get("model_type")
     if isinstance(kind, str) and kind not in (known := training.ModelType.__members__):

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.limits.packing import Load
+from torchtune_adaptive.limits.padded_plan import Load
 from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.parts.culprits import NamedSamples

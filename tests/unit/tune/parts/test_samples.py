@@ -13,7 +13,7 @@ from torchtune.data import padded_collate_dpo, padded_collate_sft
 
 from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.limits.limit import TokenLimit
-from torchtune_adaptive.limits.packing import Load, load_of, plan_step
+from torchtune_adaptive.limits.padded_plan import Load, load_of, plan_step
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind
 

@@ -21,8 +21,8 @@ from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.data import Batching
 from torchtune_adaptive.tune.parts.microbatch import ForwardBackward
 from torchtune_adaptive.tune.parts.samples import TEXT
+from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.tune.parts.unpadded.documents import joined
-from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
 
 CPU = torch.device("cpu")
 VOCABULARY = 128

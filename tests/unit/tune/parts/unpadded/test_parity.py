@@ -21,9 +21,9 @@ from tests.unit.tune.parts.unpadded.models import (
     unpadded,
 )
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.parts.unpadded.attention import take_documents, takes_documents
 from torchtune_adaptive.tune.parts.unpadded.documents import Documents, joined
 from torchtune_adaptive.tune.parts.unpadded.kernels import attend_each
-from torchtune_adaptive.tune.parts.unpadded.seam import take_documents, takes_documents
 
 TOLERANCE = 2e-6
 

@@ -14,7 +14,7 @@ from torchtune.modules import MultiHeadAttention
 
 from tests.unit.tune.parts.unpadded.models import SIZES, build
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.unpadded.seam import take_documents
+from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.start.readers import check_token_budget
 from torchtune_adaptive.tune.start.sections import AdaptiveConfig

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.limits.joining import join_step, spread_joined
 from torchtune_adaptive.limits.limit import Limit, Microbatch, SurfaceLimit, TokenLimit
-from torchtune_adaptive.limits.packing import Load, load_of
+from torchtune_adaptive.limits.padded_plan import Load, load_of
 from torchtune_adaptive.limits.surface import Surface
+from torchtune_adaptive.limits.unpadded_plan import join_step, spread_joined
 
 lengths_of_a_step = st.lists(st.integers(1, 4096), min_size=1, max_size=64)
 surface_limits = st.builds(

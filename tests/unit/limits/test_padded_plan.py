@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.limits.packing import Load, load_of, plan_step, spread
+from torchtune_adaptive.limits.padded_plan import Load, load_of, plan_step, spread
 from torchtune_adaptive.limits.surface import Surface
 
 lengths_of_a_step = st.lists(st.integers(1, 4096), min_size=1, max_size=64)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from torchtune_adaptive.bisecting import most_that_fit
-from torchtune_adaptive.limits.packing import Plan, longest_first, split_largest, tokens_of_joined
+from torchtune_adaptive.limits.padded_plan import Plan, longest_first, split_largest, tokens_of_joined
 
 
 class FitsJoined(Protocol):
