@@ -2,7 +2,9 @@
 
     python -m benchmarks --only advice
 
-Seconds of this process are measured, not of the wall: what else the machine does hardly changes their order.
+Seconds of this process are measured, not of the wall: what else the machine does hardly changes their order. What the
+core can do is measured as well, on a matrix, on tensors that no cache holds, and on a step of few tokens, of which
+nearly all is launching: what is tested is the prediction, and not what it would assume of a core.
 """
 
 from __future__ import annotations
@@ -10,20 +12,23 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 
+import torch
 from omegaconf import DictConfig
+from torch import Tensor
 
 from benchmarks.results import Result, Row
 from tests.recipes.plan.test_plan import NO_ACCUMULATION, recipe_step
 from tests.recipes.running import demo_config
 from tests.recipes.tracing import fake_step
-from torchtune_adaptive.prediction import ONE_CORE, Timing, as_tensor
+from torchtune_adaptive.prediction import ONE_CORE, Card, Timing, as_tensor
 from torchtune_adaptive.tune.parts import process_group
 
-TOKENS = 256
+TOKENS, FEW_TOKENS = 256, 16
 SIZES = ("embed_dim=256", "num_layers=4")
 WIDE = [f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in SIZES]
 CHECKPOINTED, SELECTIVE = "enable_activation_checkpointing=True", ("ac_mode=selective", "ac_option=2")
@@ -42,12 +47,21 @@ SETTINGS = {
 def run(pairs: int) -> Result:
     """Each setting again and again in turns, of which the shortest step counts."""
     measured = {name: min(each) for name, each in _in_turns(pairs).items()}
+    core = this_core()
     rows: list[Row] = [
-        {"setting": name, "predicted": rows * TOKENS / predicted_s(name), "measured": rows * TOKENS / measured[name]}
+        {
+            "setting": name,
+            "predicted": rows * TOKENS / predicted_s(name, core),
+            "measured": rows * TOKENS / measured[name],
+        }
         for name, (_, rows, _) in SETTINGS.items()
     ]
     tau = kendalls_tau([(float(str(row["predicted"])), float(str(row["measured"]))) for row in rows])
-    return Result(rows, f"tokens a CPU second of a small model, {TOKENS} tokens a row; Kendall's tau {tau:.2f}")
+    note = (
+        f"tokens a CPU second of a small model, {TOKENS} tokens a row; Kendall's tau {tau:.2f}. The core, measured: "
+        f"{core.flops / 1e9:.0f} GFLOP/s, {core.bytes_per_s / 1e9:.0f} GB/s, {1e6 * core.launch_s:.0f} us a launch"
+    )
+    return Result(rows, note)
 
 
 def _in_turns(rounds: int) -> dict[str, list[float]]:
@@ -69,26 +83,51 @@ def config_of(name: str, folder: str) -> DictConfig:
     return demo_config(kind, Path(folder) / "run", *WIDE, *NO_ACCUMULATION, *overrides)
 
 
-def measured_s(name: str, steps: int = 3) -> float:
-    """The shortest of a few steps in this process."""
-    kind, rows, _ = SETTINGS[name]
+def measured_s(name: str, rows: int | None = None, tokens: int = TOKENS, steps: int = 3) -> float:
+    """The shortest of a few steps in this process, by default of the setting's own rows."""
+    kind, own_rows, _ = SETTINGS[name]
     try:
         with tempfile.TemporaryDirectory() as folder, recipe_step(kind, config_of(name, folder)) as (_, step):
-            return min(cpu_s(partial(step, rows, TOKENS)) for _ in range(steps))
+            return shortest_s(partial(step, rows or own_rows, tokens), steps)
     finally:
         process_group.leave()
 
 
-def cpu_s(work: Callable[[], None]) -> float:
+def shortest_s(work: Callable[[], object], times: int) -> float:
+    return min(cpu_s(work) for _ in range(times))
+
+
+def cpu_s(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
     return time.process_time() - began
 
 
-def predicted_s(name: str) -> float:
+def predicted_s(name: str, core: Card) -> float:
+    return _timed(core, counted(name, SETTINGS[name][1], TOKENS))
+
+
+def counted(name: str, rows: int, tokens: int) -> Tensor:
+    """The work of a step, by field and kernel."""
     with tempfile.TemporaryDirectory() as folder, fake_step(config_of(name, folder), world_size=1) as step:
-        work = step.record(SETTINGS[name][1], TOKENS, counting=True).work
+        work = step.record(rows, tokens, counting=True).work
     assert work is not None
-    counted = as_tensor(work)
-    counted[1] *= TOKENS
-    return Timing(ONE_CORE, half=False, link_bytes_per_s=1.0, ranks=1).seconds(counted).likely
+    table = as_tensor(work)
+    table[1] *= tokens
+    return table
+
+
+def _timed(core: Card, work: Tensor) -> float:
+    return Timing(core, half=False, link_bytes_per_s=1.0, ranks=1).seconds(work).likely
+
+
+def this_core(times: int = 9) -> Card:
+    """What one core of this machine does at most, and what it takes to launch a kernel."""
+    matrix, large = torch.randn(1024, 1024), torch.randn(2**24)
+    into = torch.empty_like(large)
+    flops = 2 * 1024**3 / shortest_s(lambda: matrix @ matrix, times)
+    bytes_per_s = 3 * large.nbytes / shortest_s(lambda: torch.add(large, large, out=into), times)
+    core = replace(ONE_CORE, half_flops=flops, flops=flops, bytes_per_s=bytes_per_s, launch_s=0.0)
+    work = counted("1 row", 1, FEW_TOKENS)
+    waiting = measured_s("1 row", 1, FEW_TOKENS, times) - _timed(core, work)
+    return replace(core, launch_s=waiting / int((work.sum(0) > 0).sum()))

@@ -58,8 +58,8 @@ CARDS = {
     "5090": _card(31.3, 209, 104.8, 1792, PCIE_5, PCIE_5),
 }
 
-ONE_CORE = Card(0, 5e10, 5e10, 1e10, 5e9, 1e10, launch_s=8e-6, queues=False)
-"""One core of a CPU, more or less."""
+ONE_CORE = Card(0, 1.6e11, 1.6e11, 2e10, 5e9, 1e10, launch_s=1e-5, queues=False)
+"""One core of a server's CPU, as `python -m benchmarks --only advice` measures one."""
 
 WITHOUT_FLASH_ATTENTION = ("t4", "v100", "v100-32")
 """Older than the kernels that a prediction assumes, and than bf16."""
