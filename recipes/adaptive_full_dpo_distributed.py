@@ -10,6 +10,8 @@ from __future__ import annotations
 from omegaconf import DictConfig
 from torch import nn
 
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.readers import read_full_dpo_settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
@@ -27,8 +29,7 @@ from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures
 from torchtune_adaptive.tune.run.reference_table import is_known, precompute_reference
-from torchtune_adaptive.tune.start import components, launch
-from torchtune_adaptive.tune.start.readers import read_full_dpo_settings
+from torchtune_adaptive.tune.start import launch
 
 
 class AdaptiveFullDPODistributed:

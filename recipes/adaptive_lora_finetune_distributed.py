@@ -10,6 +10,8 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.readers import read_lora_settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
@@ -25,8 +27,7 @@ from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
-from torchtune_adaptive.tune.start import components, launch
-from torchtune_adaptive.tune.start.readers import read_lora_settings
+from torchtune_adaptive.tune.start import launch
 
 
 class AdaptiveLoraFinetuneDistributed:

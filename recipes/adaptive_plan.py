@@ -19,6 +19,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.record.files import reason
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, advised_length, on_ranks, ways_out
@@ -29,7 +30,6 @@ from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.command_line import name_of
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.trace.recipes import as_finetuning, trains_with_ppo
 from torchtune_adaptive.tune.validate.plan import check_plan
 

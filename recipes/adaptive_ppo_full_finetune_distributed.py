@@ -16,6 +16,8 @@ from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
@@ -37,8 +39,7 @@ from torchtune_adaptive.tune.rl.stages import answering_of, build_stages
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.start import components, launch
-from torchtune_adaptive.tune.start.remedies import KEYS_IN_PPO
+from torchtune_adaptive.tune.start import launch
 
 
 class AdaptivePPOFullFinetuneDistributed:

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Remedy(Enum):
-    """What a user of the library can do about an error. `tune/start/remedies.py` has the same in keys of a config."""
+    """What a user of the library can do about an error. `tune/config/remedies.py` has the same in keys of a config."""
 
     SHORTER_SAMPLES = "give shorter samples"
     SHORTEN = "give shorten=True"

@@ -29,6 +29,8 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.config.readers import read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate
 from torchtune_adaptive.tune.parts.loss import build_loss
@@ -38,8 +40,6 @@ from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_mod
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.run.fitting import training_step
-from torchtune_adaptive.tune.start.readers import read_full_settings, read_lora_settings
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
 from torchtune_adaptive.tune.trace.recipes import is_lora
 

@@ -26,9 +26,9 @@ from tests.unit.source import (
     room_of,
     tree_of,
 )
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
@@ -53,17 +53,17 @@ ROOMS: dict[str, set[str]] = {
     "record/charts": {"record", "limits", "search", "prediction"},
     "prediction": {"memory"},
     "tune": set(),
+    "tune/config": {"limits.rungs", "schedules", "search.strategies"},
     "tune/start": {
         "tune.console",
-        "limits.rungs",
-        "schedules",
-        "search.strategies",
+        "tune/config",
         "comm.collectives",
         "comm.heartbeat",
         "memory.device",
         "memory.oom",
     },
     "tune/parts": {
+        "tune/config",
         "tune/start",
         "tune/parts/unpadded",
         "limits",
@@ -73,9 +73,10 @@ ROOMS: dict[str, set[str]] = {
         "comm/tensor",
         "step",
     },
-    "tune/parts/unpadded": {"tune/start", "comm"},
-    "tune/parts/optimization": {"tune/start", "memory", "comm.collectives"},
+    "tune/parts/unpadded": {"tune/config", "comm"},
+    "tune/parts/optimization": {"tune/config", "memory", "comm.collectives"},
     "tune/parts/checkpoints": {
+        "tune/config",
         "tune/start",
         "tune/parts",
         "tune/parts/optimization",
@@ -85,6 +86,7 @@ ROOMS: dict[str, set[str]] = {
     },
     "tune/run": {
         "tune.console",
+        "tune/config",
         "tune/start",
         "tune/parts",
         "tune/parts/optimization",
@@ -99,6 +101,7 @@ ROOMS: dict[str, set[str]] = {
         "record/charts",
     },
     "tune/rl": {
+        "tune/config",
         "tune/start",
         "tune/parts",
         "tune/parts/optimization",
@@ -113,6 +116,7 @@ ROOMS: dict[str, set[str]] = {
         "record",
     },
     "tune/trace": {
+        "tune/config",
         "tune/start",
         "tune/parts",
         "tune/parts/optimization",
@@ -123,9 +127,18 @@ ROOMS: dict[str, set[str]] = {
         "step",
         "prediction",
     },
-    "tune/plan": {"tune/start", "tune/parts", "tune/rl", "tune/trace", "record/charts", "limits", "prediction"},
+    "tune/plan": {
+        "tune/config",
+        "tune/parts",
+        "tune/rl",
+        "tune/trace",
+        "record/charts",
+        "limits",
+        "prediction",
+    },
     "tune/validate": {
         "search.strategies",
+        "tune/config",
         "tune/start",
         "tune/parts",
         "tune/parts/checkpoints",
@@ -135,7 +148,7 @@ ROOMS: dict[str, set[str]] = {
         "tune/trace",
         "tune/plan",
     },
-    "command": {"tune.console", "tune/start", "tune/validate", "tune/plan", "tune/parts/checkpoints"},
+    "command": {"tune.console", "tune/config", "tune/start", "tune/validate", "tune/plan", "tune/parts/checkpoints"},
     "demo": set(),
     # nothing imports it but tests, ours and those of users
     "testing": {"limits", "memory", "comm", "step"},
@@ -151,7 +164,8 @@ WITHOUT_TORCH = {
     "schedules",
     "memory.peak",
     "search",
-    "tune.start.sections",
+    "tune.config.adaptive",
+    "tune.config.rules",
     "record.events",
     "record.files",
     "record.journal",
@@ -161,7 +175,7 @@ WITHOUT_TORCH = {
     "command.ls",
     "command.status",
     "tune.plan.question",
-    "tune.start.settings",
+    "tune.config.settings",
     "tune.parts.checkpoints.folders",
     "tune.parts.checkpoints.lock",
     "tune.start.run_file",
@@ -260,10 +274,10 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
-    """It raises facts and remedies of its own; tune/start/remedies.py says them in keys."""
+    """It raises facts and remedies of its own; tune/config/remedies.py says them in keys."""
     keys = keys_of_a_config()
     assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
-    assert any("adaptive.oversize" in text for text in texts_of(MODULES["tune.start.remedies"]))
+    assert any("adaptive.oversize" in text for text in texts_of(MODULES["tune.config.remedies"]))
     speaking = {
         name: found
         for name in library() - modules_in(ABOUT_A_RUN)

@@ -44,7 +44,7 @@ INCREASE = Key(
 
 def at_the_top() -> tuple[Key, ...]:
     """Keys that stand beside torchtune's own."""
-    from torchtune_adaptive.tune.start.settings import Settings  # with numpy and omegaconf, which other commands spare
+    from torchtune_adaptive.tune.config.settings import Settings  # with numpy and omegaconf, which other commands spare
 
     search, *others = _keys_of(Settings)
     return search, INCREASE, *others
@@ -52,7 +52,7 @@ def at_the_top() -> tuple[Key, ...]:
 
 def of_the_section() -> tuple[Key, ...]:
     """Keys of `adaptive:`."""
-    from torchtune_adaptive.tune.start.sections import AdaptiveConfig
+    from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 
     return _keys_of(AdaptiveConfig, "adaptive.")
 
@@ -96,7 +96,7 @@ def explained(key: Key, width: int) -> str:
 
 
 def _keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
-    from torchtune_adaptive.tune.start.sections import options_of
+    from torchtune_adaptive.tune.config.rules import options_of
 
     return tuple(
         Key(prefix + field.name, field.metadata["rule"].allowed, written(field.default), field.metadata["means"])

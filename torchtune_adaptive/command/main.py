@@ -9,8 +9,8 @@ from types import ModuleType
 
 from torchtune_adaptive.command import cp, keys, ls, show, status, validate
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.start.endings import answering
-from torchtune_adaptive.tune.start.remedies import in_keys
 
 COMMANDS: dict[str, ModuleType] = {
     "ls": ls,

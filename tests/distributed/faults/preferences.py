@@ -19,6 +19,8 @@ from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.microbatch import batching_of
 from torchtune_adaptive.tune.parts.preference import (
     KEPT,
@@ -31,8 +33,6 @@ from torchtune_adaptive.tune.parts.preference import (
     passes_of,
 )
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
 
 PAIRS_OF_A_RANK = 4
 HOST, LOSS = torch.device("cpu"), DPOLoss(beta=0.5)

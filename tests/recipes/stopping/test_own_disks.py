@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tests.ranks import run_on_ranks
 from tests.unit.tune.parts.checkpoints.starting import config
 from torchtune_adaptive.errors import CheckpointError, ConfigError
+from torchtune_adaptive.tune.config.readers import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_distributed
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
-from torchtune_adaptive.tune.start.readers import read_full_settings
 
 
 def start_on_a_disk_of_its_own(folder: Path) -> str:

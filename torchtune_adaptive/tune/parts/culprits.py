@@ -23,8 +23,8 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.memory.oom import is_oom
+from torchtune_adaptive.tune.config.components import reason
 from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind, Sample
-from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.wording import shown
 
 MOST_REMEMBERED = 2**17

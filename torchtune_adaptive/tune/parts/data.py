@@ -17,13 +17,13 @@ from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import Batch
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 Collate = Callable[[Sequence[Sample]], Batch]

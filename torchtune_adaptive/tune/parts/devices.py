@@ -10,8 +10,8 @@ from torchtune import training, utils
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings, on_gpu
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 
 logger = logging.getLogger(__name__)
 

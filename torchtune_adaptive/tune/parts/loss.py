@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 
 Logits = Tensor | list[Tensor]
 

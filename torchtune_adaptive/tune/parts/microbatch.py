@@ -23,6 +23,8 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import too_long
 from torchtune_adaptive.tune.parts.data import Batching, Data
@@ -40,8 +42,6 @@ from torchtune_adaptive.tune.parts.unpadded.documents import (
     targets_of,
 )
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)

@@ -27,12 +27,12 @@ from torchtune_adaptive.comm.replicas import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.contradictions import check_replicas
+from torchtune_adaptive.tune.config.settings import LoraSettings, Settings
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place
 from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.readers import check_replicas
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys

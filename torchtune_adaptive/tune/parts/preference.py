@@ -25,15 +25,15 @@ from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.data import Batching, Data
 from torchtune_adaptive.tune.parts.microbatch import batching_of, check_length, recovers, runners_of
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.start.signatures import COMPONENT
 from torchtune_adaptive.wording import shown
 
 REFERENCE = "reference log-probabilities"

@@ -15,8 +15,8 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.devices import device_of
-from torchtune_adaptive.tune.start.settings import Settings
 
 Meshes = Mapping[str, DeviceMesh]
 """`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded

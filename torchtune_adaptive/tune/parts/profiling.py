@@ -8,8 +8,8 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.sections import BOOL, NULL, check, one_of
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.rules import BOOL, NULL, check, one_of
 from torchtune_adaptive.wording import shown
 
 COMPONENT = "torchtune.training.setup_torch_profiler"

@@ -12,6 +12,8 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.prediction.answer import Answer
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
+from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.preference import REFERENCE
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.answers import Answers, predict
@@ -29,8 +31,6 @@ from torchtune_adaptive.tune.plan.overrides import (
 )
 from torchtune_adaptive.tune.plan.question import MOST_RANKS, PlanSettings
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE
-from torchtune_adaptive.tune.start.components import reason
-from torchtune_adaptive.tune.start.settings import on_gpu
 from torchtune_adaptive.tune.trace.laws import Traced
 from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
 from torchtune_adaptive.wording import count_of

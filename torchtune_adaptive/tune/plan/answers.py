@@ -16,6 +16,9 @@ from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.rules import MOST_TOKENS
+from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.plan.budgets import TokenBudget
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
 from torchtune_adaptive.tune.plan.question import PlanSettings
@@ -29,8 +32,6 @@ from torchtune_adaptive.tune.plan.settings import (
     link_bytes_per_s,
 )
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
-from torchtune_adaptive.tune.start.sections import MOST_TOKENS, AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import on_gpu
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
 from torchtune_adaptive.tune.trace.recipes import is_lora, read_settings, trains_on_pairs, trains_with_ppo

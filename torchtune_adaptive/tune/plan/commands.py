@@ -11,13 +11,13 @@ from dataclasses import dataclass, fields
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.prediction.cards import card_named
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.overrides import Overrides, joined
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
-from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import on_gpu
 from torchtune_adaptive.tune.trace.recipes import training_of, trains_with_ppo
 
 

@@ -10,10 +10,10 @@ from omegaconf import DictConfig
 from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 

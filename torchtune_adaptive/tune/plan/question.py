@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtune_adaptive.tune.start.sections import (
+from torchtune_adaptive.tune.config.rules import (
     BOOL,
     COUNT_OR_0,
     MOST_TOKENS,

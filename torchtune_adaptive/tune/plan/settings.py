@@ -16,13 +16,13 @@ from torchtune_adaptive.prediction.answer import Budget
 from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, card_named, limit_bytes
 from torchtune_adaptive.record.charts.predictions import check_drawable
 from torchtune_adaptive.sizes import MemorySize, format_bytes, parse_amount
+from torchtune_adaptive.tune.config import rules
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.plan.question import TOKENS, PlanSettings
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
-from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 from torchtune_adaptive.tune.trace.recipes import trains_with_ppo
 
-PLAN_KEYS = (*PPO_KEYS, *sections.keys_of(PlanSettings))
+PLAN_KEYS = (*PPO_KEYS, *rules.keys_of(PlanSettings))
 """Keys that a question may have beside those of finetuning: its own, and PPO's."""
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
@@ -35,7 +35,7 @@ _NOTHING = re.compile(r"0+(\.0+)?\s*([KMGT]i?)?B", re.IGNORECASE)
 
 
 def read_plan_settings(cfg: DictConfig) -> PlanSettings:
-    settings = sections.read(PlanSettings, cfg)
+    settings = rules.read(PlanSettings, cfg)
     if settings.advise and len(settings.several_ranks) > 1:
         raise ConfigError(
             f"advise is True and world_size is {[*settings.several_ranks]}: settings are compared for one number of "

@@ -18,11 +18,11 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State
 from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
-from torchtune_adaptive.tune.start import components
 
 VALUE_MODEL = "value_model"
 """The key of the value model's weights in what is loaded and saved."""

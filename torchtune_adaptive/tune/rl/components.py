@@ -9,12 +9,12 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, build_step_loader, check_samples
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 
 
 def build_ppo_loss(settings: Settings) -> PPOLoss:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
@@ -21,7 +22,6 @@ from torchtune_adaptive.tune.rl.stages import RolloutStages
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.oversize import Admission
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)

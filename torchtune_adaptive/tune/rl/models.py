@@ -15,6 +15,7 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.culprits import vocabulary_of
 from torchtune_adaptive.tune.parts.devices import dtype_of
@@ -23,7 +24,6 @@ from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, o
 from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.settings import POLICY, POLICY_FILES, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
-from torchtune_adaptive.tune.start.settings import Settings
 
 HEAD = "output.weight"
 

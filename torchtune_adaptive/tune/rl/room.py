@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.rl.settings import PPOSettings
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 
 def longest_taken(models: Iterable[nn.Module]) -> int | None:

@@ -9,19 +9,10 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.readers import check_defaults, check_token_budget, refuse
-from torchtune_adaptive.tune.start.sections import (
-    BOOL,
-    COUNT,
-    COUNT_OR_0,
-    INTEGER,
-    NULL,
-    NUMBER,
-    Rule,
-    option,
-)
-from torchtune_adaptive.tune.start.settings import Settings, read_common
+from torchtune_adaptive.tune.config import rules
+from torchtune_adaptive.tune.config.contradictions import check_defaults, check_token_budget, refuse
+from torchtune_adaptive.tune.config.rules import BOOL, COUNT, COUNT_OR_0, INTEGER, NULL, NUMBER, Rule, option
+from torchtune_adaptive.tune.config.settings import Settings, read_common
 from torchtune_adaptive.wording import count_of
 
 POLICY, VALUE = "policy_model", "reward_and_value_model"
@@ -113,8 +104,8 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     for key in WITHOUT_EFFECT:
         if cfg.get(key) is not None:
             raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: leave it out")
-    ppo = sections.read(PPOSettings, cfg)
-    sections.read(LossSettings, cfg.get("loss"), prefix="loss.")
+    ppo = rules.read(PPOSettings, cfg)
+    rules.read(LossSettings, cfg.get("loss"), prefix="loss.")
     _check_sizes(ppo)
     seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
     assert isinstance(seen, DictConfig)

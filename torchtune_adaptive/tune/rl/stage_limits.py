@@ -27,6 +27,7 @@ from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.rl.course import RolloutParts
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.rl.rollouts import REFERENCE, SCORE, Rollout, worst_rollout
@@ -36,7 +37,6 @@ from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
-from torchtune_adaptive.tune.start.remedies import KEYS_IN_PPO
 
 logger = logging.getLogger(__name__)
 

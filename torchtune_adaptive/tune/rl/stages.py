@@ -23,6 +23,7 @@ from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
@@ -33,7 +34,6 @@ from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, Rollo
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.run.fitting import restore_limits, say
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 GENERATE = "generate"

@@ -19,9 +19,9 @@ from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
 from torchtune_adaptive.schedules.growth import EpochSizes, Increase, Outline, simulate, steady
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)

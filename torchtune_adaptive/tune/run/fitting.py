@@ -37,6 +37,7 @@ from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Data
@@ -44,7 +45,6 @@ from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.static import predicted_rows
-from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 
 logger = logging.getLogger(__name__)
 

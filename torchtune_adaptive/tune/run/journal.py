@@ -16,8 +16,8 @@ from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
-from torchtune_adaptive.tune.start.settings import Settings
 
 
 class RunJournal:

@@ -18,11 +18,11 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 
 logger = logging.getLogger(__name__)

@@ -15,6 +15,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.prober import TrainingStep
 from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
@@ -37,7 +38,6 @@ from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 Steps = Iterator[tuple[list[Sample], list[Sample] | None]]

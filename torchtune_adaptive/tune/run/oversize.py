@@ -9,11 +9,11 @@ import torch
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.errors import Remedy, SampleTooLargeError
+from torchtune_adaptive.tune.config.remedies import KEYS
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.fitting import say
-from torchtune_adaptive.tune.start.remedies import KEYS
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 Item = TypeVar("Item")

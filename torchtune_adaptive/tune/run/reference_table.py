@@ -32,6 +32,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.oom import release
 from torchtune_adaptive.record.files import keep_file, reason
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
@@ -40,7 +41,6 @@ from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.outset import Parts, open_record, reference_limit
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""From the command line to checked values: launching, configs, keys, settings."""
+"""How a recipe begins and ends: its command line, its run's file, signals, silence, and how errors are told."""

@@ -29,10 +29,13 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.remedies import KEYS, in_keys
+from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_error
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.command_line import read_command_line
-from torchtune_adaptive.tune.start.components import reason
 from torchtune_adaptive.tune.start.endings import (
     FOR_THE_CAUSE_S,
     HEAD_START_S,
@@ -42,12 +45,9 @@ from torchtune_adaptive.tune.start.endings import (
     refusing_early_exits,
     speaks_first,
 )
-from torchtune_adaptive.tune.start.remedies import KEYS, in_keys
-from torchtune_adaptive.tune.start.sections import read_adaptive
 from torchtune_adaptive.tune.start.signals import listen, stop_listening
 from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, saved_and_what_next
-from torchtune_adaptive.tune.start.unknown_keys import check_keys
 
 logger = logging.getLogger(__name__)
 

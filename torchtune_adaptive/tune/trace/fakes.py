@@ -18,11 +18,11 @@ from torchtune_adaptive.prediction.recorder import Recorder, Recording
 from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, UPLOAD, DeviceStandIn
 from torchtune_adaptive.prediction.work import WorkCounter
 from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import give_gradients
-from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.trace.shims import fake_tables
 
 T = TypeVar("T")

@@ -15,14 +15,14 @@ from torchtune import training
 from torchtune.modules.peft import get_adapter_params
 
 from torchtune_adaptive.prediction.shims import HOST, META
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate, is_packed
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import Weights
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import Batch, joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 
 
 def batching_of(settings: Settings, model: nn.Module, kind: Kind) -> Batching:

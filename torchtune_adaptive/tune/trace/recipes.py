@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.parts.devices import device_named
-from torchtune_adaptive.tune.parts.preference import build_preference_loss
-from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, read_ppo_settings
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
-from torchtune_adaptive.tune.start.readers import (
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.readers import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,
     read_lora_settings,
 )
-from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu
+from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_gpu
+from torchtune_adaptive.tune.parts.data import is_packed
+from torchtune_adaptive.tune.parts.devices import device_named
+from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, read_ppo_settings
+from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
 
 PREDICTED = ("cpu", "cuda")
 

@@ -16,6 +16,7 @@ from torchtune_adaptive.prediction.shims import HOST, UPLOAD
 from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.model import Weights, phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Place
@@ -36,7 +37,6 @@ from torchtune_adaptive.tune.rl.stages import (
     most_rows,
     passes_of,
 )
-from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.trace.fakes import Common, FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
 

@@ -20,6 +20,8 @@ from torchtune import training
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.compilation import without_kernels
 from torchtune_adaptive.prediction.shims import HOST, META, UPLOAD, DeviceStandIn, cuda_kernels
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_gpu
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import (
@@ -41,8 +43,6 @@ from torchtune_adaptive.tune.parts.preference import (
 )
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu
 from torchtune_adaptive.tune.trace.fakes import Built, Common, FakeStep, Rows, resharding
 from torchtune_adaptive.tune.trace.inputs import batching_of, made_up_checkpoint
 from torchtune_adaptive.tune.trace.recipes import (

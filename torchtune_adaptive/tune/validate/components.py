@@ -17,6 +17,9 @@ from torchtune import training
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts import profiling
 from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST
 from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
@@ -26,9 +29,6 @@ from torchtune_adaptive.tune.parts.preference import build_preference_loss
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES, read_ppo_settings
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.start.signatures import COMPONENT
 from torchtune_adaptive.tune.trace.shims import quantizing_at_once
 from torchtune_adaptive.tune.validate.findings import Findings
 

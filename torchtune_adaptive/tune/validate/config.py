@@ -11,6 +11,9 @@ from torch import nn
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.search.strategies import NEED_RECOVERY
 from torchtune_adaptive.sizes import size_for_rank
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.data import is_packed
@@ -25,9 +28,6 @@ from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
 from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
-from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import Settings
-from torchtune_adaptive.tune.start.unknown_keys import check_keys
 from torchtune_adaptive.tune.trace.recipes import TRAININGS, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.validate.components import (
     check_components,

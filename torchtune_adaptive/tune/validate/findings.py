@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from torchtune_adaptive.errors import AdaptiveError, RunFinished, SeveralErrors
-from torchtune_adaptive.tune.start.remedies import in_keys
+from torchtune_adaptive.tune.config.remedies import in_keys
 
 T = TypeVar("T")
 

@@ -10,12 +10,12 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import together
 from torchtune_adaptive.sizes import size_for_rank
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import budget, check_advice, lengths
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.start.settings import Settings, on_gpu
 from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import build_step_loader
 from torchtune_adaptive.tune.parts.loader import StepLoader
-from torchtune_adaptive.tune.start.settings import Settings
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 

@@ -9,8 +9,8 @@ import pytest
 
 from tests.unit.tune.parts.unpadded.test_support import SETTINGS
 from torchtune_adaptive.sizes import parse_sizes
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.parts.devices import prepare
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit"))
 

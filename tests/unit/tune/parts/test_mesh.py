@@ -6,8 +6,8 @@ import pytest
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
-from torchtune_adaptive.tune.start.settings import Settings
 
 
 def shape_of(ranks: int, **dims: int | None) -> tuple[int, int, int]:

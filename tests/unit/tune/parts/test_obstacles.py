@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
 
 TENSOR = {**NEEDED, "tensor_parallel_dim": 2}
 

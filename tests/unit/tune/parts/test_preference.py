@@ -13,6 +13,9 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.padded_plan import Load
 from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.readers import read_full_dpo_settings
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import check_samples
 from torchtune_adaptive.tune.parts.preference import POLICY, build_preference_loss, sums_of_rows
@@ -20,9 +23,6 @@ from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preferences
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures
 from torchtune_adaptive.tune.start.command_line import locate
-from torchtune_adaptive.tune.start.readers import read_full_dpo_settings
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.trace.recipes import keeps_reference, read_settings, trains_on_pairs
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}

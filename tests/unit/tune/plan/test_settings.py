@@ -4,6 +4,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.plan.settings import (
     PlanSettings,
     allocator_settings,
@@ -11,7 +12,6 @@ from torchtune_adaptive.tune.plan.settings import (
     expandable_segments,
     read_plan_settings,
 )
-from torchtune_adaptive.tune.start.sections import read_adaptive
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from omegaconf import OmegaConf
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError, SampleError
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.rl.components import build_prompts
-from torchtune_adaptive.tune.start.settings import Settings
 
 MESH: Any = {"dp": SimpleNamespace(size=lambda: 1, get_local_rank=lambda: 0)}
 

@@ -8,9 +8,9 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import config_files
-from torchtune_adaptive.tune.start.unknown_keys import check_keys
 
 STOCK, OURS, DEMO = "mistral/7B_full_ppo_low_memory", "adaptive/mistral/7B_ppo", "adaptive/demo/ppo"
 

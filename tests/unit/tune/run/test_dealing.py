@@ -13,9 +13,9 @@ from tests.unit.tune.parts.unpadded.models import build
 from tests.unit.tune.parts.unpadded.test_support import BUDGET, SETTINGS
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.run import dealing
 from torchtune_adaptive.tune.run.dealing import dealer_of
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
 
 DATA: Any = SimpleNamespace(dataset="the dataset")
 LIMIT = TokenLimit(4096)

@@ -8,10 +8,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.tune.config import rules
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.run.epochs import announce
-from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.settings import Settings
 
 KEYS = {"device": "cpu", "dtype": "fp32", "output_dir": "out", "shuffle": True, "epochs": 2}
 
@@ -27,6 +27,6 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
     )
     progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=(sizes,), ranks=before)
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        announce((sizes, sizes), sections.read(Settings, cfg), progress, ranks, None)
+        announce((sizes, sizes), rules.read(Settings, cfg), progress, ranks, None)
     samples = f"{2 * ranks} samples a step (before: {2 * before})"
     assert caplog.messages[0] == f"resumed on {said}: {samples}"

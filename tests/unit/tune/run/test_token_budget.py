@@ -9,13 +9,13 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.contradictions import check_token_budget
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
 from torchtune_adaptive.tune.run import fitting
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for
-from torchtune_adaptive.tune.start.readers import check_token_budget
-from torchtune_adaptive.tune.start.sections import read_adaptive
-from torchtune_adaptive.tune.start.settings import Settings
 
 SETTINGS = Settings(
     device="cpu", dtype="fp32", output_dir="out", batch_size=2, gradient_accumulation_steps=1, epochs=1, shuffle=True

@@ -11,11 +11,11 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.readers import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import installed_configs
 from torchtune_adaptive.tune.start.command_line import locate
-from torchtune_adaptive.tune.start.readers import read_full_settings, read_lora_settings
-from torchtune_adaptive.tune.start.sections import read_adaptive
 
 ROOT = Path(__file__).parents[4]
 STOCK_CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"

@@ -11,9 +11,9 @@ import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError
+from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.endings import speaks_first
-from torchtune_adaptive.tune.start.remedies import in_keys
 
 
 def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:

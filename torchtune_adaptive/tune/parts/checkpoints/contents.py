@@ -18,10 +18,10 @@ from torchtune.modules import peft
 from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
+from torchtune_adaptive.tune.config.settings import LoraSettings
 from torchtune_adaptive.tune.parts.checkpoints.problems import tried
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, capture_random_state
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
-from torchtune_adaptive.tune.start.settings import LoraSettings
 
 State = dict[str, Any]
 

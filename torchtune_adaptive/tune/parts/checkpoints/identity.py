@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from torchtune_adaptive.tune.config.signatures import COMPONENT, default_of
 from torchtune_adaptive.tune.parts.checkpoints.contents import is_lora
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
-from torchtune_adaptive.tune.start.signatures import COMPONENT, default_of
 
 RUN_KEYS = (
     "model",

@@ -24,14 +24,14 @@ from torchtune.training.memory import OptimizerInBackwardWrapper
 from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.oom import is_oom
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 Value = TypeVar("Value")

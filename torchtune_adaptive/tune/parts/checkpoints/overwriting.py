@@ -8,9 +8,9 @@ from pathlib import Path
 from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.settings import AUTO, Settings
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
-from torchtune_adaptive.tune.start.settings import AUTO, Settings
 from torchtune_adaptive.tune.start.this_run import was_restarted
 
 

@@ -17,9 +17,9 @@ from torchtune.utils import get_logger
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
 from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.remedies import KEYS
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.start.components import reason
-from torchtune_adaptive.tune.start.remedies import KEYS
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
-from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
 

@@ -19,6 +19,7 @@ from torchtune import training
 
 from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunStopped
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished, copy_of
 from torchtune_adaptive.tune.parts.checkpoints.contents import (
@@ -41,7 +42,6 @@ from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, gather_state
 from torchtune_adaptive.tune.start.run_file import now
-from torchtune_adaptive.tune.start.settings import Settings
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 from torchtune_adaptive.wording import count_of
 

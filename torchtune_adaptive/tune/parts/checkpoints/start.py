@@ -20,6 +20,8 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import AUTO, Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, differences, identity_of, told_values
@@ -28,8 +30,7 @@ from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
-from torchtune_adaptive.tune.start import components, run_file
-from torchtune_adaptive.tune.start.settings import AUTO, Settings
+from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on, launcher, was_restarted
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config import components
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.optimization.clipping import clip
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, load_state
-from torchtune_adaptive.tune.start import components
-from torchtune_adaptive.tune.start.settings import Settings
 
 SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
 """Target tokens, or pairs; where several models are updated at once, of each by its name."""

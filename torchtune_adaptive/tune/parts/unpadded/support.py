@@ -11,9 +11,9 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.unpadded.attention import takes_documents
 from torchtune_adaptive.tune.parts.unpadded.kernels import WIDEST_HEAD
-from torchtune_adaptive.tune.start.settings import Settings
 
 logger = logging.getLogger(__name__)
 

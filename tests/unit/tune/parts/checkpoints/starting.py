@@ -11,10 +11,10 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.tune.parts.checkpoints.making import save
+from torchtune_adaptive.tune.config.readers import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
-from torchtune_adaptive.tune.start.readers import read_full_settings
 
 ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
 

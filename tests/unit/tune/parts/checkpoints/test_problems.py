@@ -11,9 +11,9 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
+from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.parts.checkpoints import background, folders, loading, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
-from torchtune_adaptive.tune.start.remedies import in_keys
 
 
 def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:

@@ -10,10 +10,10 @@ import pytest
 from tests.unit.tune.parts.checkpoints.making import complete, save
 from tests.unit.tune.parts.checkpoints.starting import ADAPTER, config, folder_of, saved, start
 from torchtune_adaptive.errors import ConfigError, RunFinished
+from torchtune_adaptive.tune.config.readers import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.tune.start import run_file
-from torchtune_adaptive.tune.start.readers import read_full_settings
 from torchtune_adaptive.tune.start.this_run import RESTARTS
 
 

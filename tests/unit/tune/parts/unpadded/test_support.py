@@ -14,11 +14,11 @@ from torchtune.modules import MultiHeadAttention
 
 from tests.unit.tune.parts.unpadded.models import SIZES, build
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.contradictions import check_token_budget
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.start.readers import check_token_budget
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig
-from torchtune_adaptive.tune.start.settings import Settings
 
 SETTINGS = Settings(
     device="cpu",

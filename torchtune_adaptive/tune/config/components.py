@@ -9,8 +9,9 @@ from omegaconf import DictConfig, ListConfig
 from torchtune import config
 
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig, keys_of
-from torchtune_adaptive.tune.start.signatures import COMPONENT, misfit
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.rules import keys_of
+from torchtune_adaptive.tune.config.signatures import COMPONENT, misfit
 from torchtune_adaptive.wording import shown
 
 LONGEST_REASON = 500

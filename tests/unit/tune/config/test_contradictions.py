@@ -9,15 +9,15 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, SeveralErrors
-from torchtune_adaptive.tune.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO, installed_configs
-from torchtune_adaptive.tune.start.readers import (
+from torchtune_adaptive.tune.config.readers import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,
     read_lora_settings,
 )
-from torchtune_adaptive.tune.start.settings import on_gpu
+from torchtune_adaptive.tune.config.settings import on_gpu
+from torchtune_adaptive.tune.rl.settings import read_ppo_settings
+from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO, installed_configs
 from torchtune_adaptive.tune.trace.recipes import training_of
 
 OF_FINETUNING = {"precompute_reference": True}

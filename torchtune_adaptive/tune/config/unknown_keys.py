@@ -9,8 +9,9 @@ from collections.abc import Collection, Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.sections import AdaptiveConfig, keys_of
-from torchtune_adaptive.tune.start.settings import Settings
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.config.rules import keys_of
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.wording import nearest
 
 logger = logging.getLogger(__name__)

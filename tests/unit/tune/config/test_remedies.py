@@ -12,8 +12,8 @@ from torch import nn
 from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, TrainingStep, find_max_batch_size
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.limit import exhausted
+from torchtune_adaptive.tune.config.remedies import KEYS, KEYS_IN_PPO, in_keys
 from torchtune_adaptive.tune.start import launch
-from torchtune_adaptive.tune.start.remedies import KEYS, KEYS_IN_PPO, in_keys
 
 
 def test_every_remedy_has_its_words() -> None:

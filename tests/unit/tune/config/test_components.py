@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.components import build_section
+from torchtune_adaptive.tune.config.components import build, build_section, require_parts
 
-HERE = "tests.unit.tune.start.test_components"
+HERE = "tests.unit.tune.config.test_components"
 
 
 def optimizer(parameters: list[int], lr: float, betas: Any = None, *, weight_decay: float = 0) -> tuple[float, Any]:
@@ -81,3 +81,10 @@ def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: di
 def test_a_component_that_is_no_path_is_refused(path: Any, shown: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\._component_ is {shown}: allowed is the dotted path"):
         build_section("model", OmegaConf.create({"_component_": path}))
+
+
+def test_a_list_stands_for_a_section_where_several_may_be() -> None:
+    cfg = OmegaConf.create({"optimizer": ["torch.optim.AdamW"], "dataset": [{"_component_": f"{HERE}.fails"}]})
+    with pytest.raises(ConfigError, match="^optimizer is a list: allowed is a section with a _component_$"):
+        build("optimizer", cfg)
+    assert require_parts(cfg, "dataset") == cfg.dataset

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.sections import (
+from torchtune_adaptive.tune.config import rules
+from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig, read_adaptive
+from torchtune_adaptive.tune.config.rules import (
     ABOVE_ZERO,
     BOOL,
     COUNT,
@@ -18,11 +19,9 @@ from torchtune_adaptive.tune.start.sections import (
     PATH,
     SECTION,
     TEXT,
-    AdaptiveConfig,
     count_up_to,
     one_of,
     option,
-    read_adaptive,
     some_of,
 )
 
@@ -124,13 +123,13 @@ def on_gpu(where: Settings | DictConfig) -> bool:
 def read_common(cfg: DictConfig) -> Settings:
     """What every recipe reads. `keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune
     has planned it."""
-    settings = replace(sections.read(Settings, cfg), config=cfg)
+    settings = replace(rules.read(Settings, cfg), config=cfg)
     _check_fused(cfg)
     section = cfg.get("checkpointer")
     if not OmegaConf.is_dict(section):
         return settings  # told of where the checkpointer is built
     for name in ("checkpoint_dir", "output_dir"):
-        sections.check(PATH | NULL, section.get(name), f"checkpointer.{name}")
+        rules.check(PATH | NULL, section.get(name), f"checkpointer.{name}")
     key = "keep_last_n_checkpoints"
     there = section.get(key)
     if there is None:
@@ -139,7 +138,7 @@ def read_common(cfg: DictConfig) -> Settings:
         raise ConfigError(
             f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: leave one of them out"
         )
-    sections.check(COUNT, there, f"checkpointer.{key}")
+    rules.check(COUNT, there, f"checkpointer.{key}")
     return replace(settings, keep_last_n_checkpoints=there)
 
 

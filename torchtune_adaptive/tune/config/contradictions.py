@@ -1,65 +1,16 @@
-"""The settings of each recipe for finetuning and preference training, with what it refuses: all of it at once."""
+"""Settings that contradict each other, or what is trained: refused, all of them at once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, together
-from torchtune_adaptive.tune.start import sections
-from torchtune_adaptive.tune.start.settings import LoraSettings, Settings, on_gpu, read_common
+from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 
-NOT_FOR_LORA = ("optimizer_in_bwd", "enable_async_checkpointing", "tensor_parallel_dim")
 NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
-
-
-def read_full_settings(cfg: DictConfig) -> Settings:
-    """Settings of a full finetune; refuses the combinations that torchtune refuses."""
-    settings = read_common(cfg)
-    refuse(
-        settings,
-        _check_offloading,
-        _check_no_clipping,
-        _check_no_accumulation,
-        _check_tensor_parallel,
-        check_token_budget,
-        _check_no_reference,
-    )
-    return settings
-
-
-def read_lora_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Settings of a LoRA finetune, some of them from its model's section."""
-    return _read_with_adapters(cfg, _check_no_reference)
-
-
-def read_full_dpo_settings(cfg: DictConfig) -> Settings:
-    """Settings of full preference training."""
-    settings = read_common(cfg)
-    refuse(settings, _check_offloading, check_token_budget, _check_preference)
-    return settings
-
-
-def read_lora_dpo_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings]:
-    """Settings of preference training of adapters, some of them from the model's section."""
-    return _read_with_adapters(cfg, _check_preference)
-
-
-def _read_with_adapters(cfg: DictConfig, *checks: Callable[[Settings], object]) -> tuple[Settings, LoraSettings]:
-    settings = read_common(cfg)
-    read_adapters = partial(sections.read, LoraSettings, cfg.get("model"), prefix="model.")
-    refuse(
-        settings,
-        partial(check_defaults, keys=NOT_FOR_LORA, training="LoRA finetuning"),
-        partial(check_replicas, quantized=OmegaConf.select(cfg, "model.quantize_base") is True),
-        _check_offloading,
-        lambda _: read_adapters(),
-        check_token_budget,
-        *checks,
-    )
-    return settings, read_adapters()
 
 
 def refuse(settings: Settings, *checks: Callable[[Settings], object]) -> None:
@@ -78,7 +29,7 @@ def check_defaults(settings: Settings, keys: Iterable[str], training: str) -> No
     together(partial(check, key) for key in keys)
 
 
-def _check_preference(settings: Settings) -> None:
+def check_preference(settings: Settings) -> None:
     """Refuses what preference training cannot do."""
     refuse(
         settings,
@@ -97,7 +48,7 @@ def _check_whole_samples(settings: Settings) -> None:
         )
 
 
-def _check_no_reference(settings: Settings) -> None:
+def check_no_reference(settings: Settings) -> None:
     """Refuses what only preference training has."""
     if settings.adaptive.precompute_reference:
         raise ConfigError(
@@ -146,7 +97,7 @@ def check_token_budget(settings: Settings) -> None:
             )
 
 
-def _check_offloading(settings: Settings) -> None:
+def check_offloading(settings: Settings) -> None:
     if settings.fsdp_cpu_offload and not on_gpu(settings):
         raise ConfigError(
             f"fsdp_cpu_offload is True and device is {settings.device!r}: weights are there already, set it to False"
@@ -164,7 +115,7 @@ def _check_offloading(settings: Settings) -> None:
         )
 
 
-def _check_no_clipping(settings: Settings) -> None:
+def check_no_clipping(settings: Settings) -> None:
     if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
         raise ConfigError(
             f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
@@ -172,7 +123,7 @@ def _check_no_clipping(settings: Settings) -> None:
         )
 
 
-def _check_no_accumulation(settings: Settings) -> None:
+def check_no_accumulation(settings: Settings) -> None:
     if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
         raise ConfigError(
             f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "
@@ -188,7 +139,7 @@ def check_replicas(settings: Settings, *, quantized: bool) -> None:
         )
 
 
-def _check_tensor_parallel(settings: Settings) -> None:
+def check_tensor_parallel(settings: Settings) -> None:
     if settings.tensor_parallel_dim == 1:
         return
     if settings.data_parallel_replicate_dim > 1:

@@ -9,7 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.sections import (
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.rules import (
     ABOVE_ZERO,
     BOOL,
     COUNT,
@@ -22,7 +23,6 @@ from torchtune_adaptive.tune.start.sections import (
     one_of,
     option,
     read,
-    read_adaptive,
     some_of,
 )
 
