@@ -21,7 +21,7 @@ def require(cfg: DictConfig, key: str) -> DictConfig:
     """The section `key` of the config, which must be there."""
     section = require_parts(cfg, key)
     if not isinstance(section, DictConfig):
-        raise ConfigError(f"{key} is a list: allowed is a section with a _component_")
+        raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
     return section
 
 
@@ -31,7 +31,7 @@ def require_parts(cfg: DictConfig, key: str) -> DictConfig | ListConfig:
     if section is None:
         raise ConfigError(f"{key} is missing: give a section with a _component_")
     if not isinstance(section, DictConfig | ListConfig):
-        raise ConfigError(f"{key} is {section!r}: allowed is a section with a _component_")
+        raise ConfigError(f"{key} is {shown(section)}: allowed is a section with a _component_")
     return section
 
 

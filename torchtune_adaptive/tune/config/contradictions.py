@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from omegaconf import OmegaConf
-
 from torchtune_adaptive.errors import ConfigError, together
+from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 
 NOT_FOR_PAIRS = ("optimizer_in_bwd", "tensor_parallel_dim")
@@ -152,7 +151,7 @@ def check_tensor_parallel(settings: Settings) -> None:
             f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
             "name one, for example torchtune.models.llama3.base_llama_tp_plan"
         )
-    if OmegaConf.select(settings.config, "optimizer.fused"):
+    if value_at(settings.config, "optimizer.fused"):
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim} and optimizer.fused is True: "
             "set optimizer.fused: False"

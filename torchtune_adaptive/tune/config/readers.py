@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.tune.config import rules
 from torchtune_adaptive.tune.config.contradictions import (
@@ -63,7 +63,7 @@ def _read_with_adapters(cfg: DictConfig, *checks: Callable[[Settings], object]) 
     refuse(
         settings,
         partial(check_defaults, keys=NOT_FOR_LORA, training="LoRA finetuning"),
-        partial(check_replicas, quantized=OmegaConf.select(cfg, "model.quantize_base") is True),
+        partial(check_replicas, quantized=rules.value_at(cfg, "model.quantize_base") is True),
         check_offloading,
         lambda _: read_adapters(),
         check_token_budget,

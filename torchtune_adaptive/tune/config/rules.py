@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigTypeError
 
 from torchtune_adaptive.errors import ConfigError, together
 from torchtune_adaptive.wording import shown
@@ -128,6 +129,14 @@ def _checked(field: dataclasses.Field[Any], values: Mapping[Any, object], prefix
 def check(rule: Rule, value: object, key: str) -> None:
     if not rule.accepts(value):
         raise ConfigError(f"{key} is {shown(value)}: allowed is {rule.allowed}")
+
+
+def value_at(cfg: DictConfig, key: str) -> Any:
+    """The value of a dotted key; None where there is none, or no section that could have it."""
+    try:
+        return OmegaConf.select(cfg, key)
+    except ConfigTypeError:
+        return None
 
 
 def plain(values: Any, name: str) -> Mapping[Any, object]:

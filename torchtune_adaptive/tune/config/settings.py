@@ -23,6 +23,7 @@ from torchtune_adaptive.tune.config.rules import (
     one_of,
     option,
     some_of,
+    value_at,
 )
 
 AUTO = "auto"
@@ -143,7 +144,7 @@ def read_common(cfg: DictConfig) -> Settings:
 
 
 def _check_fused(cfg: DictConfig) -> None:
-    component, fused = (OmegaConf.select(cfg, f"optimizer.{key}") for key in ("_component_", "fused"))
+    component, fused = (value_at(cfg, f"optimizer.{key}") for key in ("_component_", "fused"))
     path, _, name = str(component).rpartition(".")
     if fused is True and path.split(".")[:2] == ["torch", "optim"] and name not in FUSED_ON_SHARDS:
         raise ConfigError(

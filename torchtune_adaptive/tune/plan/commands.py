@@ -8,10 +8,11 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.answers import Answers
@@ -86,7 +87,7 @@ def _length(cfg: DictConfig, plan: PlanSettings, tokens: int) -> Overrides:
     measures = trains_with_ppo(cfg) or read_adaptive(cfg.get("adaptive")).token_budget is not None
     if measures and not is_packed(cfg):
         return (f"adaptive.sequence_length={tokens}",)
-    known = OmegaConf.select(cfg, "tokenizer.max_seq_len") == tokens
+    known = value_at(cfg, "tokenizer.max_seq_len") == tokens
     return () if known else (f"tokenizer.max_seq_len={tokens}",)
 
 

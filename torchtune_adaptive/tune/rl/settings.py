@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import rules
 from torchtune_adaptive.tune.config.contradictions import check_defaults, check_token_budget, refuse
-from torchtune_adaptive.tune.config.rules import BOOL, COUNT, COUNT_OR_0, INTEGER, NULL, NUMBER, Rule, option
+from torchtune_adaptive.tune.config.rules import BOOL, COUNT, COUNT_OR_0, INTEGER, NULL, NUMBER, Rule, option, value_at
 from torchtune_adaptive.tune.config.settings import Settings, read_common
 from torchtune_adaptive.wording import count_of
 
@@ -136,7 +136,7 @@ def _check_stages(settings: Settings) -> None:
 
 def _check_optimizer(cfg: DictConfig) -> None:
     """One error for both lines of torchtune's own config that cannot work on several ranks."""
-    component = str(OmegaConf.select(cfg, "optimizer._component_"))
+    component = str(value_at(cfg, "optimizer._component_"))
     wrong, remedy = [], []
     if cfg.get("optimizer_in_bwd"):
         wrong.append("optimizer_in_bwd is True, which updates weights inside of a backward that may be repeated")
@@ -168,7 +168,7 @@ def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
             "resume_from_checkpoint is True, but a checkpoint of PPO holds two models, an optimizer and more, which "
             "are found together only: set it to auto"
         )
-    if OmegaConf.select(settings.config, "dataset.packed"):
+    if value_at(settings.config, "dataset.packed"):
         raise ConfigError("dataset.packed is True, but prompts cannot be packed: set it to False")
     if not 0 <= ppo.gamma <= 1 or not 0 <= ppo.lmbda <= 1:
         raise ConfigError(f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both have to be from 0 to 1")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
@@ -16,6 +16,7 @@ from torchtune_adaptive.tune.config.readers import (
     read_lora_dpo_settings,
     read_lora_settings,
 )
+from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.devices import device_named
@@ -105,7 +106,7 @@ def trains_on_pairs(cfg: DictConfig) -> bool:
     try:
         build_preference_loss(cfg)
     except ConfigError:  # of those that cannot be built, torchtune's are known by their place
-        return "rlhf" in str(OmegaConf.select(cfg, "loss._component_"))
+        return "rlhf" in str(value_at(cfg, "loss._component_"))
     return True
 
 

@@ -85,6 +85,6 @@ def test_a_component_that_is_no_path_is_refused(path: Any, shown: str) -> None:
 
 def test_a_list_stands_for_a_section_where_several_may_be() -> None:
     cfg = OmegaConf.create({"optimizer": ["torch.optim.AdamW"], "dataset": [{"_component_": f"{HERE}.fails"}]})
-    with pytest.raises(ConfigError, match="^optimizer is a list: allowed is a section with a _component_$"):
+    with pytest.raises(ConfigError, match=r"^optimizer is .*AdamW.*: allowed is a section with a _component_"):
         build("optimizer", cfg)
     assert require_parts(cfg, "dataset") == cfg.dataset

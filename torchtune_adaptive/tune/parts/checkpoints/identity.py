@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.signatures import COMPONENT, default_of
 from torchtune_adaptive.tune.parts.checkpoints.contents import is_lora
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
@@ -174,7 +175,7 @@ def _value(key: str, values: Mapping[str, object]) -> _Configured:
 
 
 def _plain(cfg: DictConfig, key: str) -> object:
-    value = OmegaConf.select(cfg, key)
+    value = value_at(cfg, key)
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
