@@ -182,8 +182,8 @@ def _of_a_spell(course: LimitCourse, end: float, scale: Scale, low: float) -> tu
     unit, per = _unit(course)
     for spell in course.spells(end):
         size, instead_of = spell.size / per, spell.instead_of / per
-        named = count_of(1, unit.removesuffix("s")) if size == 1 and per == 1 else f"{size:.3g} {unit}"
-        said = f"{named} instead of {instead_of:.3g}"
+        named = count_of(1, unit.removesuffix("s")) if size == 1 and per == 1 else f"{size:.4g} {unit}"
+        said = f"{named} instead of {instead_of:.4g}"
         wide = (spell.ends - spell.begins) / (end - AFTER) > CHARACTER * (len(said) + 2)
         bottom, top = scale.share(size), scale.share(instead_of)
         if wide and top - bottom >= low:

@@ -80,7 +80,7 @@ def draw_memory(axes: Axes, *, timeline: Timeline) -> None:
     ticks = axes.yaxis.get_major_locator().tick_values(0, top)
     axes.set_yticks([tick for tick in ticks if 0 <= tick <= top])  # above the budget are words
     axes.annotate(
-        f"budget, {allowed[-1]:.3g} {unit}",
+        f"budget, {allowed[-1]:.4g} {unit}",
         (steps[-1], allowed[-1]),
         xytext=(0, 2),
         textcoords="offset points",

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset
 
+from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
@@ -159,9 +160,21 @@ def _check_callable(function: Callable[..., object], path: str) -> None:
         pass
 
 
+def _check_alike(samples_by_rank: Sequence[int]) -> None:
+    first = samples_by_rank[0]
+    for rank, samples in enumerate(samples_by_rank):
+        if samples != first:
+            raise ConfigError(
+                f"dataset has {count_of(first, 'sample')} on rank 0 and {samples} on rank {rank}, and ranks share out "
+                "one dataset: see that its files, and what filters them, are alike on every node"
+            )
+
+
 def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -> StepLoader[Sample]:
-    """The loader of this data-parallel rank; a dataset that does not fill one configured step is an error."""
+    """Collective: the loader of this data-parallel rank; a dataset that does not fill one configured step is an error,
+    as is one that is another on another rank."""
     ranks, samples = mesh["dp"].size(), len(dataset)
+    _check_alike(from_all_ranks(samples))
     if not samples:
         raise ConfigError(
             "dataset is empty: it has no sample to train on; see whether its source, split and filter are those that "

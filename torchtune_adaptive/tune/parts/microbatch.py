@@ -189,7 +189,7 @@ def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, place: 
 def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
     """Collective: how this run makes microbatches of the data, padded or not."""
     check_sequence_length(model, settings.adaptive)
-    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed))
+    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed, tried=True))
     return Batching(kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label))
 
 

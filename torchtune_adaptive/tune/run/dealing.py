@@ -42,26 +42,28 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
     if settings.adaptive.deal is False or world_size() == 1:
         return None
+    obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
     if limit is None or not limit.by_length:
         if settings.adaptive.deal:
             say("token budget · samples stay on the ranks that read them: microbatches go by rows, as in stock")
         return None
-    obstacle = obstacle_to_dealing(model, settings)
     if obstacle is None:
         return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop)
     say(f"token budget · samples stay on the ranks that read them: {obstacle}")
     return None
 
 
-def obstacle_to_dealing(model: nn.Module, settings: Settings) -> str | None:
+def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
     """Why samples have to stay on the ranks that read them; an error where they are to be dealt all the same."""
-    obstacle = _obstacle(model, settings)
+    obstacle = _obstacle(model, settings, packed=packed)
     if obstacle is not None and settings.adaptive.deal:
         raise ConfigError(f"adaptive.deal is True, but {obstacle}: set adaptive.deal to null or False")
     return obstacle
 
 
-def _obstacle(model: nn.Module, settings: Settings) -> str | None:
+def _obstacle(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
+    if packed:
+        return "the dataset is packed, and packs are of one length already"
     if settings.tensor_parallel_dim > 1:
         return f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and ranks that share a model share samples"
     if not isinstance(model, TransformerDecoder):

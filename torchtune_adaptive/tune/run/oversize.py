@@ -10,6 +10,7 @@ import torch
 from torchtune_adaptive.comm.collectives import sum_over_ranks
 from torchtune_adaptive.errors import Remedy, SampleTooLargeError
 from torchtune_adaptive.tune.config.remedies import KEYS
+from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
@@ -21,7 +22,10 @@ Item = TypeVar("Item")
 
 def remedy_for(settings: Settings, shortest: int) -> str:
     """The end of the error; `shortest`: the tokenizer's limit under which all samples fit."""
+    asked = value_at(settings.config, "tokenizer.max_seq_len")
     shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
+    if isinstance(asked, int) and asked <= shortest:
+        shorter = f"give a dataset that cuts its samples at tokenizer.max_seq_len ({asked}), as this one does not"
     oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (leaves them out)"
     return f"; {', '.join(ways_to_make_room(settings, shorter))}, or {oversize}"
 

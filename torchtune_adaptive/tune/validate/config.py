@@ -104,10 +104,10 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
         return
     findings.of(lambda: check_sequence_length(model, settings.adaptive))
     findings.of(lambda: check_replicas_of(model, settings))
-    device = findings.of(lambda: devices.device_named(settings))
+    device, packed = findings.of(lambda: devices.device_named(settings)), is_packed(settings.config)
     if device is not None:
-        findings.of(lambda: is_padded(model, settings, device, packed=is_packed(settings.config)))
-    findings.of(lambda: obstacle_to_dealing(model, settings))
+        findings.of(lambda: is_padded(model, settings, device, packed=packed))
+    findings.of(lambda: obstacle_to_dealing(model, settings, packed=packed))
 
 
 def _check_search(settings: Settings, model: nn.Module | None) -> None:

@@ -1,4 +1,4 @@
-"""Datasets that no step can be made of."""
+"""Datasets that no step can be made of, or that are not one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.parts import data
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import build_step_loader
 from torchtune_adaptive.tune.parts.loader import StepLoader
@@ -45,3 +46,11 @@ def test_only_what_can_be_lowered_is_told(ranks: int, said: str) -> None:
 
 def test_a_dataset_of_one_step_is_taken() -> None:
     assert load(12, 2).samples_per_rank == 6
+
+
+def test_ranks_that_have_other_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "from_all_ranks", lambda mine: [mine, mine, mine + 8])
+    with pytest.raises(
+        ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2, .* alike on every node"
+    ):
+        load(12, 2)

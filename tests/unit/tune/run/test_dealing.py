@@ -17,7 +17,7 @@ from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.run import dealing
 from torchtune_adaptive.tune.run.dealing import dealer_of
 
-DATA: Any = SimpleNamespace(dataset="the dataset")
+DATA: Any = SimpleNamespace(dataset="the dataset", packed=False)
 LIMIT = TokenLimit(4096)
 
 
@@ -66,3 +66,10 @@ def test_what_stands_in_the_way_is_said_and_samples_stay(
     assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []
     with pytest.raises(ConfigError, match=f"adaptive.deal is True, but {reason}.*set adaptive.deal to null or False"):
         dealer(replace(BUDGET, deal=True), model=model, tensor_parallel_dim=tensor_parallel_dim)
+
+
+def test_packs_are_not_dealt_and_nobody_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DATA, "packed", True)
+    assert dealer(BUDGET, RowLimit(8)) is None
+    with pytest.raises(ConfigError, match=r"adaptive\.deal is True, but the dataset is packed, .*: set adaptive\.deal"):
+        dealer(replace(BUDGET, deal=True), RowLimit(8))

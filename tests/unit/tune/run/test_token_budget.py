@@ -132,6 +132,13 @@ def test_where_memory_says_how_many_tokens_fit_it_is_memory_that_is_advised(chec
     assert ("set enable_activation_checkpointing: True" in remedy) is not checkpointed
 
 
+def test_a_dataset_that_does_not_heed_the_tokenizer_is_not_answered_by_a_larger_tokenizer_limit() -> None:
+    cfg = OmegaConf.create({"tokenizer": {"max_seq_len": 300}})
+    remedy = remedy_for(having(dataclasses.replace(SETTINGS, config=cfg), token_budget=400), 400)
+    assert "give a dataset that cuts its samples at tokenizer.max_seq_len (300)" in remedy
+    assert "lower tokenizer.max_seq_len" not in remedy
+
+
 def test_truncate_keeps_the_beginning() -> None:
     assert admitted(4, "truncate") == {"tokens": [0, 1, 2, 3], "labels": [-100, -100, 2, 3]}
 

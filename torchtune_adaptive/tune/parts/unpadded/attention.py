@@ -41,6 +41,11 @@ def takes_documents(attention: object) -> bool:
     return isinstance(attention, MultiHeadAttention) and isinstance(attention._attention_call, EachAlone)
 
 
+def has_own_forward(attention: MultiHeadAttention) -> bool:
+    """Whether a subclass, or somebody who has the instance, decides what its attention is asked."""
+    return "forward" in vars(attention) or type(attention).forward is not MultiHeadAttention.forward
+
+
 def _is_stock(call: object) -> bool:
     """torchtune makes the function anew for each module, of the same code."""
     return getattr(call, "__code__", None) is _sdpa_or_flex_attention().__code__

@@ -12,8 +12,9 @@ from torchtune.modules import MultiHeadAttention, TransformerDecoder
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts.unpadded.attention import takes_documents
+from torchtune_adaptive.tune.parts.unpadded.attention import has_own_forward, takes_documents
 from torchtune_adaptive.tune.parts.unpadded.kernels import WIDEST_HEAD
+from torchtune_adaptive.tune.parts.unpadded.trial import difference_by_place
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +22,19 @@ FLASH_ATTENTION_2 = (8, 0)
 """Compute capability: Ampere."""
 
 
-def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool) -> bool:
-    """Whether rows are padded, as `adaptive.padding` says; one line of the log, or an error, where they have to be."""
+def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, tried: bool = False) -> bool:
+    """Whether rows are padded, as `adaptive.padding` says; one line of the log, or an error, where they have to be.
+
+    With `tried` collective, for a model that has its weights: it is given a row of several samples.
+    """
     if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
+    if reason is None and tried and (apart := difference_by_place(model, device)) is not None:
+        reason = (
+            f"what the model makes of a sample depends on where in a row it stands (logits differ by {apart:.1%}), "
+            "so something in it looks along the row"
+        )
     if reason is None:
         return False
     if settings.adaptive.padding is False:
@@ -55,6 +64,8 @@ def _obstacles_in_attention(attention: object, settings: Settings, device: torch
         return
     if not takes_documents(attention):
         yield f"the model's attention was replaced by {_name(attention._attention_call)}"
+    if has_own_forward(attention):
+        yield f"{_name(attention)} has a forward of its own"
     if attention.attn_dropout:
         yield f"the model has attention dropout ({attention.attn_dropout})"
     if not attention.is_causal:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtune.models.gemma2 import gemma2
 from torchtune.modules import MultiHeadAttention
 
-from tests.unit.tune.parts.unpadded.models import SIZES, build
+from tests.unit.tune.parts.unpadded.models import MODELS, SIZES, build
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.contradictions import check_token_budget
@@ -54,6 +56,66 @@ def without_seam() -> nn.Module:
     return model
 
 
+class OwnAttention(MultiHeadAttention):
+    """As torchtune's, but for whoever overrides `forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def own_class() -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.__class__ = OwnAttention
+    return model
+
+
+def own_forward() -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.forward = partial(MultiHeadAttention.forward, module)  # type: ignore[method-assign]
+    return model
+
+
+def shifting_tokens(share: float = 0.5) -> nn.Module:
+    """Every layer's feed-forward sees some of the token before, whoever's that is."""
+    model = build()
+
+    def shifted(_: nn.Module, states: tuple[Tensor]) -> tuple[Tensor]:
+        return (states[0] + share * nn.functional.pad(states[0], (0, 0, 1, -1)),)
+
+    for layer in model.layers:
+        layer.mlp.register_forward_pre_hook(shifted)
+    return model
+
+
+class ByPlace(nn.Module):
+    """Positions that are counted by place in the row."""
+
+    def __init__(self, positions: nn.Module) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, states: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
+        found: Tensor = self.positions(states)
+        return found
+
+
+class Learned(nn.Embedding):
+    """Tokens, and learned absolute positions."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + 0.02 * torch.arange(tokens.size(1))[:, None]
+
+
+def learned_positions() -> nn.Module:
+    model = build()
+    model.tok_embeddings.__class__ = Learned
+    return model
+
+
 def narrow_gemma2() -> nn.Module:
     model = gemma2(**{**SIZES, "head_dim": 8, "hidden_capping_value": 30.0, "final_capping_value": 30.0})
     take_documents(model)
@@ -67,6 +129,8 @@ OBSTACLES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "the model is a Linear, which takes more than text": (lambda: nn.Linear(1, 1), {}, {}),
     "Gemma2Attention is no attention of torchtune's": (narrow_gemma2, {}, {}),
     "the model's attention was replaced by windowed": (own_attention, {}, {}),
+    "OwnAttention has a forward of its own": (own_class, {}, {}),
+    "MultiHeadAttention has a forward of its own": (own_forward, {}, {}),
     r"the model has attention dropout \(0.1\)": (lambda: build(attn_dropout=0.1), {}, {}),
     "dtype is fp32, which flash attention on a GPU": (build, {}, {"device": GPU}),
     "there is no kernel for samples of various lengths on mps": (build, {}, {"device": torch.device("mps")}),
@@ -120,6 +184,29 @@ def test_a_model_of_torchtunes_does_without_padding(
     padding: bool | None, device: torch.device, dtype: str, modern_gpu: pytest.MonkeyPatch
 ) -> None:
     assert not decide(replace(BUDGET, padding=padding), build(), replace(SETTINGS, dtype=dtype), device=device)
+
+
+@pytest.mark.parametrize("make", [shifting_tokens, learned_positions])
+def test_a_model_that_looks_along_the_row_is_found_by_trying(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert decide(BUDGET, make(), tried=True)
+    assert "depends on where in a row it stands (logits differ by " in caplog.text
+    with pytest.raises(
+        ConfigError, match=r"something in it looks along the row: set adaptive\.padding to null or True"
+    ):
+        decide(replace(BUDGET, padding=False), make(), tried=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trial_leaves_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
+    model = build(name).to(dtype)
+    modes = [module.training for module in model.modules()]
+    assert not decide(BUDGET, model, tried=True)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_rows_are_padded_where_the_config_says_so_and_without_a_token_budget() -> None:
