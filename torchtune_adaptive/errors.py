@@ -126,6 +126,10 @@ class UnrecoverableError(AdaptiveError):
     """The ranks can no longer go on together: training has to start again from the last checkpoint."""
 
 
+class RanksPartedError(UnrecoverableError):
+    """A collective failed: another rank has ended, or what connects them."""
+
+
 class OneRowDoesNotFitError(AdaptiveError):
     """Not even one row is within the budget."""
 

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.errors import Remedy, UnrecoverableError
+from torchtune_adaptive.errors import RanksPartedError, Remedy
 from torchtune_adaptive.memory.oom import is_oom
 
 Value = TypeVar("Value")
@@ -63,12 +63,12 @@ def explaining_failures(what: str) -> Iterator[None]:
         # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays
         # undone.
         if "unhandled cuda error" in str(error):
-            raise UnrecoverableError(
+            raise RanksPartedError(
                 f"{failed}; NCCL's communicator is broken after that, and no rank can go on with it: "
                 "start again from the last checkpoint",
                 Remedy.ROOM_FOR_NCCL,
             ) from error
-        raise UnrecoverableError(
+        raise RanksPartedError(
             f"{failed}; another rank has ended or the network has failed, and the ranks no longer agree on where they "
             "are: start again from the last checkpoint"
         ) from error

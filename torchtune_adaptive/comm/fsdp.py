@@ -5,7 +5,7 @@ This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,26 +24,10 @@ from torchtune_adaptive.comm.collectives import world_size
 from torchtune_adaptive.replacing import replaced
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-__all__ = [
-    "AllGather",
-    "FSDPModule",
-    "ReduceScatter",
-    "abandon",
-    "awaits_backward",
-    "computing_on",
-    "cutting_for_rank_0",
-    "has_replicas",
-    "initialize",
-    "is_idle",
-    "partially_summed",
-    "reduce_over_replicas",
-    "replace_collectives",
-    "reset",
-    "settle",
-    "why_recovery_is_off",
-]
+__all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
 
 
 def replace_collectives(
@@ -89,8 +73,11 @@ def why_recovery_is_off(model: nn.Module, tensor_ranks: int = 1) -> str | None:
     if world_size() == tensor_ranks:
         return None
     if not isinstance(model, FSDPModule):
-        return "the model is not wrapped by fully_shard, so what its ranks communicate is not known"
-    groups = [group for module in _modules(model) for group in _groups(module)]
+        return (
+            "the model is not wrapped by fully_shard, or by FSDP2's replicate (torch.distributed._composable."
+            "replicate_with_fsdp), so what its ranks communicate is not known"
+        )
+    groups = groups_of(model)
     reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group, tensor_ranks))]
     if reasons:
         return reasons[0]
@@ -109,12 +96,20 @@ def _why_group_is_unsupported(group: FSDPParamGroup, tensor_ranks: int) -> str |
         return "it is sharded over some of the ranks only"
     if group._all_reduce_hook is not None:
         return "it has an all-reduce hook, whose collectives are not known"
-    return None
+    return why_unsteady([group])
 
 
 def _modules(root: Any) -> Iterator[FSDPModule]:
-    modules = root.modules() if root is not None else ()
-    return (module for module in modules if isinstance(module, FSDPModule))
+    """Of modules that `fully_shard` took together, only the first: they have one state."""
+    seen = set()
+    for module in root.modules() if root is not None else ():
+        if isinstance(module, FSDPModule) and (state := id(module._get_fsdp_state())) not in seen:
+            seen.add(state)
+            yield module
+
+
+def groups_of(root: FSDPModule) -> list[FSDPParamGroup]:
+    return [group for module in _modules(root) for group in _groups(module)]
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
@@ -127,7 +122,7 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 def has_replicas(root: FSDPModule) -> bool:
     """Whether gradients are summed over replicas too: a mesh of two dimensions, or `replicate()`."""
-    return any(isinstance(group.mesh_info, DDPMeshInfo) for module in _modules(root) for group in _groups(module))
+    return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
 
 
 def reduce_over_replicas(root: FSDPModule, now: bool) -> None:
@@ -137,17 +132,48 @@ def reduce_over_replicas(root: FSDPModule, now: bool) -> None:
 
 def partially_summed(root: FSDPModule) -> list[str]:
     """Modules whose gradients still wait to be summed over replicas: the next backward would add them to its own."""
-    groups = (group for module in _modules(root) for group in _groups(module))
-    return [group._module_fqn or "the model" for group in groups if group._partial_reduce_output is not None]
+    return [group._module_fqn or "the model" for group in groups_of(root) if group._partial_reduce_output is not None]
 
 
 def abandon(root: FSDPModule) -> None:
     """After a step that broke off: the next backward sums over replicas, and adds nothing of that step. Waits for
     nothing, since peers may be gone."""
     reduce_over_replicas(root, True)
-    for module in _modules(root):
-        for group in _groups(module):
-            group._partial_reduce_output = None
+    for group in groups_of(root):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            _drop_whole_gradient(parameter)
+
+
+def has_whole_gradients(groups: Iterable[FSDPParamGroup]) -> bool:
+    """Whether gradients wait to be scattered, which `set_requires_gradient_sync(False)` puts off."""
+    return any(
+        parameter.unsharded_accumulated_grad is not None
+        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
+        for group in groups
+        for parameter in group.fsdp_params
+    )
+
+
+def _drop_whole_gradient(parameter: FSDPParam) -> None:
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+    parameter.unsharded_accumulated_grad = None
+
+
+def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
+    """Why a microbatch communicates otherwise than another, as the user has told FSDP; None if it does not."""
+    for group in groups:
+        if not group.reduce_grads:
+            return "set_requires_gradient_sync(False) puts off scattering gradients"
+        if not group.reshard_after_backward:
+            return "set_reshard_after_backward(False) keeps parameters for the next microbatch"
+    return None
+
+
+def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
+    """Which weights are trained: the others' gradients are not communicated."""
+    return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
 
 def initialize(root: FSDPModule) -> None:
@@ -164,7 +190,7 @@ def is_idle(root: FSDPModule) -> bool:
     """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching, no partial sum."""
     if awaits_backward(root) or partially_summed(root):
         return False
-    return all(group.is_sharded for module in _modules(root) for group in _groups(module))
+    return all(group.is_sharded for group in groups_of(root))
 
 
 def settle(root: FSDPModule) -> None:
@@ -187,9 +213,8 @@ def reset(root: FSDPModule) -> None:
         _reset_iter_state(root)
     # Off, if the step has ended before its last microbatch; a backward outside of steps counts on it.
     reduce_over_replicas(root, True)
-    for module in _modules(root):
-        for group in _groups(module):
-            _reset_parameters(group)
+    for group in groups_of(root):
+        _reset_parameters(group)
 
 
 def _reset_iter_state(root: Any) -> None:
@@ -208,9 +233,8 @@ def _reset_iter_state(root: Any) -> None:
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
         each._training_state = TrainingState.IDLE
-    for module in _modules(root):
-        for group in _groups(module):
-            _reset_group(group)
+    for group in groups_of(root):
+        _reset_group(group)
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
 
@@ -235,9 +259,7 @@ def _reset_parameters(group: FSDPParamGroup) -> None:
     for parameter in group.fsdp_params:
         # Also where the group claims to be sharded: some of its parameters may have been allocated already.
         parameter.to_sharded()
-        if hasattr(parameter, "_unsharded_param"):
-            parameter._unsharded_param.grad = None
-        parameter.unsharded_accumulated_grad = None
+        _drop_whole_gradient(parameter)
         # A gradient may still be on its way to the host.
         if parameter.grad_offload_event is not None:
             parameter.grad_offload_event.synchronize()

@@ -9,9 +9,7 @@ issues the rest with zeros.
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -27,31 +25,8 @@ from torchtune_adaptive.comm.counting import (
 )
 from torchtune_adaptive.comm.foreign import Listener, MessageCount, refusal, what_is_foreign
 from torchtune_adaptive.comm.fsdp import FSDPModule
+from torchtune_adaptive.comm.schedule import CollectiveRecord, Schedule
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
-
-
-class _Schedule(NamedTuple):
-    """What one microbatch communicates, on every rank alike."""
-
-    collectives: tuple[Collective, ...]
-    messages: tuple[int, ...]
-    """How many messages the process groups count for each of them."""
-
-
-@dataclass
-class _CollectiveRecord:
-    """What the microbatches of a stage communicate."""
-
-    schedules: dict[bool, _Schedule] = field(default_factory=dict)
-    """One schedule for the last microbatch of a step, one for all others. They differ only where gradients are summed
-    over replicas, which can wait for the last; elsewhere every microbatch counts as last."""
-    varies: bool = False
-    foreign: int = 0
-    """Messages of one microbatch that are not FSDP's."""
-    names: tuple[str, ...] = ()
-    """What asked for them."""
-    listened: bool = False
-    """Whether a microbatch was listened to for those names."""
 
 
 class CollectiveLedger:
@@ -79,8 +54,8 @@ class CollectiveLedger:
         """Seconds in which this rank has waited for collectives, all in all. NCCL lets the GPU wait, which counts
         nothing here."""
         self._microbatches = 0
-        self._records: dict[str, _CollectiveRecord] = {}  # by stage
-        self._record = _CollectiveRecord()  # of the stage that runs
+        self._records: dict[str, CollectiveRecord] = {}  # by stage
+        self._record = CollectiveRecord(trained=())  # of the stage that runs
         self._number = -1  # of the running microbatch
         self._current: list[Collective] = []  # what it has communicated
         self._already_issued = 0  # collectives that a replay leaves out
@@ -89,6 +64,7 @@ class CollectiveLedger:
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
         self._begun_at = (0, 0)  # messages and position when the running microbatch began
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        self._groups = [group for root in self._roots for group in fsdp.groups_of(root)]
         self._replicated = [root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)]
         self._watches = watches and bool(self._roots) and world_size() > 1
         self._put_back = [
@@ -111,7 +87,7 @@ class CollectiveLedger:
 
     def abandon(self) -> None:
         """Whatever has ended a step halfway: a backward outside of steps has gradients of its own alone."""
-        for root in self._replicated:
+        for root in self._roots:
             fsdp.abandon(root)
 
     def forget(self, stage: str) -> None:
@@ -122,7 +98,10 @@ class CollectiveLedger:
         """Starts counting, from a state in which every microbatch communicates the same."""
         self.position, self.sent = 0, Sent()
         self._microbatches, self._number = len(microbatches), -1
-        self._record = self._records.setdefault(stage, _CollectiveRecord())
+        trained, record = fsdp.trainable(self._groups), self._records.get(stage)
+        if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
+            record = self._records[stage] = CollectiveRecord(trained)
+        self._record = record
         if self._watches:
             self._messages.look_for_groups()
         for root in self._roots:
@@ -131,6 +110,11 @@ class CollectiveLedger:
             # What ran outside of a step, say an evaluation, may have ended anywhere.
             if not fsdp.is_idle(root):
                 fsdp.reset(root)
+        if fsdp.has_whole_gradients(self._groups):
+            raise ValueError(
+                "gradients of a backward before this step were not scattered (set_requires_gradient_sync(False)) and "
+                "would be taken for its own: let the last backward before a step scatter them"
+            )
 
     def begin_microbatch(self, number: int) -> None:
         """Before each microbatch of a step, which count from 0. Only in the last are gradients summed over replicas."""
@@ -145,6 +129,7 @@ class CollectiveLedger:
         """Records what a microbatch communicates, or compares with the record."""
         self._settle()
         self._compare(complete=True)
+        self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
         if self._replicated and self._is_last(self._number):
             self._check_summed()
 
@@ -164,7 +149,7 @@ class CollectiveLedger:
 
     def _compare(self, *, complete: bool) -> None:
         record, seen, last = self._record, tuple(self._current), self._is_last(self._number)
-        schedule = record.schedules.get(last) or _Schedule(seen, tuple(self._messages_of))
+        schedule = record.schedules.get(last) or Schedule(seen, tuple(self._messages_of))
         if complete:
             record.schedules[last] = schedule
         if seen != (schedule.collectives if complete else schedule.collectives[: len(seen)]):
@@ -251,10 +236,11 @@ class CollectiveLedger:
         """
         if not self._watches:
             return
-        if self._record.varies:
+        unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
+        if self._record.varies or unsteady:
             raise RecoveryUnsupportedError(
-                "out of memory, and what a microbatch communicates changes from one to the next, so what the "
-                "peers still expect is not known",
+                "out of memory, and what a microbatch communicates changes from one to the next"
+                f"{f' ({unsteady})' if unsteady else ''}, so what the peers still expect is not known",
                 Remedy.SMALLER_LIMIT,
             )
         if self._record.foreign:
@@ -270,7 +256,7 @@ class CollectiveLedger:
                 issue_zeros(collective, self)
             begins_at += len(schedule.collectives)
 
-    def _record_by_replay(self, number: int, issued: int, replay: Callable[[], object]) -> _Schedule:
+    def _record_by_replay(self, number: int, issued: int, replay: Callable[[], object]) -> Schedule:
         """Collective: finishes a microbatch unlike any before, leaving out what of it has been issued already."""
         # The failed pass has issued the first of these, and peers have matched them: a second time nobody would.
         self._already_issued = issued
@@ -281,7 +267,7 @@ class CollectiveLedger:
         finally:
             self._already_issued = 0
         self._settle()
-        schedule = _Schedule(tuple(self._current), tuple(self._messages_of))
+        schedule = Schedule(tuple(self._current), tuple(self._messages_of))
         self._record.schedules[self._is_last(number)] = schedule
         return schedule
 

@@ -46,6 +46,7 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     known = {*keys_of(Settings), *SECTIONS, *more}
     unread = sorted(str(key) for key in cfg if key not in known | _referred_to(cfg))
     _check_places(cfg, unread)
+    _check_adaptive(cfg, known)
     for key in unread:
         if (meant := _meant(key, known)) is not None:
             raise ConfigError(
@@ -72,6 +73,19 @@ def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
     raise ConfigError(
         f"{' and '.join(found)} {'is' if one else 'are'} read by nothing: write {places} if {mine if one else several}"
     )
+
+
+def _check_adaptive(cfg: DictConfig, known: Collection[str]) -> None:
+    """Refuses keys of the recipe that stand in `adaptive:`."""
+    section = cfg.get("adaptive")
+    astray = [str(key) for key in section if key in known] if isinstance(section, DictConfig) else []
+    astray = [key for key in astray if key not in keys_of(AdaptiveConfig)]
+    if astray:
+        names = " and ".join(astray)
+        raise ConfigError(
+            f"{' and '.join(f'adaptive.{key}' for key in astray)} {'is' if len(astray) == 1 else 'are'} read by "
+            f"nothing: write {names}, outside of adaptive"
+        )
 
 
 def _paths(path: str, value: object) -> Iterator[str]:

@@ -17,6 +17,7 @@ from torch.distributed.rendezvous import rendezvous
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.devices import device_of
+from torchtune_adaptive.tune.parts.same_config import check_same_config
 
 Meshes = Mapping[str, DeviceMesh]
 """`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded
@@ -43,6 +44,7 @@ def join(settings: Settings) -> Place:
     """Collective: takes the place in the run that torchrun and the config give this process."""
     device = device_of(settings)
     join_on(device)
+    check_same_config(settings.config)
     return Place(device, mesh_of(device, settings))
 
 

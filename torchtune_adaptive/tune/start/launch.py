@@ -22,6 +22,7 @@ from torchtune import config
 from torchtune_adaptive.comm.collectives import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
+    RanksPartedError,
     RecoveryUnsupportedError,
     Remedy,
     RunFinished,
@@ -180,6 +181,8 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
 def _end_with(error: AdaptiveError, message: str, wait_s: float) -> None:
     if not speaks_first(wait_s):
         end_silently()
+    if isinstance(error, RanksPartedError):
+        message = f"{message}; {saved_and_what_next()}"
     if not isinstance(error, UnrecoverableError):  # which goes on when it is started again
         THIS_RUN.note_end(run_file.ERROR, message)
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):

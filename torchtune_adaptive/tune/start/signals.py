@@ -101,7 +101,8 @@ def _first(asked_by: signal.Signals) -> None:
         f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
         f"{_or_a_restart(asked_by, os.environ)}A second signal ends it at once"
     )
-    THIS_RUN.try_to_note(run_file.ASKED, f"{name}, after which it was ended before it could say more")
+    by_torchrun = " (torchrun sends it as well, where another rank has ended)" * (waits_s is not None)
+    THIS_RUN.try_to_note(run_file.ASKED, f"{name}{by_torchrun}, after which it was ended before it could say more")
     if waits_s is not None:
         notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
         late = threading.Timer(waits_s - notice_s, _too_late, (name, notice_s))

@@ -76,6 +76,16 @@ def test_all_misplaced_keys_are_named_at_once() -> None:
         check_keys(cfg, aloud=False)
 
 
+def test_a_key_of_the_recipe_in_the_section_is_sent_to_its_own_place() -> None:
+    cfg = OmegaConf.create({"adaptive": {"data_parallel_replicate_dim": 2, "epochs": 1, "memory_limit": "8GiB"}})
+    with pytest.raises(ConfigError) as caught:
+        check_keys(cfg, ["memory_limit"], aloud=True)
+    assert str(caught.value) == (
+        "adaptive.data_parallel_replicate_dim and adaptive.epochs are read by nothing: write "
+        "data_parallel_replicate_dim and epochs, outside of adaptive"
+    )
+
+
 def test_a_key_of_the_plan_is_the_plans_where_it_is_one_of_the_section_too() -> None:
     check_keys(OmegaConf.create({"memory_limit": "h100", "sequence_length": 512}), PLAN_KEYS, aloud=False)
     with pytest.raises(ConfigError, match=r"write adaptive\.search if"):

@@ -214,7 +214,8 @@ def test_a_run_that_is_killed_before_that_has_noted_the_signal(tmp_path: Path) -
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
     ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)", **LAUNCHED)
     assert "will not end in time" not in ended.stderr
-    assert noted(tmp_path) == "SIGTERM, after which it was ended before it could say more"
+    assert noted(tmp_path).startswith("SIGTERM")
+    assert noted(tmp_path).endswith(", after which it was ended before it could say more")
 
 
 @pytest.mark.parametrize("saves", [True, False])

@@ -1,0 +1,191 @@
+"""What FSDP is told besides `fully_shard(module)`: counted rightly, or refused before a rank waits for another."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from tests.distributed.faults.failing import over_ranks
+from tests.distributed.models import mesh_of, samples_of
+from tests.distributed.sharding.test_hybrid import (
+    SAMPLES,
+    gradients_of_one_process,
+    loss_of,
+    plain_model,
+    runner_of,
+    whole_gradients,
+)
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.errors import RecoveryUnsupportedError
+from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector
+
+
+def sharded(model: nn.Module, replicas: int = 1) -> nn.Module:
+    for module in (*model, model):
+        fully_shard(module, mesh=mesh_of(replicas))
+    return model
+
+
+def grouped(model: nn.Module, replicas: int = 1) -> nn.Module:
+    """The last block and the head as one, as torchtitan has norm and output."""
+    *first, block, head = model
+    for module in first:
+        fully_shard(module, mesh=mesh_of(replicas))
+    fully_shard([block, head], mesh=mesh_of(replicas))
+    return fully_shard(model, mesh=mesh_of(replicas))
+
+
+def positions_of_a_step(spread: Callable[[nn.Module], nn.Module]) -> tuple[int, str]:
+    """Collectives that a step counts, and what gathers after the runner has been closed."""
+    runner = runner_of(spread(plain_model()))
+    runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    position = runner.ledger.position
+    runner.close()
+    state = runner.model[-1]._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return position, type(groups[0]._all_gather_comm).__name__
+
+
+def test_modules_that_are_sharded_as_one_are_counted_once() -> None:
+    for position, gathers in run_on_ranks(2, positions_of_a_step, grouped):
+        assert gathers == "DefaultAllGather"
+        assert position < run_on_ranks(2, positions_of_a_step, sharded)[0][0]
+
+
+def recover(replicas: int, operation: int) -> tuple[int, float]:
+    expected = gradients_of_one_process()
+    runner = runner_of(grouped(plain_model(), replicas))
+    with FaultInjector(runner).fail_at(rank=1, step=1, operation=operation) as faults:
+        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    assert over_ranks(faults.fired) == 1
+    error = (whole_gradients(runner.model) - expected).abs().max() / expected.abs().max()
+    return runner.recoveries, error.item()
+
+
+@pytest.mark.parametrize("operation", [3, 60, 140])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_modules_that_are_sharded_as_one_are_recovered(replicas: int, operation: int) -> None:
+    for recoveries, error in run_on_ranks(2 * replicas, recover, replicas, operation):
+        assert recoveries == 1
+        assert error < 1e-5
+
+
+def unfreeze() -> tuple[int, float]:
+    """The first block is frozen in step 1 and trained in step 2, in which a rank fails."""
+    expected = gradients_of_one_process()
+    model = sharded(plain_model())
+    model[1].requires_grad_(False)
+    runner = runner_of(model)
+    runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    model[1].requires_grad_(True)
+    model.zero_grad(set_to_none=True)
+    with FaultInjector(runner).fail_at(rank=1, step=2, operation=60) as faults:
+        runner.run(samples_of(dist.get_rank(), SAMPLES), step=2)
+    assert over_ranks(faults.fired) == 1
+    error = (whole_gradients(model) - expected).abs().max() / expected.abs().max()
+    return runner.recoveries, error.item()
+
+
+def test_layers_may_be_unfrozen_between_two_steps() -> None:
+    for recoveries, error in run_on_ranks(2, unfreeze):
+        assert recoveries == 1
+        assert error < 1e-5
+
+
+class Accumulating:
+    """A loop that scatters gradients with the last microbatch of a step only."""
+
+    def __init__(self) -> None:
+        self.model = sharded(plain_model())
+        self.number = self.microbatches = 0
+        self.raises_in: int | None = None
+        self.runner: StepRunner[Tensor] = StepRunner(
+            self.model,
+            self.forward_backward,
+            limit=RowLimit(2),
+            length_of=len,
+            stand_in=lambda sample: sample[:2],
+            on_plan=self.begin,
+        )
+
+    def begin(self, step: object, plan: Sequence[object]) -> None:
+        self.number, self.microbatches = 0, len(plan)
+
+    def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+        assert isinstance(self.model, FSDPModule)
+        self.number += 1
+        self.model.set_requires_gradient_sync(self.number == self.microbatches)
+        if self.number == self.raises_in:
+            raise ValueError("a loss that is no number")
+        loss = loss_of(self.model, samples)
+        loss.backward()
+        return Totals(loss.detach(), sum(map(len, samples)))
+
+    def step(self, number: int) -> Tensor:
+        self.model.zero_grad(set_to_none=True)
+        self.runner.run(samples_of(dist.get_rank(), SAMPLES), step=number)
+        return whole_gradients(self.model)
+
+
+def skip_a_step() -> float:
+    loop = Accumulating()
+    expected = loop.step(1)
+    loop.raises_in = 2
+    with pytest.raises(ValueError, match="no number"):
+        loop.step(2)
+    loop.raises_in = None
+    return ((loop.step(3) - expected).abs().max() / expected.abs().max()).item()
+
+
+def test_nothing_of_a_step_that_was_skipped_is_in_the_next_one() -> None:
+    assert max(run_on_ranks(2, skip_a_step)) < 1e-6
+
+
+def run_out(operation: int) -> None:
+    with FaultInjector((loop := Accumulating()).runner).fail_at(rank=1, step=1, operation=operation):
+        loop.step(1)
+
+
+@pytest.mark.parametrize("operation", [20, 200])
+def test_a_rank_that_fails_while_scattering_is_put_off_says_so_and_ends(operation: int) -> None:
+    with pytest.raises(RankFailed, match=r"changes from one to the next \(set_requires_gradient_sync\(False\)"):
+        run_on_ranks(2, run_out, operation, timeout_s=60)
+
+
+def keep_parameters() -> str:
+    model = sharded(plain_model())
+    assert isinstance(model, FSDPModule)
+    model.set_reshard_after_backward(False)
+    try:
+        runner_of(model)
+    except RecoveryUnsupportedError as error:
+        return str(error)
+    return "taken"
+
+
+def test_parameters_that_are_kept_over_microbatches_are_refused_at_once() -> None:
+    for said in run_on_ranks(2, keep_parameters):
+        assert "set_reshard_after_backward(False) keeps parameters for the next microbatch" in said
+
+
+def accumulate_before_the_step() -> str:
+    model = sharded(plain_model())
+    assert isinstance(model, FSDPModule)
+    runner = runner_of(model)
+    model.set_requires_gradient_sync(False)
+    loss_of(model, samples_of(dist.get_rank(), 2)).backward()
+    model.set_requires_gradient_sync(True)
+    try:
+        runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def test_gradients_of_before_that_nobody_sees_are_refused() -> None:
+    for said in run_on_ranks(2, accumulate_before_the_step):
+        assert "were not scattered (set_requires_gradient_sync(False)) and would be taken for its own" in said

@@ -1,0 +1,47 @@
+"""One config on all ranks. A node that was started with another would train another model, or wait for ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.comm.collectives import from_all_ranks
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.wording import shown
+
+OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
+"""What nodes may have of their own, besides paths."""
+MOST_TOLD = 3
+
+
+def check_same_config(cfg: DictConfig) -> None:
+    """Collective: refuses a run whose ranks were given different values. Paths may differ: disks do."""
+    mine = dict(_values("", OmegaConf.to_container(cfg)))
+    digest = hashlib.sha256(json.dumps(mine, sort_keys=True, default=str).encode()).hexdigest()
+    digests = from_all_ranks(digest)
+    if len(set(digests)) == 1:
+        return
+    other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+    everywhere = from_all_ranks(mine)
+    first, second = everywhere[0], everywhere[other]
+    differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
+    told = [
+        f"{key} is {shown(first.get(key))} on rank 0 and {shown(second.get(key))} on rank {other}"
+        for key in differing[:MOST_TOLD]
+    ]
+    more = f" (and {len(differing) - MOST_TOLD} more)" if len(differing) > MOST_TOLD else ""
+    raise ConfigError(f"{'; '.join(told)}{more}: start all nodes with the same config and overrides")
+
+
+def _values(key: str, value: object) -> Iterator[tuple[str, object]]:
+    """What has to be the same, by dotted keys."""
+    if key in OF_A_NODE or (isinstance(value, str) and "/" in value):
+        return
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _values(f"{key}.{name}" if key else str(name), inner)
+    else:
+        yield key, value
