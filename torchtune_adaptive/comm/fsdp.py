@@ -36,27 +36,30 @@ def replace_collectives(
     scatter_through: Callable[[ReduceScatter], ReduceScatter],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back.
+    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back, except where
+    somebody else has put his around ours since.
 
     The reduction over replicas has no setter: what it runs on is replaced, the group of the module's mesh.
     """
-    originals = []
-    replicas: dict[int, tuple[DDPMeshInfo, dist.ProcessGroup]] = {}
+    ours_for: list[tuple[Any, str, object, object]] = []
+    meshes = set()
     for module in _modules(root):
         for group in _groups(module):
             gather, scatter, mesh = group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info
-            originals.append((group, gather, scatter))
             module.set_custom_all_gather(gather_through(gather))
             module.set_custom_reduce_scatter(scatter_through(scatter))
-            if isinstance(mesh, DDPMeshInfo) and id(mesh) not in replicas:  # groups of one module may share it
-                replicas[id(mesh)] = mesh, mesh.replicate_process_group
-                mesh.replicate_process_group = reduce_through(mesh.replicate_process_group, scatter)
+            ours_for.append((group, "_all_gather_comm", gather, group._all_gather_comm))
+            ours_for.append((group, "_reduce_scatter_comm", scatter, group._reduce_scatter_comm))
+            if isinstance(mesh, DDPMeshInfo) and id(mesh) not in meshes:  # groups of one module may share it
+                meshes.add(id(mesh))
+                own = mesh.replicate_process_group
+                mesh.replicate_process_group = reduce_through(own, scatter)
+                ours_for.append((mesh, "replicate_process_group", own, mesh.replicate_process_group))
 
     def put_back() -> None:
-        for group, gather, scatter in originals:
-            group._all_gather_comm, group._reduce_scatter_comm = gather, scatter
-        for mesh, own in replicas.values():
-            mesh.replicate_process_group = own
+        for owner, name, own, ours in ours_for:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, own)
 
     return put_back
 

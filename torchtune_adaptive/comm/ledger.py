@@ -202,6 +202,8 @@ class CollectiveLedger:
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: runs `call`, and counts it from the moment that peers can match it."""
+        if not self._watches:  # closed, with another ledger's around it
+            return call(async_op=async_op)
         self._current.append(collective)
         if self._already_issued > 0:
             self._already_issued -= 1
