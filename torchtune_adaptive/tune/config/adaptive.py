@@ -97,7 +97,7 @@ class AdaptiveConfig:
         None,
         means="under a token budget, `True`: the samples of a step are dealt to the ranks by what they cost, so that "
         "none waits for the fullest; a step has the same samples as before. null: wherever that is possible, that is "
-        "for models of text without tensor parallelism. `False`: each rank runs what it has read",
+        "for models of text without tensor parallelism, and not of packs. `False`: each rank runs what it has read",
     )
     oversize: str = option(
         one_of("error", "truncate", "skip"),
