@@ -52,7 +52,7 @@ def test_hooks_are_the_tools_of_the_environment_and_none_is_fetched() -> None:
 
 def test_the_changelog_has_the_version_and_only_kinds_of_changes_that_have_a_name() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    versions = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d))?$", text, re.MULTILINE)
+    versions = re.findall(r"^## \[(.*?)\](?: - (\d{4}-\d\d-\d\d|unreleased))?$", text, re.MULTILINE)
     released = versions[1:] if versions[0] == ("Unreleased", "") else versions
     assert released[0][0] == PROJECT["version"]
     assert all(day for _, day in released)
