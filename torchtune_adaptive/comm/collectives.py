@@ -70,7 +70,7 @@ def explaining_failures(what: str) -> Iterator[None]:
             ) from error
         raise RanksPartedError(
             f"{failed}; another rank has ended or the network has failed, and the ranks no longer agree on where they "
-            "are: start again from the last checkpoint"
+            "are: start again, from the last checkpoint if there is one"
         ) from error
 
 

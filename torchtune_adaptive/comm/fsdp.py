@@ -167,10 +167,11 @@ def _drop_whole_gradient(parameter: FSDPParam) -> None:
 def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
     """Why a microbatch communicates otherwise than another, as the user has told FSDP; None if it does not."""
     for group in groups:
+        if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
+            continue
         if not group.reduce_grads:
             return "set_requires_gradient_sync(False) puts off scattering gradients"
-        if not group.reshard_after_backward:
-            return "set_reshard_after_backward(False) keeps parameters for the next microbatch"
+        return "set_reshard_after_backward(False) keeps parameters for the next microbatch"
     return None
 
 

@@ -98,10 +98,6 @@ class CollectiveLedger:
         """Starts counting, from a state in which every microbatch communicates the same."""
         self.position, self.sent = 0, Sent()
         self._microbatches, self._number = len(microbatches), -1
-        trained, record = fsdp.trainable(self._groups), self._records.get(stage)
-        if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
-            record = self._records[stage] = CollectiveRecord(trained)
-        self._record = record
         if self._watches:
             self._messages.look_for_groups()
         for root in self._roots:
@@ -110,6 +106,10 @@ class CollectiveLedger:
             # What ran outside of a step, say an evaluation, may have ended anywhere.
             if not fsdp.is_idle(root):
                 fsdp.reset(root)
+        trained, record = fsdp.trainable(self._groups), self._records.get(stage)
+        if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
+            record = self._records[stage] = CollectiveRecord(trained)
+        self._record = record
         if fsdp.has_whole_gradients(self._groups):
             raise ValueError(
                 "gradients of a backward before this step were not scattered (set_requires_gradient_sync(False)) and "

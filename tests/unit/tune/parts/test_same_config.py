@@ -43,6 +43,8 @@ DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
         "silent_rank_timeout is 120 on rank 0 and null on rank 1",
     ),
     "a key that only one has": (("shuffle=False",), "shuffle is null on rank 0 and False on rank 1"),
+    "a dataset on the hub": (("dataset.source=org/one",), "dataset.source is null on rank 0 and 'org/one' on rank 1"),
+    "in a list": (("stop_token_ids=[1]",), "stop_token_ids[0] is null on rank 0 and 1 on rank 1"),
     "many": (("a=1", "b=1", "c=1", "d=1"), "c is null on rank 0 and 1 on rank 1 (and 1 more): start all"),
 }
 
@@ -57,4 +59,9 @@ def test_values_that_differ_are_named_on_every_rank(name: str) -> None:
 
 def test_paths_and_what_a_node_has_of_its_own_may_differ() -> None:
     own = ("output_dir=/scratch/run", "metric_logger.name=node1", "adaptive.memory_limit=8GiB")
-    assert run_on_ranks(2, compare, *own) == [None, None]
+    files = ("checkpointer.checkpoint_files=[a.bin,b.bin]", "dataset.source=/disk1/data", "tokenizer.path=mine")
+    assert run_on_ranks(2, compare, *own, *files) == [None, None]
+
+
+def test_values_that_mean_the_same_may_be_written_differently() -> None:
+    assert run_on_ranks(2, compare, "epochs=1.0", "max_steps_per_epoch=null") == [None, None]

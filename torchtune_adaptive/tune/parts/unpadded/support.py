@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.comm.collectives import from_all_ranks, rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.unpadded.attention import has_own_forward, takes_documents
@@ -30,11 +30,8 @@ def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, pac
     if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
-    if reason is None and tried and (apart := difference_by_place(model, device)) is not None:
-        reason = (
-            f"what the model makes of a sample depends on where in a row it stands (logits differ by {apart:.1%}), "
-            "so something in it looks along the row"
-        )
+    if tried:  # one rank's card may be another
+        reason = next(filter(None, from_all_ranks(reason)), None) or _found_by_trying(model, device)
     if reason is None:
         return False
     if settings.adaptive.padding is False:
@@ -42,6 +39,17 @@ def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, pac
     if rank() == 0 and not packed:  # of packed rows, the token budget says what becomes of them
         logger.info("token budget · samples are padded to rows: %s", reason)
     return True
+
+
+def _found_by_trying(model: nn.Module, device: torch.device) -> str | None:
+    """Collective."""
+    apart = difference_by_place(model, device)
+    if apart is None:
+        return None
+    return (
+        f"what the model makes of a sample depends on what else is in its row (logits differ by {apart:.1%}), so "
+        "something in it looks along the row"
+    )
 
 
 def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool) -> Iterator[str]:

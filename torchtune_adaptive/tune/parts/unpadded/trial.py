@@ -6,7 +6,7 @@ row and not by `input_pos`, can not, and what such a model would learn without p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -18,26 +18,30 @@ from torchtune_adaptive.comm.fsdp import settle
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, taking_long_rows
 
 SAMPLE, OTHERS = (1, 2, 3), ((4,), (5, 6))
-"""One sample behind others and without; its tokens are in every vocabulary."""
-MOST_DIFFERENCE = {torch.float32: 1e-3}
-"""The difference of logits, in proportion to them, that may be rounding; of other types `ROUNDED`."""
-ROUNDED = 0.05
+"""One sample, by itself and among others; its tokens are in every vocabulary."""
+ROUNDED = {torch.float32: 1e-3}
+"""The difference of logits, in proportion to them, that may be rounding; of other types of weights `ROUNDED_HALF`."""
+ROUNDED_HALF = 0.1
 
 
 def difference_by_place(model: nn.Module, device: torch.device) -> float | None:
-    """Collective: how much a sample's logits depend on what stands before it in its row; None if that is rounding."""
-    row = [SAMPLE, OTHERS[0], SAMPLE, OTHERS[1], SAMPLE]
+    """Collective: how much a sample's logits depend on what else is in its row; None if that is rounding."""
+    alone = _logits(model, device, [SAMPLE])[0]
+    among_others = _logits(model, device, [SAMPLE, OTHERS[0], SAMPLE, OTHERS[1], SAMPLE])[::2]
+    apart = torch.stack([(each - alone).norm(dim=-1) for each in among_others]) / alone.norm(dim=-1).clamp_min(1e-30)
+    most = max(from_all_ranks(float(apart.max())))
+    return most if most > ROUNDED.get(next(model.parameters()).dtype, ROUNDED_HALF) else None
+
+
+def _logits(model: nn.Module, device: torch.device, row: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Collective: of each sample of a row."""
     batch = joined([{"tokens": list(each), "labels": list(each)} for each in row], ignored=-100)
     del batch["labels"]
-    begins = [int(batch["mask"].ends[at]) for at in (0, 2, 4)]
     batch_to_device(batch, device)
     with _judging(model), taking_long_rows(model, batch):
         logits = model(**batch)
     of_row = logits[0] if isinstance(logits, Tensor) else torch.cat(list(logits), dim=1)[0]
-    alone, *behind_others = (of_row[at : at + len(SAMPLE)].float() for at in begins)
-    apart = torch.stack([(each - alone).norm(dim=-1) for each in behind_others]) / alone.norm(dim=-1).clamp_min(1e-30)
-    most = max(from_all_ranks(float(apart.max())))
-    return most if most > MOST_DIFFERENCE.get(of_row.dtype, ROUNDED) else None
+    return list(of_row.float().split([len(each) for each in row]))
 
 
 @contextmanager

@@ -110,6 +110,14 @@ class Learned(nn.Embedding):
         return super().forward(tokens) + 0.02 * torch.arange(tokens.size(1))[:, None]
 
 
+def centred() -> nn.Module:
+    """Every sample of a row sees the same of the others."""
+    model = build()
+    for layer in model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, states: (states[0] - states[0].mean(dim=1, keepdim=True),))
+    return model
+
+
 def learned_positions() -> nn.Module:
     model = build()
     model.tok_embeddings.__class__ = Learned
@@ -186,13 +194,13 @@ def test_a_model_of_torchtunes_does_without_padding(
     assert not decide(replace(BUDGET, padding=padding), build(), replace(SETTINGS, dtype=dtype), device=device)
 
 
-@pytest.mark.parametrize("make", [shifting_tokens, learned_positions])
+@pytest.mark.parametrize("make", [shifting_tokens, centred, learned_positions])
 def test_a_model_that_looks_along_the_row_is_found_by_trying(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert decide(BUDGET, make(), tried=True)
-    assert "depends on where in a row it stands (logits differ by " in caplog.text
+    assert "depends on what else is in its row (logits differ by " in caplog.text
     with pytest.raises(
         ConfigError, match=r"something in it looks along the row: set adaptive\.padding to null or True"
     ):
