@@ -103,7 +103,7 @@ def _why_group_is_unsupported(group: FSDPParamGroup, tensor_ranks: int) -> str |
 
 
 def _modules(root: Any) -> Iterator[FSDPModule]:
-    """Of modules that `fully_shard` took together, only the first: they have one state."""
+    """Modules with a state of their own: of those that `fully_shard` took together, the first."""
     seen = set()
     for module in root.modules() if root is not None else ():
         if isinstance(module, FSDPModule) and (state := id(module._get_fsdp_state())) not in seen:
@@ -176,7 +176,7 @@ def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
-    """Which weights are trained: the others' gradients are not communicated."""
+    """A flag for each weight, whether it is trained: others have no gradient to communicate."""
     return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
 

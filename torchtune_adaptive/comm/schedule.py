@@ -19,7 +19,7 @@ class CollectiveRecord:
     """What the microbatches of a stage communicate."""
 
     trained: tuple[bool, ...]
-    """Which weights are trained while it holds."""
+    """Flags of the weights that are trained while it holds."""
     schedules: dict[bool, Schedule] = field(default_factory=dict)
     """One schedule for the last microbatch of a step, one for all others. They differ only where gradients are summed
     over replicas, which can wait for the last; elsewhere every microbatch counts as last."""
