@@ -41,23 +41,23 @@ def replace_collectives(
 
     The reduction over replicas has no setter: what it runs on is replaced, the group of the module's mesh.
     """
-    ours_for: list[tuple[Any, str, object, object]] = []
+    replacements: list[tuple[Any, str, object, object]] = []
     meshes = set()
     for module in _modules(root):
         for group in _groups(module):
             gather, scatter, mesh = group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info
             module.set_custom_all_gather(gather_through(gather))
             module.set_custom_reduce_scatter(scatter_through(scatter))
-            ours_for.append((group, "_all_gather_comm", gather, group._all_gather_comm))
-            ours_for.append((group, "_reduce_scatter_comm", scatter, group._reduce_scatter_comm))
+            replacements.append((group, "_all_gather_comm", gather, group._all_gather_comm))
+            replacements.append((group, "_reduce_scatter_comm", scatter, group._reduce_scatter_comm))
             if isinstance(mesh, DDPMeshInfo) and id(mesh) not in meshes:  # groups of one module may share it
                 meshes.add(id(mesh))
                 own = mesh.replicate_process_group
                 mesh.replicate_process_group = reduce_through(own, scatter)
-                ours_for.append((mesh, "replicate_process_group", own, mesh.replicate_process_group))
+                replacements.append((mesh, "replicate_process_group", own, mesh.replicate_process_group))
 
     def put_back() -> None:
-        for owner, name, own, ours in ours_for:
+        for owner, name, own, ours in replacements:
             if getattr(owner, name) is ours:
                 setattr(owner, name, own)
 

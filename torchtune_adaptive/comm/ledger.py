@@ -64,9 +64,9 @@ class CollectiveLedger:
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
         self._begun_at = (0, 0)  # messages and position when the running microbatch began
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        self._groups = [group for root in self._roots for group in fsdp.groups_of(root)]
         self._replicated = [root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)]
         self._watches = watches and bool(self._roots) and world_size() > 1
+        self._groups = [group for root in self._roots for group in fsdp.groups_of(root) if self._watches]
         self._put_back = [
             fsdp.replace_collectives(
                 root,

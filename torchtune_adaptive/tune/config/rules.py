@@ -1,8 +1,7 @@
 """Config sections as frozen, validated values.
 
-A section is described by a frozen dataclass whose
-fields carry a rule; `read` turns the section into that dataclass or raises a ConfigError that names the key, its
-value and what is allowed.
+A section is described by a frozen dataclass whose fields carry a rule; `read` turns the section into that dataclass
+or raises a ConfigError that names the key, its value and what is allowed.
 """
 
 from __future__ import annotations
