@@ -88,7 +88,7 @@ def struck_by(blow: Blow | None) -> Iterator[None]:
         strike = _Strike(blow)
         for owner, name, moment in (
             (FullModelTorchTuneCheckpointer, "load_checkpoint", LOADING),
-            (Prober, "_exchange", SEARCH),
+            (Prober, "exchange", SEARCH),
             (FullModelTorchTuneCheckpointer, "save_checkpoint", SAVE),
             (folders, "publish", PUBLISH),
             (StepRunner, "run", None),

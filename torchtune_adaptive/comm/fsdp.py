@@ -148,14 +148,15 @@ def abandon(root: FSDPModule) -> None:
             _drop_whole_gradient(parameter)
 
 
-def has_whole_gradients(groups: Iterable[FSDPParamGroup]) -> bool:
-    """Whether gradients wait to be scattered, which `set_requires_gradient_sync(False)` puts off."""
-    return any(
-        parameter.unsharded_accumulated_grad is not None
-        or (hasattr(parameter, "_unsharded_param") and parameter._unsharded_param.grad is not None)
-        for group in groups
-        for parameter in group.fsdp_params
-    )
+def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises where gradients wait to be scattered, which `set_requires_gradient_sync(False)` puts off."""
+    for parameter in (each for group in groups for each in group.fsdp_params):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            raise ValueError(
+                "gradients of a backward before this step were not scattered (set_requires_gradient_sync(False)) and "
+                "would be taken for its own: let the last backward before a step scatter them"
+            )
 
 
 def _drop_whole_gradient(parameter: FSDPParam) -> None:
@@ -180,9 +181,12 @@ def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
     return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
 
-def initialize(root: FSDPModule) -> None:
-    """Does now what FSDP leaves to the first forward."""
+def prepare(root: FSDPModule) -> None:
+    """Before a step: does what FSDP leaves to the first forward, and ends what ran outside of steps."""
+    # Cannot be repeated where it fails halfway, so it must not happen inside of a microbatch.
     root._get_fsdp_state()._lazy_init()
+    if not is_idle(root):  # an evaluation, say, may have ended anywhere
+        reset(root)
 
 
 def awaits_backward(root: FSDPModule) -> bool:

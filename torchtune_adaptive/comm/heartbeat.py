@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -69,18 +70,35 @@ class Silence:
         return self._unchanged_s
 
 
+def own_connection(attempt: str, timeout_s: float) -> Any:
+    """A connection of its own to the group's store: on the group's, the main thread's waits would hold up the beats.
+
+    `attempt` keeps apart what other attempts at this run may have left there.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+
+
 class Heartbeat:
     """Beats for this rank until it is stopped, and tells of a silent one, on every rank that is not."""
 
-    def __init__(self, timeout_s: float, on_silence: Callable[[Silent], None]) -> None:
+    def __init__(
+        self,
+        timeout_s: float,
+        on_silence: Callable[[Silent], None],
+        connect: Callable[[str, float], Any] = own_connection,
+    ) -> None:
         """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
         self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
         self._timeout_s, self._limit_s = timeout_s, timeout_s - FROM_SILENT_TO_TOLD * self._interval_s
         self._on_silence = on_silence
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
-        # Other attempts at this run may have left their beats in the same store.
-        attempt = from_rank_0(uuid.uuid4().hex)
-        self._connect: Callable[[], Any] = lambda: dist.PrefixStore(attempt, _own_connection(timeout_s))  # type: ignore[attr-defined]
+        self._connect = partial(connect, from_rank_0(uuid.uuid4().hex), timeout_s)
         self._store = self._connect()
         self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
         self._where_first = self._store.get(_where(0)).decode()
@@ -170,14 +188,3 @@ def _beat_of(rank: int) -> str:
 
 def _where(rank: int) -> str:
     return f"where/{rank}"
-
-
-def _own_connection(timeout_s: float) -> Any:
-    """A connection of its own to the group's store: on the group's, the main thread's waits would hold up the beats."""
-    store = dist.distributed_c10d._get_default_store()
-    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
-        store = store.underlying_store
-    if not isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
-        return store
-    timeout = timedelta(seconds=timeout_s)
-    return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]

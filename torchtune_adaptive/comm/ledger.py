@@ -101,20 +101,12 @@ class CollectiveLedger:
         if self._watches:
             self._messages.look_for_groups()
         for root in self._roots:
-            # Cannot be repeated when it fails halfway, so it must not happen inside of a microbatch.
-            fsdp.initialize(root)
-            # What ran outside of a step, say an evaluation, may have ended anywhere.
-            if not fsdp.is_idle(root):
-                fsdp.reset(root)
+            fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
         if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
             record = self._records[stage] = CollectiveRecord(trained)
         self._record = record
-        if fsdp.has_whole_gradients(self._groups):
-            raise ValueError(
-                "gradients of a backward before this step were not scattered (set_requires_gradient_sync(False)) and "
-                "would be taken for its own: let the last backward before a step scatter them"
-            )
+        fsdp.check_scattered(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
         """Before each microbatch of a step, which count from 0. Only in the last are gradients summed over replicas."""

@@ -190,7 +190,7 @@ class Prober:
         release()
         retries = self._memory.retries - retries_before
         measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
-        self._exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks))
+        self.exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks))
 
     def _own_room(self) -> Room:
         """The warm-up's room: other processes come and go on a GPU, but an answer is for one budget."""
@@ -199,7 +199,7 @@ class Prober:
         self._memory.reset_peak()
         return Room(self._memory.budget_bytes, self._memory.peak_bytes)
 
-    def _exchange(self, report: RankReport) -> None:
+    def exchange(self, report: RankReport) -> None:
         """Collective: one small table of numbers."""
         table = self._agreement.gather([*report.room, report.retries, report.seconds, *report.peaks])
         self._reports = [

@@ -3,14 +3,13 @@
 import os
 import threading
 import time
-from typing import NamedTuple
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from tests.lateness import Lateness
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
+from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent, own_connection
 
 TIMEOUT_S = 4.0
 
@@ -28,6 +27,29 @@ class Told:
         threading.Event().wait(1)  # as long as a process takes to end
 
 
+class Connection:
+    """A connection to the store whose calls can be replaced."""
+
+    def __init__(self, attempt: str, timeout_s: float) -> None:
+        self.own = own_connection(attempt, timeout_s)
+        self.set, self.get, self.multi_get = self.own.set, self.own.get, self.own.multi_get
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+class Connections(list[Connection]):
+    """Those that a rank has made."""
+
+    def __call__(self, attempt: str, timeout_s: float) -> Connection:
+        self.append(Connection(attempt, timeout_s))
+        return self[-1]
+
+    def freeze(self) -> None:
+        """From now on the rank beats no more, as if it were stopped."""
+        self[-1].set = lambda *_: threading.Event().wait()
+
+
 class Heard(NamedTuple):
     silent: Silent | None
     seconds: float
@@ -36,15 +58,15 @@ class Heard(NamedTuple):
 
 
 def hear_of(silent_ranks: tuple[int, ...]) -> Heard:
-    """Some ranks beat no more, as if they were stopped; what the others hear, and after how long."""
-    told = Told()
-    heartbeat = Heartbeat(TIMEOUT_S, told)
+    """Some ranks beat no more; what the others hear, and after how long."""
+    told, connections = Told(), Connections()
+    silent = dist.get_rank() in silent_ranks
+    _heartbeat = Heartbeat(TIMEOUT_S, (lambda _: None) if silent else told, connections)
     time.sleep(1)
     with Lateness() as lateness:
         began = time.time()
-        if dist.get_rank() in silent_ranks:
-            heartbeat._on_silence = lambda silent: None
-            heartbeat._store = mock.Mock(set=mock.Mock(side_effect=lambda *_: threading.Event().wait()))
+        if silent:
+            connections.freeze()
             time.sleep(2 * TIMEOUT_S)
         else:
             assert told.heard.wait(10 * TIMEOUT_S)
@@ -71,14 +93,19 @@ def test_a_whole_machine_that_is_silent_is_named_with_all_its_ranks():
 
 def lose_a_connection() -> list[Silent]:
     """Longer than the time-out after an error of the store, which answers all the while."""
-    told = Told()
-    heartbeat = Heartbeat(TIMEOUT_S, told)
+    told, connections = Told(), Connections()
+    heartbeat = Heartbeat(TIMEOUT_S, told, connections)
     if dist.get_rank() == 1:
-        heartbeat._store = mock.Mock(set=mock.Mock(side_effect=RuntimeError("connection reset by peer")))
+        connections[0].set = _reset_by_peer
     time.sleep(2 * TIMEOUT_S)
+    assert len(connections) == (2 if dist.get_rank() == 1 else 1)
     dist.barrier()
     heartbeat.stop()
     return told.silent
+
+
+def _reset_by_peer(*_: object) -> None:
+    raise RuntimeError("connection reset by peer")
 
 
 def test_a_rank_that_loses_its_connection_once_is_heard_on_the_next():
@@ -86,12 +113,24 @@ def test_a_rank_that_loses_its_connection_once_is_heard_on_the_next():
 
 
 def end_while_looking() -> list[Silent]:
-    """Rank 0 ends while it looks twice at all ranks, of which none is silent."""
-    told = Told()
-    heartbeat = Heartbeat(TIMEOUT_S, told)
+    """Rank 0 takes the next rank for silent, and ends while it looks twice at all of them, of which none is."""
+    told, connections = Told(), Connections()
+    heartbeat = Heartbeat(TIMEOUT_S, told, connections)
+    looked = threading.Event()
+
+    def get(key: str) -> bytes:
+        return b"1" if key == "beat/1" else connections[0].own.get(key)
+
+    def multi_get(keys: list[str]) -> list[bytes]:
+        looked.set()
+        return connections[0].own.multi_get(keys)
+
     if dist.get_rank() == 0:
-        heartbeat._stopping.set()
-        heartbeat._find_silent()
+        connections[0].get, connections[0].multi_get = get, multi_get
+        assert looked.wait(10 * TIMEOUT_S)
+    else:
+        time.sleep(TIMEOUT_S)
+    heartbeat.stop()
     time.sleep(TIMEOUT_S)
     heartbeat.stop()
     return told.silent
@@ -150,12 +189,12 @@ def test_a_rank_that_has_failed_is_silent_to_a_peer_that_waits_for_it():
 
 
 def lose_the_store() -> Heard:
-    told = Told()
+    told, connections = Told(), Connections()
     with Lateness() as lateness:
-        heartbeat = Heartbeat(TIMEOUT_S, told)
+        _heartbeat = Heartbeat(TIMEOUT_S, told, connections)
         began = time.time()
         if dist.get_rank() == 1:
-            heartbeat._store = mock.Mock(set=mock.Mock(side_effect=lambda *_: threading.Event().wait()))
+            connections.freeze()
             assert told.heard.wait(10 * TIMEOUT_S)
         else:
             told.heard.wait(2 * TIMEOUT_S)

@@ -57,7 +57,7 @@ class Trap:
         torch.save = self._wrapped_save(torch.save)
         io.open = builtins.open = self._wrapped_open(io.open)  # type: ignore[assignment]
         StepRunner.run = self._counting_calls(StepRunner.run, STEP)  # type: ignore[method-assign]
-        Prober._exchange = self._counting_calls(Prober._exchange, PROBE)  # type: ignore[method-assign]
+        Prober.exchange = self._counting_calls(Prober.exchange, PROBE)  # type: ignore[method-assign]
         point = self._order.point
         if point is not None and point.stage == TIME and point.rank == self._rank:
             threading.Thread(target=self._strike_later, args=(point,), daemon=True).start()

@@ -106,7 +106,7 @@ class Bench:
         """Collective: as the first one, in microbatches of so many rows."""
         self._model.zero_grad(set_to_none=True)
         self.runner.load_state_dict({**self._fresh, "size": rows})
-        self.ledger._scripts.clear()
+        self.ledger.scripts.forget()
         torch.manual_seed(0)
         with faults or nullcontext():
             result = self._run(samples, step=0)
@@ -161,10 +161,10 @@ def _other(token: int) -> int:
 
 def check_keys_and_shadow(ledger: TensorLedger[Any], sample: dict[str, list[int]]) -> None:
     """After steps in which nothing failed."""
-    assert ledger._scripts, "every microbatch has left its script"
-    assert ledger._shadow._built is None, "a shadow is built when it is first needed"
+    assert ledger.scripts, "every microbatch has left its script"
+    assert not ledger.shadow.is_built, "a shadow is built when it is first needed"
     unlearned = {**sample, "labels": [IGNORED] * len(sample["labels"])}
-    assert ledger._rehearsal.key_of([sample]) != ledger._rehearsal.key_of([unlearned])
+    assert ledger.scripts.key_of([sample]) != ledger.scripts.key_of([unlearned])
 
 
 def main() -> int:

@@ -8,11 +8,10 @@ script of what its peers expect, whose rest it sends as zeros.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -39,16 +38,11 @@ from torchtune_adaptive.comm.tensor.refusals import (
     refused,
     why_tensors_are_off,
 )
+from torchtune_adaptive.comm.tensor.scripts import Entry, Script, Scripts
 from torchtune_adaptive.comm.tensor.shadow import Rehearsal, Shadow
 
 Sample = TypeVar("Sample")
 T = TypeVar("T")
-Entry: TypeAlias = Collective | FunctionalCollective
-Script: TypeAlias = tuple[Entry, ...]
-
-MOST_SCRIPTS = 128
-"""Scripts that are kept: those of the microbatches that ran last. Each is a few hundred entries, and a shadow can write
-it again."""
 
 
 class TensorLedger(Generic[Sample]):
@@ -69,16 +63,17 @@ class TensorLedger(Generic[Sample]):
         """Collective. `group`: the ranks that share each microbatch. Backends other than gloo have not been tested."""
         self.tensor_groups = _all_groups(group)
         self.sent, self.waited_s = Sent(), 0.0
-        self._group, self._rehearsal, self._untested_backends = group, rehearsal, untested_backends
-        self._root = model if isinstance(model, fsdp.FSDPModule) else None
-        self._put_back = self._watch(model)
-        self._shadow = Shadow(rehearsal, self._watch, lambda: Listener(self._refuse))
+        self._group, self._untested_backends = group, untested_backends
+        self._model, self._root = model, model if isinstance(model, fsdp.FSDPModule) else None
+        self._groups = [] if self._root is None else fsdp.groups_of(self._root)
+        self._closed, self._put_back = False, self._watch(model)
+        self.shadow = Shadow(rehearsal, self._watch, lambda: Listener(self._refuse))
+        self.scripts = Scripts(rehearsal.key_of, self._rehearse)
+        self._trained: list[bool] = []  # flags of the weights that the scripts are for
         self._masks, self._messages = Masks(), MessageCount()
-        self._scripts: OrderedDict[Hashable, Script] = OrderedDict()
         self._microbatches: Sequence[Sequence[Sample]] = ()
         self._issued: list[Entry] = []  # since the step began
         self._rehearsed: list[Entry] | None = None  # while a shadow runs
-        self._compared = False  # whether a whole pass of the shadow was found to be like one with data
         self._outstanding: dict[int, Tensor] = {}  # by storage: nobody has waited for these yet
         self._number = self._begun = self._begun_messages = 0  # of the running microbatch
         self._foreign = self._known_messages = 0  # messages that no script has; of what was counted, all in all
@@ -94,9 +89,13 @@ class TensorLedger(Generic[Sample]):
     def close(self) -> None:
         """Puts FSDP's own collectives back."""
         self._put_back()
+        self._closed = True
+        self.abandon()
 
     def abandon(self) -> None:
-        """Nothing is left for later under tensor parallelism, which has no replicas."""
+        """Whatever has ended a step halfway: a backward outside of steps has gradients of its own alone."""
+        if self._root is not None:
+            fsdp.abandon(self._root)
 
     def why_recovery_is_off(self, model: nn.Module) -> str | None:
         """Why a step of this model cannot be run again after running out of memory; None if it can."""
@@ -114,9 +113,13 @@ class TensorLedger(Generic[Sample]):
         self._microbatches, self._issued, self.sent = microbatches, [], Sent()
         self._messages.look_for_groups()
         if self._root is not None:
-            fsdp.initialize(self._root)  # it cannot be repeated where it fails halfway
-            if not fsdp.is_idle(self._root):
-                fsdp.reset(self._root)
+            fsdp.prepare(self._root)
+        trained = [parameter.requires_grad for parameter in self._model.parameters()]
+        if trained != self._trained:  # what is frozen has no gradients to communicate
+            self._trained = trained
+            self.scripts.forget()
+            self.shadow.train(trained)
+        fsdp.check_scattered(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
         self._number, self._begun = number, len(self._issued)
@@ -137,8 +140,7 @@ class TensorLedger(Generic[Sample]):
             fsdp.settle(self._root)
         self._wait_for_outstanding()
         self._masks.forget()
-        key, seen = self._rehearsal.key_of(self._microbatches[self._number]), tuple(self._issued[self._begun :])
-        if self._keep(key, self._scripts.get(key, seen)) != seen:
+        if not self.scripts.agrees(self._microbatches[self._number], tuple(self._issued[self._begun :])):
             self._note("another order or other sizes than a microbatch of the same shape")
             self._foreign, self._listened = max(1, self._foreign), True
         self._look_for_foreign()
@@ -148,13 +150,6 @@ class TensorLedger(Generic[Sample]):
 
     def _look_for_foreign(self) -> None:
         self._foreign = max(self._foreign, self._messages() - self._known_messages - self._begun_messages)
-
-    def _keep(self, key: Hashable, script: Script) -> Script:
-        self._scripts[key] = script
-        self._scripts.move_to_end(key)
-        if len(self._scripts) > MOST_SCRIPTS:
-            self._scripts.popitem(last=False)
-        return script
 
     @property
     def foreign_messages(self) -> int:
@@ -176,6 +171,8 @@ class TensorLedger(Generic[Sample]):
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: one of FSDP's."""
+        if self._closed:  # with another ledger's around it
+            return call(async_op=async_op)
         if self._rehearsed is not None:
             self._rehearsed.append(collective)
             return None
@@ -241,10 +238,12 @@ class TensorLedger(Generic[Sample]):
         """Collective: issues all that is left of this step, so that every peer finishes it."""
         if self._foreign:
             raise refused(outside_of_the_script(self._names, self._foreign))
+        if unsteady := fsdp.why_unsteady(self._groups):
+            raise refused(f"{unsteady}, so what peers expect is not known")
         self._wait_for_outstanding()
         expected: list[Entry] = []
         for microbatch in self._microbatches:
-            expected += self._script_of(microbatch)
+            expected += self.scripts.of(microbatch, self._microbatches[: self._number])
             known = min(len(expected), len(self._issued))
             if self._issued[:known] != expected[:known]:
                 raise refused(SAYS_OTHERWISE)
@@ -254,32 +253,12 @@ class TensorLedger(Generic[Sample]):
                 else:
                     issue_functional_zeros(entry, self)
 
-    def _script_of(self, microbatch: Sequence[Sample]) -> Script:
-        key = self._rehearsal.key_of(microbatch)
-        if key not in self._scripts:
-            self._keep(key, self._rehearse(microbatch))
-        return self._scripts[key]
-
     def _rehearse(self, microbatch: Sequence[Sample]) -> Script:
-        """The script of a pass of the shadow. One such pass is compared with a microbatch of this step that had data,
-        if there is one."""
-        known = None if self._compared else self._known_microbatch()
-        if known is not None:
-            if self._rehearsed_pass(known) != self._scripts[self._rehearsal.key_of(known)]:
-                raise refused(SAYS_OTHERWISE)
-            self._compared = True
-        return self._rehearsed_pass(microbatch)
-
-    def _known_microbatch(self) -> Sequence[Sample] | None:
-        """One of this step that has run to its end, with data, and whose script is kept."""
-        done = self._microbatches[: self._number]
-        return next((each for each in done if self._rehearsal.key_of(each) in self._scripts), None)
-
-    def _rehearsed_pass(self, microbatch: Sequence[Sample]) -> Script:
+        """The script of a pass of the shadow."""
         self._rehearsed = []
         try:
             with counted(self, self._group), self._masks.noting():
-                self._shadow.run(microbatch)
+                self.shadow.run(microbatch)
             return tuple(self._rehearsed)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise refused(NEEDS_DATA) from error

@@ -48,6 +48,15 @@ class Shadow(Generic[Sample]):
         self._around = around
         self._when_built = when_built
         self._built: tuple[FakeTensorMode, nn.Module] | None = None
+        self._trained: list[bool] = []
+
+    @property
+    def is_built(self) -> bool:
+        return self._built is not None
+
+    def train(self, trained: list[bool]) -> None:
+        """Freezes and unfreezes weights as the model's are, of which these are the flags."""
+        self._trained = trained
 
     def run(self, microbatch: Sequence[Sample]) -> None:
         """A forward and backward of this microbatch. If it raises, the next one begins with a new model."""
@@ -55,6 +64,8 @@ class Shadow(Generic[Sample]):
         # the next would communicate from there is not what a whole pass does.
         built, self._built = self._built or self._build(), None
         fakes, model = built
+        for parameter, trained in zip(model.parameters(), self._trained, strict=True):
+            parameter.requires_grad_(trained)
         batch = self._rehearsal.batch(microbatch)
         # Not under the modes of others: what a MemoryMeter counts here, nobody allocates.
         with _disable_current_modes(), self._around(), fakes:

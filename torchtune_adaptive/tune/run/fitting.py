@@ -193,7 +193,7 @@ def measured(request: FitRequest, memory: MemorySource, length: int, search: Mea
     """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
     directory = Path(request.settings.output_dir) / request.folder
     stage = {"stage": request.stage} if request.stage else {}
-    fingerprint = _fingerprint(request.settings.config, length, memory, {**search.options, **stage})
+    fingerprint = what_it_depends_on(request.settings.config, length, memory, {**search.options, **stage})
     if request.settings.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known
@@ -253,7 +253,7 @@ def _found_before(directory: Path, fingerprint: Mapping[str, object], kind: type
     return from_rank_0(found)
 
 
-def _fingerprint(
+def what_it_depends_on(
     cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: all that the answer depends on."""

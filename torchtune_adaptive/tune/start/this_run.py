@@ -88,7 +88,7 @@ LAUNCHER_READS = ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_
 
 def command_to_go_on() -> str:
     """The command that was typed, for the run to go on where it has come to."""
-    typed = _typed()
+    typed = as_typed()
     if "resume_from_checkpoint=auto" not in typed:
         changed = ("resume_from_checkpoint=", "overwrite_output_dir=")
         typed = [*(each for each in typed if not each.startswith(changed)), "resume_from_checkpoint=auto"]
@@ -108,12 +108,12 @@ def launcher_waits_s() -> float | None:
         return None
     if tuple(map(int, metadata.version("torch").split(".")[:2])) < (2, 12):
         return TORCHRUN_WAITS_S  # nobody can say otherwise there
-    given = _SHUTDOWN_TIMEOUT.search("\0".join(_typed()))
+    given = _SHUTDOWN_TIMEOUT.search("\0".join(as_typed()))
     variables = (os.environ.get(name) for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"))
     return float(given[1]) if given else float(next(filter(None, variables), TORCHRUN_WAITS_S))
 
 
-def _typed() -> list[str]:
+def as_typed() -> list[str]:
     """The launcher's if there is one, else this process's, as somebody would have typed it."""
     arguments = list(sys.orig_argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:

@@ -263,7 +263,7 @@ def test_what_is_not_saved_is_named(newest_step: int, step: int, told: str) -> N
 def test_how_long_the_launcher_waits(
     typed: str, variables: dict[str, str], waits_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(this_run, "_typed", typed.split)
+    monkeypatch.setattr(this_run, "as_typed", typed.split)
     assert launcher_waits_s() is None
     for name, value in {"TORCHELASTIC_RUN_ID": "none", **variables}.items():
         monkeypatch.setenv(name, value)

@@ -21,13 +21,13 @@ class EachAlone:
     """torchtune's attention; of a row that is several samples, each sees itself alone."""
 
     def __init__(self, stock: Callable[..., Tensor]) -> None:
-        self._stock = stock
+        self.stock = stock
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: object, dropout_p: float, is_causal: bool) -> Tensor:
         if isinstance(mask, Documents):
             assert not dropout_p, "the kernels drop nothing: such a model has padded rows"
             return attend_each(q, k, v, mask.ends, mask.longest)
-        return self._stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
+        return self.stock(q, k, v, mask=mask, dropout_p=dropout_p, is_causal=is_causal)
 
 
 def take_documents(model: nn.Module) -> None:

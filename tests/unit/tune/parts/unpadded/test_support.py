@@ -52,7 +52,7 @@ def without_seam() -> nn.Module:
     model = build()
     for module in model.modules():
         if isinstance(module, MultiHeadAttention):
-            module._attention_call = module._attention_call._stock
+            module._attention_call = module._attention_call.stock
     return model
 
 
