@@ -90,17 +90,14 @@ class AdaptiveFullDPODistributed:
         devices.start_clean(self._place.device)
         losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
         self._profiler.start()
-        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
-        suspects = 5 * self.course.most_samples_per_step
-        with self.parts.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
-            self.parts.watch(memory)
+        with self.parts.training(suspects=self.course.suspects):
             for sizes in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)
                 for samples, upcoming in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     # What the reference says of a pair is kept in it, for the stage that follows.
                     pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
                     results = self.stages.run(pairs, step=step, upcoming=upcoming)
-                    result = results[POLICY].after(results.get(REFERENCE))
+                    result = results[POLICY].with_sent_of(results.get(REFERENCE))
                     with self.stages[POLICY].committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
                     self.progress = self.progress.after_step(sizes, self._place.ranks)
@@ -113,18 +110,13 @@ class AdaptiveFullDPODistributed:
                         samples=float(result.sums[PAIRS]),
                         more=self._preferences.of(results),
                     )
-                    losses.saw(step, loss, result.target_tokens, grad_norm)
+                    losses.record(step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
                     stopping = result.asked_to_stop
-                    if self.checkpoints.due(self.progress, stopping):
-                        if losses.worth_saving(self.progress.step):
-                            self.parts.save(self.progress)
-                        self.checkpoints.end_if_asked(self.progress, stopping)
-                losses.check()
+                    self.parts.save_if_due(self.progress, losses, asked_to_stop=stopping)
                 self._preferences.end_epoch()
                 self.progress = self.progress.after_epoch(sizes)
-                self.parts.save(self.progress)
-                self.checkpoints.end_if_asked(self.progress, stopping)
+                self.parts.save_epoch(self.progress, losses, asked_to_stop=stopping)
         self._profiler.stop()
 
     def cleanup(self) -> None:

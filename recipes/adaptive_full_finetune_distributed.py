@@ -75,13 +75,9 @@ class AdaptiveFullFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._place.device)
-        losses = LossWatch(self._settings.adaptive.on_nan_loss)
+        losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
         self._profiler.start()
-        stopping = False
-        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
-        suspects = 5 * self.course.most_samples_per_step
-        with self.parts.limited_memory() as memory, self.data.naming_bad_samples(self.model, last=suspects):
-            self.parts.watch(memory)
+        with self.parts.training(suspects=self.course.suspects):
             for sizes in self.course.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.course, self.progress, sizes)
                 for samples, upcoming in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
@@ -89,25 +85,19 @@ class AdaptiveFullFinetuneDistributed:
                     with self.runner.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.target_tokens)
                     self.progress = self.progress.after_step(sizes, self._place.ranks)
-                    learning_rate = self.optimization.learning_rate()
                     loss = self.parts.metrics.log_step(
                         self.progress.step,
                         result,
                         self.runner.recoveries,
-                        learning_rate=learning_rate,
+                        learning_rate=self.optimization.learning_rate(),
                         grad_norm=grad_norm,
                     )
-                    losses.saw(self.progress.step, loss, result.target_tokens, grad_norm)
+                    losses.record(self.progress.step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()
                     stopping = result.asked_to_stop
-                    if self.checkpoints.due(self.progress, stopping):
-                        if losses.worth_saving(self.progress.step):
-                            self.parts.save(self.progress)
-                        self.checkpoints.end_if_asked(self.progress, stopping)
-                losses.check()
+                    self.parts.save_if_due(self.progress, losses, asked_to_stop=stopping)
                 self.progress = self.progress.after_epoch(sizes)
-                self.parts.save(self.progress)
-                self.checkpoints.end_if_asked(self.progress, stopping)
+                self.parts.save_epoch(self.progress, losses, asked_to_stop=stopping)
         self._profiler.stop()
 
     def cleanup(self) -> None:

@@ -9,20 +9,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
 
 from omegaconf import DictConfig
-from torch import nn
 
-from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
-from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers
@@ -35,7 +30,7 @@ from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_o
 from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
-from torchtune_adaptive.tune.rl.stages import answering_of, build_stages
+from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY, TRAIN_VALUE, answering_of, build_stages
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
@@ -56,8 +51,8 @@ class AdaptivePPOFullFinetuneDistributed:
     def setup(self) -> None:
         settings, ppo, device = self._settings, self._ppo, self._place.device
         devices.prepare(settings)
-        self.journal = RunJournal(settings)
-        self._metrics = Metrics(settings, device, self.journal)
+        journal = RunJournal(settings)
+        metrics = Metrics(settings, device, journal)
 
         checkpoint = self.checkpoints.load()
         self.models = build_models(settings, self._place, checkpoint, self.progress.seed)
@@ -70,21 +65,25 @@ class AdaptivePPOFullFinetuneDistributed:
         self.data = build_prompts(settings, tokenizer, self._place.mesh)
         self.answering = answering_of(tokenizer, ppo, self.progress.seed)
         self.stages = build_stages(self.models, self.loss, self.answering, settings, ppo, device)
-        self.journal.follow(*self.stages.runners.values())
+        journal.follow(*self.stages.runners.values())
         self._profiler = build_profiler(settings.config, device)
         self.parts = RolloutParts(
             settings=settings,
             ppo=ppo,
-            data=self.data,
+            place=self._place,
             models=self.models,
+            model=self.models.trained,
+            data=self.data,
             optimization=self.optimization,
-            stages=self.stages,
+            stages=self.stages.runners,
+            rollout_stages=self.stages,
             checkpoints=self.checkpoints,
-            journal=self.journal,
+            metrics=metrics,
+            journal=journal,
         )
         self.epochs, self.progress = plot_epochs(self.parts, self.progress)
-        self.journal.start(self.progress.step)
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
+        journal.start(self.progress.step)
+        with self.parts.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
             self.fits = find_limits(self.parts, memory)
         self.stages.runners.use_limits(self.fits.limits)
         self.checkpoints.make_room()
@@ -94,28 +93,21 @@ class AdaptivePPOFullFinetuneDistributed:
         devices.start_clean(self._place.device)
         losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss, TRAINED_FILES), False
         self._profiler.start()
-        suspects = 2 * self._settings.batch_size
-        with self.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=suspects):
-            self.watch(memory)
+        with self.parts.training(suspects=2 * self._settings.batch_size):
             for sizes in self.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.progress, sizes, self.fits.admission)
-                for prompts in self._metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
+                for prompts in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
                     figures = self.iterate(prompts, iteration)
                     self.progress = self.progress.after_step(sizes, self._place.ranks)
                     run = figures_of_run(self.stages, began, len(prompts) * self._place.ranks)
-                    self._metrics.log_iteration(iteration, figures, run)
-                    losses.saw(iteration, figures["loss"], run["target_tokens"], figures.get("grad_norm"))
+                    self.parts.metrics.log_iteration(iteration, figures, run)
+                    losses.record(iteration, figures["loss"], run["target_tokens"], figures.get("grad_norm"))
                     self._profiler.step()
                     stopping = self.stages.asked_to_stop
-                    if self.checkpoints.due(self.progress, stopping):
-                        losses.check_finite()
-                        self.save_checkpoint()
-                        self.checkpoints.end_if_asked(self.progress, stopping)
-                losses.check()
+                    self.parts.save_if_due(self.progress, losses, asked_to_stop=stopping)
                 self.progress = self.progress.after_epoch(sizes)
-                self.save_checkpoint()
-                self.checkpoints.end_if_asked(self.progress, stopping)
+                self.parts.save_epoch(self.progress, losses, asked_to_stop=stopping)
         self._profiler.stop()
 
     def iterate(self, prompts: Sequence[Sample], iteration: int) -> dict[str, float]:
@@ -128,8 +120,8 @@ class AdaptivePPOFullFinetuneDistributed:
         figures = estimate(everything, self._ppo, self.answering.stop_tokens)
         updates = Updates(self.loss)
         for share in updates_of(everything, self._ppo, self.progress.seed, iteration):
-            value = self.stages.train_value(share, iteration)
-            policy = self.stages.train_policy(share, iteration)
+            value = self.stages.run(TRAIN_VALUE, share, iteration)
+            policy = self.stages.run(TRAIN_POLICY, share, iteration)
             tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
             with self.stages.committing(last_checkpoint=self.checkpoints.last):
                 grad_norm = self.optimization.update(tokens)
@@ -137,25 +129,8 @@ class AdaptivePPOFullFinetuneDistributed:
         figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
         return figures | figures_of_stages(self.stages)
 
-    def save_checkpoint(self) -> None:
-        """Collective: all that is needed to go on with the next iteration."""
-        progress = replace(self.progress, limit=self.stages.state_dict())
-        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self.checkpoints.save(progress, self.models.trained, optimizer, loader_state)
-
-    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        resident = resident_tensors(nn.ModuleList(self.models.everything), self.optimization.optimizers)
-        return limited_memory(self._settings.adaptive.memory_limit, self._place.device, resident)
-
-    def watch(self, memory: MemorySource | None) -> None:
-        self.stages.runners.watch(memory)
-        self._metrics.watch(memory)
-
     def cleanup(self) -> None:
-        self.checkpoints.close()
-        self.stages.close()
-        self._metrics.close()
-        self.journal.close()
+        self.parts.close()
         self._start.release()
         process_group.leave()
 

@@ -79,7 +79,7 @@ class StepResult:
     """What this rank has sent for parameters and gradients, in the attempt that counts; nothing without recovery, where
     nobody counts."""
 
-    def after(self, stage: StepResult | None) -> StepResult:
+    def with_sent_of(self, stage: StepResult | None) -> StepResult:
         """This result, of the last stage of a step, with what an earlier one has sent."""
         return self if stage is None else replace(self, sent=Sent.total((stage.sent, self.sent)))
 

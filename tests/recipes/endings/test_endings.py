@@ -160,7 +160,7 @@ def said_until_the_end(folder: Path, *overrides: str) -> tuple[str, str, list[st
 
 def losses_of(watch: LossWatch, *losses: float) -> None:
     for step, loss in enumerate(losses, 1):
-        watch.saw(step, loss, target_tokens=10)
+        watch.record(step, loss, target_tokens=10)
     watch.check()
 
 
@@ -174,7 +174,7 @@ def test_a_run_that_has_learned_in_some_step_may_end(
 
 def test_a_gradient_that_is_nan_stops_too() -> None:
     with pytest.raises(NotLearningError, match="step 3: the norm of the gradient is nan"):
-        LossWatch("stop").saw(3, 2.5, target_tokens=10, grad_norm=float("nan"))
+        LossWatch("stop").record(3, 2.5, target_tokens=10, grad_norm=float("nan"))
 
 
 class Greedy(torch.optim.AdamW):

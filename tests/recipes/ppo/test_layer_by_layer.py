@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,9 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.recording import events_of
 from tests.recipes.stops import train_until
+from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY
+from torchtune_adaptive.tune.run.metrics import Metrics
 
 DEEP = (
     *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=8", "embed_dim=128")),
@@ -92,25 +94,26 @@ def train(folder: Path, case: Case, port: int, kib: int, stop_at: int | None = N
     memory = limits(None if case.later else case.scarce, kib)
     recipe = load_ppo()(ppo_config(folder, *DEEP, memory, *case.overrides))
     recipe.setup()
-    watch, save, iterate = recipe.watch, recipe.save_checkpoint, recipe.iterate
+    watch, save, iterate = Metrics.watch, Checkpoints.save, recipe.iterate
 
-    def watch_and_be_scarce_later(meter: Any) -> None:
-        def save_unlimited() -> None:
+    def watch_and_be_scarce_later(metrics: Metrics, meter: Any) -> None:
+        def save_unlimited(*args: Any) -> None:
             # Rank 0 puts whole models together, which takes as much as gathered parameters: on a GPU, of the host.
             with meter.unlimited():
-                save()
+                save(*args)
 
         def iterate_in_less(prompts: Any, iteration: int) -> Any:
             if case.later and iteration == LATER and dist.get_rank() == case.scarce:
                 meter.cap_bytes = kib * 1024
             return iterate(prompts, iteration)
 
-        watch(meter)
-        recipe.save_checkpoint, recipe.iterate = save_unlimited, iterate_in_less
+        watch(metrics, meter)
+        recipe.iterate = iterate_in_less
+        patches.enter_context(mock.patch.object(Checkpoints, "save", save_unlimited))
 
-    recipe.watch = watch_and_be_scarce_later
     answers: list[list[int]] = []
-    with noting_answers(answers):
+    with ExitStack() as patches, noting_answers(answers):
+        patches.enter_context(mock.patch.object(Metrics, "watch", watch_and_be_scarce_later))
         train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop_at)
     stages = recipe.stages
     rows = getattr(stages.runners[GENERATE].limit, "rows", 0)

@@ -121,7 +121,7 @@ def generate_failing(folder: Path, port: int, layer_by_layer: bool) -> tuple[int
         recovered += recoveries == 1
         wrong += any(not torch.equal(a.answer, b.answer) for a, b in zip(found, expected, strict=True))
     left = model.caches_are_setup() or not model.training
-    recipe.stages.close()
+    recipe.stages.runners.training.close()
     process_group.leave()
     return injected, recovered, wrong, left
 

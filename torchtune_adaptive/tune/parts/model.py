@@ -37,16 +37,18 @@ from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
 
-NOT_ITS_WEIGHTS = "checkpointer: these are not the weights of this model; give the files that belong to it"
-
 META = torch.device("meta")
+CHECKPOINTER = "checkpointer"
+"""The section that names the files of weights, where a recipe has no other for them."""
 
 Checkpoint = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
 """A model's, by name."""
 
 
-def build_full_model(settings: Settings, place: Place, checkpoint: Checkpoint, key: str = "model") -> nn.Module:
+def build_full_model(
+    settings: Settings, place: Place, checkpoint: Checkpoint, key: str = "model", files: str = CHECKPOINTER
+) -> nn.Module:
     """Collective: the model that a section describes with every parameter trainable, filled from the checkpoint."""
     dtype = dtype_of(settings, place.device)
     model = built_on(META, settings.config, dtype, key)
@@ -56,7 +58,9 @@ def build_full_model(settings: Settings, place: Place, checkpoint: Checkpoint, k
     _checkpoint_activations(model, settings)
     _shard(model, settings, place.mesh)
     _init_rope(model, place.device, dtype)
-    _load(model, checkpoint[training.MODEL_KEY], settings, place.device, strict=True)
+    weights = checkpoint[training.MODEL_KEY]
+    _check_weights(model, weights, files, strict=True)
+    _load(model, weights, settings, place.device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
 
@@ -80,10 +84,7 @@ def same_frequencies(_: object, frequencies: torch.Tensor, *__: object) -> torch
 def build_reference_model(settings: Settings, place: Place, weights: Weights) -> nn.Module:
     """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
-    try:
-        model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights})
-    except ConfigError as error:
-        raise ConfigError(error.fact.replace("checkpointer:", "ref_checkpointer:", 1), *error.remedies) from error
+    model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, files="ref_checkpointer")
     drop_nothing(model)
     return model.requires_grad_(False).eval()
 
@@ -109,11 +110,13 @@ def build_lora_model(settings: Settings, lora: LoraSettings, place: Place, check
     _shard(model, settings, mesh)
     adapter_keys = None
     if training.ADAPTER_KEY in checkpoint:
+        _check_weights(model, checkpoint[training.ADAPTER_KEY], CHECKPOINTER, strict=False)
         adapter_keys = _load(model, checkpoint[training.ADAPTER_KEY], settings, device, strict=False)
     else:
         _init_adapters(model, settings, device, dtype)
         make_replicas_alike(each for each in model.parameters() if each.requires_grad)
     _init_rope(model, device, dtype)
+    _check_weights(model, checkpoint[training.MODEL_KEY], CHECKPOINTER, strict=False)
     base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
     _check_lora_keys(lora, base_keys, adapter_keys)
@@ -218,7 +221,6 @@ def _load(
     model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool
 ) -> _IncompatibleKeys:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
-    _check_weights(model, weights, strict=strict)
     out_of_memory = f"out of memory while the weights were loaded on rank {dist.get_rank()}"
     with fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
@@ -233,21 +235,25 @@ def _load(
         return keys
 
 
-def _check_weights(model: nn.Module, weights: Weights, *, strict: bool) -> None:
+def _check_weights(model: nn.Module, weights: Weights, files: str, *, strict: bool) -> None:
     """Refuses wrong weights before any rank communicates: what fails from then on is not the files' fault."""
-    places = model.state_dict()
+    places, not_its = model.state_dict(), _not_its_weights(files)
     unknown = sorted(weights.keys() - places.keys())
     if unknown:
-        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
+        raise ConfigError(f"{not_its}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
     missing = sorted(places.keys() - weights.keys()) if strict else []
     if missing:
-        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {len(missing)} of its own are missing, the first is {missing[0]}")
+        raise ConfigError(f"{not_its}: {len(missing)} of its own are missing, the first is {missing[0]}")
     for name, weight in weights.items():
         if weight.shape != places[name].shape:
             raise ConfigError(
-                f"{NOT_ITS_WEIGHTS}: size mismatch for {name}, {tuple(weight.shape)} in the file and "
+                f"{not_its}: size mismatch for {name}, {tuple(weight.shape)} in the file and "
                 f"{tuple(places[name].shape)} in the model"
             )
+
+
+def _not_its_weights(files: str) -> str:
+    return f"{files}: these are not the weights of this model; give the files that belong to it"
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:
@@ -271,4 +277,4 @@ def _check_lora_keys(lora: LoraSettings, base_keys: _IncompatibleKeys, adapter_k
             lora_unexpected=unexpected,
         )
     except AssertionError as error:
-        raise ConfigError(f"{NOT_ITS_WEIGHTS}: {components.reason(error)}") from error
+        raise ConfigError(f"{_not_its_weights(CHECKPOINTER)}: {components.reason(error)}") from error

@@ -7,38 +7,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
+from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
-from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
+from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.rl.stages import RolloutStages
 from torchtune_adaptive.tune.run.fitting import say
-from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.oversize import Admission
+from torchtune_adaptive.tune.run.parts import RunParts
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutParts:
-    """What the recipe has built that the course of a run depends on."""
+class RolloutParts(RunParts):
+    """The parts of a run that trains on rollouts."""
 
-    settings: Settings
     ppo: PPOSettings
-    data: Data
     models: Models
-    optimization: Optimization
-    stages: RolloutStages
-    checkpoints: Checkpoints
-    journal: RunJournal
+    rollout_stages: RolloutStages
+    """What runs the stages."""
+
+    @property
+    def reader(self) -> nn.Module:
+        return self.models.policy
+
+    def limits(self) -> SavedLimits:
+        return self.rollout_stages.state_dict()
 
 
 def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSizes, ...], Progress]:
@@ -71,14 +71,14 @@ def start_schedules(parts: RolloutParts, progress: Progress) -> None:
     total = updates * parts.ppo.iterations(dist.get_world_size())
     parts.optimization.start_schedule(total_steps=total, steps_done=updates * progress.step, lr_factor=1.0)
     if progress.limit is not None:
-        parts.stages.load_state_dict(progress.limit)
+        parts.rollout_stages.load_state_dict(progress.limit)
 
 
 def begin_epoch(
     parts: RolloutParts, progress: Progress, sizes: EpochSizes, admission: Admission | None
 ) -> Iterator[list[Sample]]:
     """Collective: the prompts of each iteration that is left of an epoch, each as `admission` lets it in."""
-    for stage, limit in parts.stages.runners.limits.items():
+    for stage, limit in parts.stages.limits.items():
         parts.journal.limit(limit, progress.step, stage, f"epoch {sizes.epoch}")
     with parts.checkpoints.going_on_to_draw(progress):
         prompts = parts.data.loader.epoch(

@@ -71,16 +71,13 @@ class _Builder:
     seed: int
 
     def build(self, key: str, files: str, weights: Weights, *, trained: bool) -> nn.Module:
-        """Collective: one model. Neither draws: what they say is compared."""
+        """Collective: one model. Without dropout: what the models say is compared."""
         settings = self.settings
         if not trained:
             settings = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
         if key == VALUE:
             weights = self._of_classifier(weights, files)
-        try:
-            model = build_full_model(settings, self.place, {training.MODEL_KEY: weights}, key)
-        except ConfigError as error:
-            raise ConfigError(error.fact.replace("checkpointer:", f"{files}:", 1), *error.remedies) from error
+        model = build_full_model(settings, self.place, {training.MODEL_KEY: weights}, key, files)
         drop_nothing(model)
         return model if trained else model.requires_grad_(False).eval()
 

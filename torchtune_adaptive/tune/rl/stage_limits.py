@@ -156,9 +156,9 @@ def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Me
     try:
         result = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
     except OneRowDoesNotFitError:
-        if stage != GENERATE or not parts.stages.gathering.can_end:
+        if stage != GENERATE or not parts.rollout_stages.gathering.can_end:
             raise
-        parts.stages.go_layer_by_layer()
+        parts.rollout_stages.go_layer_by_layer()
         result = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
     finally:
         parts.optimization.optimizers[0].zero_grad(set_to_none=True)
@@ -170,7 +170,7 @@ def _request(
     parts: RolloutParts, memory: MemorySource | None, stage: str, found: Callable[[Event], None] = lambda _: None
 ) -> FitRequest:
     # what was found layer by layer is no answer for a run that has not tried without
-    layer_by_layer = stage == GENERATE and not parts.stages.gathering.stays
+    layer_by_layer = stage == GENERATE and not parts.rollout_stages.gathering.stays
     return FitRequest(
         settings=parts.settings,
         memory=memory,
@@ -187,7 +187,7 @@ def _request(
 def _worst_step(parts: RolloutParts, memory: MemorySource | None, stage: str) -> TrainingStep[Rollout]:
     """Collective: the longest prompt with the longest answer; the policy is trained beside the value's gradients."""
     assert memory is not None, "measured is where there is a limit"
-    runner, new = parts.stages.runners[stage], parts.ppo.max_generated_tokens
+    runner, new = parts.stages[stage], parts.ppo.max_generated_tokens
     update: Callable[[StepResult], object] | None = None  # the value model is updated with the policy
     # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much a rank has too little.
     with memory.unlimited():

@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.comm.collectives import let_go
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.step.pace import Pace
@@ -64,9 +63,10 @@ class Gathering:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        if not (self.stays and self.reshards and isinstance(self.model, FSDPModule)):
+        if not self.can_end:
             yield
             return
+        assert isinstance(self.model, FSDPModule)
         self.model.set_reshard_after_forward(False)
         try:
             yield
@@ -98,21 +98,14 @@ class RolloutStages:
         """Collective: answers to the prompts, and what the models say of them."""
         self.ran.clear()
         for name in (GENERATE, *FORWARD):
-            self._run(name, rollouts, iteration)
-
-    def train_value(self, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: the value model's gradients."""
-        return self._run(TRAIN_VALUE, rollouts, iteration)
-
-    def train_policy(self, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: the policy's gradients."""
-        return self._run(TRAIN_POLICY, rollouts, iteration)
+            self.run(name, rollouts, iteration)
 
     def committing(self, *, last_checkpoint: Path | None) -> AbstractContextManager[None]:
         """Guards the update of both models."""
         return self.runners.training.committing("the optimizer step", last_checkpoint=last_checkpoint)
 
-    def _run(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+    def run(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
+        """Collective: one stage."""
         began = time.perf_counter()
         result = self.runners[name].run(rollouts, step=iteration)
         self.ran.setdefault(name, []).append(Ran(result, time.perf_counter() - began))
@@ -147,10 +140,6 @@ class RolloutStages:
         restore_limits(self.runners, saved)
         if not saved.get("stays", True) and (told := self.give_up_gathering()) is not None:
             say(f"{GENERATE}: {told}, as before it was resumed")
-
-    def close(self) -> None:
-        self.ledger.close()
-        let_go()
 
 
 def configured_limits(ppo: PPOSettings) -> dict[str, Limit]:

@@ -8,6 +8,7 @@ import math
 import torch.distributed as dist
 
 from torchtune_adaptive.errors import NotLearningError
+from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ class LossWatch:
         self._nan_steps = 0
         self._said = False
 
-    def saw(self, step: int, loss: float, target_tokens: int, grad_norm: float | None = None) -> None:
+    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None = None) -> None:
         """Warns, or raises NotLearningError, when the loss or the gradient norm is NaN or infinite."""
         self._steps += 1
         self._learning_steps += target_tokens > 0
@@ -64,20 +65,19 @@ class LossWatch:
         """Raises NotLearningError if no step so far has trained anything. Call it before weights are saved."""
         if self._steps == 0:
             return
-        so_far = f"in {self._steps} step{'s' * (self._steps > 1)}"
         if self._learning_steps == 0:
             raise NotLearningError(
-                f"nothing was trained {so_far}: no sample has a token to learn, all labels are masked; see whether the "
-                "dataset's columns and its prompt template are those of the data, and whether tokenizer.max_seq_len, "
+                f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn, all labels "
+                "are masked; see whether the dataset's columns and its prompt template are those of the data, and "
+                "whether tokenizer.max_seq_len, "
                 "or adaptive.oversize under a token budget, leaves nothing of the answers"
             )
         self.check_finite()
 
     def check_finite(self) -> None:
         """Raises NotLearningError if every loss so far was NaN or infinite. Call it before any weights are saved."""
-        so_far = f"in {self._steps} step{'s' * (self._steps > 1)}"
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
-                f"nothing was trained {so_far}: the loss was NaN or infinite every time, so the weights most likely "
-                f"were before the run began; check {self._files}, or lower optimizer.lr"
+                f"nothing was trained in {count_of(self._steps, 'step')}: the loss was NaN or infinite every time, so "
+                f"the weights most likely were before the run began; check {self._files}, or lower optimizer.lr"
             )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,15 +13,8 @@ from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.prober import TrainingStep
-from torchtune_adaptive.step.stages import Stages
-from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
-from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
-from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
-from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.dealing import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
@@ -34,8 +26,7 @@ from torchtune_adaptive.tune.run.fitting import (
     say,
     training_step,
 )
-from torchtune_adaptive.tune.run.journal import RunJournal
-from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.run.parts import RunParts
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
 from torchtune_adaptive.wording import count_of
@@ -44,21 +35,11 @@ Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
-    """What a recipe has built that the course of a run depends on."""
+class Parts(RunParts):
+    """The parts of a run that trains on a dataset. On pairs there are two stages: the reference before the policy,
+    unless it has been asked of all pairs."""
 
-    settings: Settings
-    place: Place
-    model: nn.Module
-    """The model that is trained and saved."""
     loss_fn: nn.Module
-    data: Data
-    optimization: Optimization
-    stages: Stages[Sample]
-    """One, or two on pairs: the reference before the policy, unless it has been asked of all pairs."""
-    checkpoints: Checkpoints
-    metrics: Metrics
-    journal: RunJournal
 
     @property
     def trains(self) -> str:
@@ -68,29 +49,6 @@ class Parts:
     @property
     def kind(self) -> Kind:
         return replace(self.data.kind, padded=self.stages.training.padded)
-
-    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
-        """The memory that this rank may use, which the models of all stages and the optimizers live in."""
-        models = nn.ModuleList(runner.model for runner in self.stages.values())
-        resident = resident_tensors(models, self.optimization.optimizers)
-        return limited_memory(self.settings.adaptive.memory_limit, self.place.device, resident)
-
-    def watch(self, memory: MemorySource | None) -> None:
-        self.stages.watch(memory)
-        self.metrics.watch(memory)
-
-    def save(self, progress: Progress) -> None:
-        """Collective: all that is needed to go on from here."""
-        progress = replace(progress, limit=self.limits())
-        optimizer, loader_state = self.optimization.checkpointed, self.data.loader.state_dict()
-        self.checkpoints.save(progress, self.model, optimizer, loader_state)
-
-    def close(self) -> None:
-        """Collective: finishes what is being written, and draws the picture of the run."""
-        self.checkpoints.close()
-        self.stages.training.close()
-        self.metrics.close()
-        self.journal.close()
 
     def worst_step(self) -> TrainingStep[Sample]:
         """Collective: the step that a search measures."""
@@ -149,8 +107,10 @@ class Course:
     """Limit of the stage before training, where one was measured; None: as for training."""
 
     @property
-    def most_samples_per_step(self) -> int:
-        return max(sizes.samples_per_step for sizes in self.epochs)
+    def suspects(self) -> int:
+        """The samples read last, one of which a step may have failed on."""
+        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
+        return 5 * max(sizes.samples_per_step for sizes in self.epochs)
 
 
 def plot_course(parts: Parts, progress: Progress) -> tuple[Course, Progress]:
