@@ -102,7 +102,7 @@ def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
 def refusal(what: str) -> RecoveryUnsupportedError:
     return RecoveryUnsupportedError(
         f"out of memory on rank {rank()}, and microbatches communicate besides FSDP ({what}): a rank that has failed "
-        "cannot take part in that, and its peers would wait for ever; communicate after the step, for example in the "
+        "cannot take part in that, and its peers would wait forever; communicate after the step, for example in the "
         "update",
         Remedy.SMALLER_LIMIT,
     )

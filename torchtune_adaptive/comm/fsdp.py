@@ -229,7 +229,7 @@ def _reset_iter_state(root: Any) -> None:
     """What FSDPModule.reset_iter_state does, which is public from torch 2.13."""
     state = root._get_fsdp_state()
     # Nothing is in flight after that, so the events that FSDP would wait for can simply be dropped. It cannot
-    # block for ever: peers need nothing from this rank to issue what this rank has issued already.
+    # block forever: peers need nothing from this rank to issue what this rank has issued already.
     state._device_handle.synchronize()
     comm = state._comm_ctx
     comm.all_gather_state = None

@@ -148,6 +148,8 @@ class CollectiveLedger:
             record.varies = True
             return
         messages, position = self._begun_at
+        # Of FSDP's messages only those that were issued: a microbatch that failed has not come to the rest. And the
+        # maximum, since one that failed early may have been quiet until then.
         of_fsdp = schedule.messages[: self.position - position]
         record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
 
@@ -239,8 +241,8 @@ class CollectiveLedger:
             )
         if self._record.foreign:
             raise refusal(what_is_foreign(self._record.foreign, self._record.names))
-        # The position alone says what peers expect next. Zeros will do: they go into this attempt's gradients, which
-        # all ranks throw away at the agreement.
+        # The position alone says what peers expect next: microbatches that lie before it are over everywhere. Zeros
+        # will do: they go into this attempt's gradients, which all ranks throw away at the agreement.
         begins_at = 0
         for number in range(self._microbatches):
             schedule = self._record.schedules.get(self._is_last(number))

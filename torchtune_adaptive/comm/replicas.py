@@ -1,4 +1,4 @@
-"""Replicas of a sharded model: nothing in FSDP2 looks whether they begin alike, and unlike ones stay so for ever."""
+"""Replicas of a sharded model. FSDP2 never checks that they start equal; if they differ, they stay different."""
 
 from collections.abc import Iterable, Iterator
 

@@ -145,7 +145,7 @@ class Governor:
         }
 
     def restore(self, state: LimitState) -> None:
-        """Goes on from a state; of one with limits of another kind, only the counters count."""
+        """Restores a saved state. If the kind of limit has changed, only the counters carry over."""
         self.counters = Counters(**state["counters"])
         if state["unit"] != self.limit.unit:
             return
@@ -162,6 +162,7 @@ class Governor:
     def _change(self, size: int | None) -> None:
         """Starts anew with another limit, whatever was going on."""
         self._use(size)
+        # All of this was observed under the limit before: quiet steps, growth, a trial and rates of retries.
         self._quiet_steps = 0
         self._before_growth = None
         self._trial = None

@@ -194,7 +194,7 @@ def _steps(epoch: int, samples_per_step: int, outline: Outline) -> int:
     if steps == 0:
         raise ConfigError(
             f"epoch {epoch}: {samples_per_step} samples a step, and a rank has only {outline.samples_per_rank}; "
-            "lower batch_size, gradient_accumulation_steps or the increase"
+            "let a step have fewer, or increase it by less"
         )
     return steps if outline.max_steps_per_epoch is None else min(steps, outline.max_steps_per_epoch)
 

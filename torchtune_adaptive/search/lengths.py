@@ -41,7 +41,7 @@ _LEAP = 8
 """A check has no more than so many times the rows that were measured."""
 
 _FILL = 0.95
-"""The share of what is known to fit that a probe asks for: it measures, it does not bet."""
+"""Share of the known-good size that a probe uses, so that it cannot fail."""
 _LEAST_LENGTH = 2
 
 _PADDED = (
@@ -264,6 +264,7 @@ def _fitted(known: _Known, refused: tuple[Probe, ...]) -> Profile:
     knee, not_held_out = known.lengths.knee, [point for point in points if not point.held_out]
     seen = {name: fit_surface(at, knee) for name, at in phase_points(not_held_out).items()}
     error = max((_miss(seen, point) for point in points if point.held_out and point.peak.fits), default=0.0)
+    # Fitted surfaces pass between points; a limit has to lie above all of them, those held out included.
     surfaces = {name: covering(fit_surface(at, knee), at) for name, at in phase_points(points).items()}
     alone_bytes = max(surface.bytes_at(1, known.lengths.longest) for surface in surfaces.values())
     # However far off the surfaces are: the longest sample was measured, and fits.

@@ -148,7 +148,7 @@ class StepRunner(Generic[Sample]):
         self._governor.restore(state)
 
     def close(self) -> None:
-        """Puts FSDP's own collectives back. What is left for the process is to end."""
+        """Puts FSDP's own collectives back. Call it last: the process should end afterwards."""
         self.ledger.close()
         self._pace.without(self.ledger, self._agreement)
         let_go()
@@ -179,6 +179,7 @@ class StepRunner(Generic[Sample]):
             if self.on_plan is not None:
                 self.on_plan(step, plan)
             totals, failed = self._plans.run(samples, plan)
+            # Before the agreement, which tells all ranks how many microbatches the next step has: no further reduction.
             ahead = self._planner.look_ahead(None if upcoming is None else self._lengths(upcoming), self.limit)
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
             if not reports.failed:
@@ -290,6 +291,6 @@ class StepRunner(Generic[Sample]):
                 f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step "
                 "cannot be run again; start again from the last checkpoint "
                 f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
-                "optimizer with less state"
+                "optimizer that keeps less state"
             )
         )

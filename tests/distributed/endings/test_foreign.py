@@ -1,4 +1,4 @@
-"""What a microbatch communicates besides FSDP: recovery is refused by its name, and no rank waits for ever."""
+"""What a microbatch communicates besides FSDP: recovery is refused by its name, and no rank waits forever."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -17,7 +17,7 @@ POWERS = [1 << exponent for exponent in range(12)]
 
 
 def recording(rows: int, tokens: int) -> Recording:
-    """10 MiB for ever, 3 MiB a row for 64 tokens, and after those are freed 30 MiB more than that."""
+    """10 MiB forever, 3 MiB a row for 64 tokens, and after those are freed 30 MiB more than that."""
     row_bytes = 3 * MIB * rows * tokens // 64
     changes = array("q", [6 * MIB, 4 * MIB, row_bytes, -row_bytes, 30 * MIB + row_bytes, -30 * MIB - row_bytes])
     return Recording(tuple(Allocation("op", 0) for _ in range(4)), array("q", [0, 1, 2, 2, 3, 3]), changes, PHASES)
@@ -28,7 +28,7 @@ def law(*, caches: bool) -> MemoryLaw:
 
 
 def filling_holes() -> MemoryLaw:
-    """10 MiB for ever, 16 MiB a row for 64 tokens, and after those are freed 48 MiB whatever the rows."""
+    """10 MiB forever, 16 MiB a row for 64 tokens, and after those are freed 48 MiB whatever the rows."""
 
     def recording(rows: int, tokens: int) -> Recording:
         row_bytes = 16 * MIB * rows * tokens // 64

@@ -102,7 +102,7 @@ def _data(
 def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig, what: str, such_as: str) -> None:
     """Refuses a dataset of another kind, by its first sample."""
     if len(samples) == 0:
-        return  # told of where a step is filled
+        return  # build_step_loader reports an empty dataset
     found = samples[0]
     if not isinstance(found, Mapping) or not set(needed) <= found.keys():
         keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__

@@ -1,4 +1,4 @@
-"""One config on all ranks. A node that was started with another would train another model, or wait for ever."""
+"""One config on all ranks. A node that was started with another would train another model, or wait forever."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
             f"rank {dist.get_rank()} ran out of memory with four models, gradients of two and the optimizer's state: "
-            "train on more ranks, with smaller models, or with an optimizer with less state"
+            "train on more ranks, with smaller models, or with an optimizer that keeps less state"
         )
     )
 

@@ -139,7 +139,7 @@ class RolloutStages:
     def load_state_dict(self, saved: SavedLimits) -> None:
         restore_limits(self.runners, saved)
         if not saved.get("stays", True) and (told := self.give_up_gathering()) is not None:
-            say(f"{GENERATE}: {told}, as before it was resumed")
+            say(f"{GENERATE}: {told} (restored from the checkpoint)")
 
 
 def configured_limits(ppo: PPOSettings) -> dict[str, Limit]:

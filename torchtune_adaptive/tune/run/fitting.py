@@ -289,7 +289,7 @@ def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
         runner, found = stages[stage], stages[stage].limit
         runner.load_state_dict(saved[stage])
         if runner.limit != found:
-            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit}, as before it was resumed")
+            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)")
 
 
 def say(line: str) -> None:

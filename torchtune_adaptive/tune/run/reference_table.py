@@ -209,7 +209,7 @@ def unpacked(content: bytes, made_of: MadeOf, path: Path) -> Table:
         raise ValueError("it is damaged")
     pairs = made_of["pairs"]
     if len(numbers) != pairs * BYTES_PER_PAIR or zlib.crc32(numbers) != head.get("crc32"):
-        raise ValueError("it is torn, or of another dataset")
+        raise ValueError("it is truncated or belongs to another dataset")
     if head.get("made_of") != made_of or None in made_of["weights"].values():
         raise ValueError("model, weights, tokenizer or dataset are others, or an earlier version has made it")
     log_probs = np.frombuffer(numbers, np.float32, 2 * pairs).reshape(pairs, 2)

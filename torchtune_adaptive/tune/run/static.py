@@ -63,5 +63,5 @@ def _in_a_process(cfg: DictConfig, world_size: int, question: dict[str, object])
     except subprocess.TimeoutExpired as error:
         raise PredictionError(f"the prediction took longer than {TIME_LIMIT_S:.0f} s") from error
     if ended.returncode != 0:
-        raise PredictionError((ended.stderr.strip().splitlines() or ["the prediction ended without a word"])[-1])
+        raise PredictionError((ended.stderr.strip().splitlines() or ["the prediction exited without output"])[-1])
     return int(ended.stdout.splitlines()[-1])
