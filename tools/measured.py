@@ -35,38 +35,47 @@ def overhead(rows: list[Row]) -> tuple[str, str]:
     alike = [row for row in rows if row["stock"] == row["ours"]]
     cells = [f"{row['ratio']:.2f} {_recipe(row)} on {_ranks(row['ranks'])}" for row in alike]
     spread = f"{min(row['lowest'] for row in alike):.2f} to {max(row['highest'] for row in alike):.2f}"
-    what = "CPU time of a step over stock's, at the same batch, while nothing fails"
+    what = "CPU time of a step ÷ torchtune's, at the same batch, while nothing fails"
     return what, f"{', '.join(cells)} (medians; single pairs {spread})"
 
 
 def searches(rows: list[Row]) -> tuple[str, str]:
     ours, *others = ([row for row in rows if row["search"].startswith(name)] for name in SEARCHES)
-    cells = [f"ours {span(row['probes'] for row in ours)} probes, {_search(ours)}"]
+    rounded = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in ours)
+    probes, once_rounded = span(row["probes"] for row in ours), f"({rounded} % once rounded to a power of two)"
+    cells = [f"ours {probes} probes, {_search(ours)} {once_rounded}"]
     for name, theirs in zip(SEARCHES[1:], others, strict=True):
-        cells.append(f"{name} {span((row['ratio'] for row in theirs), 1)} × the time, {_search(theirs)}")
+        cells.append(
+            f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × the time, {_search(theirs)}"
+        )
     return f"finding a size, one process, {len(ours)} models", "; ".join(cells)
 
 
 def recovery(rows: list[Row]) -> tuple[str, str]:
     *recovered, restarted = rows
     lost = span((row["lost steps"] for row in recovered), 1)
-    restart = f"a restart from a checkpoint loses {restarted['lost steps']:.0f}, and the steps since"
-    return "a step that runs out of memory, 2 ranks", f"{lost} step times lost; {restart}"
+    after = span((row["step after"] for row in recovered), 2)
+    restart = f"a restart takes {restarted['lost s']:.0f} s, {restarted['lost steps']:.0f} steps of this small model"
+    cells = [f"{lost} step times lost", f"later steps take {after} × as long until the size grows back", restart]
+    return "a step that runs out of memory, 2 ranks", "; ".join(cells)
 
 
 def packing(rows: list[Row]) -> tuple[str, str]:
     most = max(row["ranks"] for row in rows)
-    shown = [row for row in rows if row["ranks"] == most]
-    cells = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in shown]
-    packs = ", ".join(f"{row['ratio to packs']:.1f}" for row in shown)
+    many, one = ([row for row in rows if row["ranks"] == ranks] for ranks in (most, 1))
+    cells = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in many]
+    alone, packs = (
+        ", ".join(f"{row[ratio]:.1f}" for row in shown) for ratio, shown in (("ratio", one), ("ratio to packs", many))
+    )
     what = f"`token_budget: auto` over batches of rows, same memory, {_ranks(most)}: target tokens a second"
-    return what, f"{', '.join(cells)}; over torchtune's `packed: True` {packs} ×"
+    masked = "which have a masked attention on a CPU: expect another ratio on a GPU"
+    return what, f"{', '.join(cells)} (1 rank: {alone}); over torchtune's `packed: True` {packs} ×, {masked}"
 
 
 def dealing(rows: list[Row]) -> tuple[str, str]:
     ranks = sorted({row["ranks"] for row in rows})
     dealt, stayed = (span((row[key] for row in rows), 2) for key in ("dealt", "stayed"))
-    what = f"a step over its useful work, on {ranks[0]} to {ranks[-1]} ranks, simulated"
+    what = f"step time ÷ that of a perfectly balanced step, on {ranks[0]} to {ranks[-1]} ranks, simulated"
     return what, f"{dealt} with samples dealt to the ranks, {stayed} without"
 
 
@@ -77,11 +86,11 @@ def saves(rows: list[Row]) -> tuple[str, str]:
 
 
 def stages(rows: list[Row]) -> tuple[str, str]:
-    return "DPO with one number of pairs for both stages, CPU time over one for each, 2 ranks", _over(rows)
+    return "DPO, one limit for both stages: CPU time ÷ that with a limit each, 2 ranks", _over(rows)
 
 
 def rollouts(rows: list[Row]) -> tuple[str, str]:
-    return "PPO with one number of rows for all seven stages, CPU time over one for each, 2 ranks", _over(rows)
+    return "PPO, one limit for all seven stages: CPU time ÷ that with a limit each, 2 ranks", _over(rows)
 
 
 def _over(rows: list[Row]) -> str:
@@ -92,12 +101,15 @@ def prediction(rows: list[Row]) -> tuple[str, str]:
     configs = {row["config"].split(",")[0] for row in rows}
     most = max(abs(row["difference bytes"]) for row in rows)
     what = f"predicted peak beside the measured one, on CPUs, 2 ranks ({', '.join(sorted(configs))})"
-    return what, f"off by at most {most} bytes of {span(row['measured MiB'] for row in rows)} MiB"
+    off = f"off by at most {most} bytes" if most else "exact"
+    return what, f"{off} in all {len(rows)} cases, {span(row['measured MiB'] for row in rows)} MiB"
 
 
 def advice(rows: list[Row]) -> tuple[str, str]:
     tau = kendalls_tau([(row["predicted"], row["measured"]) for row in rows])
-    return f"order of {len(rows)} settings by speed, predicted and measured", f"Kendall's τ {tau:.2f}"
+    above = span(100 * (row["predicted"] / row["measured"] - 1) for row in rows)
+    what = f"order of {len(rows)} settings by speed, predicted and measured"
+    return what, f"Kendall's τ {tau:.2f}; the order only: tokens a second are predicted {above} % too high there"
 
 
 def faults(rows: list[Row]) -> tuple[str, str]:
@@ -107,7 +119,7 @@ def faults(rows: list[Row]) -> tuple[str, str]:
     return f"operations of a step as the point of failure (`make faults`), {cases}", answer
 
 
-SEARCHES = ("linear", "accelerate", "Lightning")
+SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Ours, then those of others, by how their names begin."""
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
 LINES = (overhead, searches, recovery, saves, packing, dealing, stages, rollouts, prediction, advice, faults)
@@ -134,7 +146,8 @@ def _ranks(count: int) -> str:
 
 def _search(rows: list[Row]) -> str:
     errors = span(row["out of memory"] for row in rows)
-    return f"{errors} out-of-memory errors, {span(100 * row['rows'] / row['fits'] for row in rows)} % of what fits"
+    named = "out-of-memory error" if errors == "1" else "out-of-memory errors"
+    return f"{errors} {named}, {span(100 * row['rows'] / row['fits'] for row in rows)} % of what fits"
 
 
 def main() -> None:
