@@ -90,7 +90,7 @@ soak: $(READY)
 crash: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.crash 2>$(VENV)/crash.log || { tail -n 50 $(VENV)/crash.log; exit 1; }
 
-# beside stock and peers, in less than 15 minutes; wants a machine that does nothing else
+# beside stock and peers, in some 22 minutes; wants a machine that does nothing else
 bench: $(PEERS)
 	$(BIN)/python -W ignore -m benchmarks 2>$(VENV)/bench.log || { tail -n 50 $(VENV)/bench.log; exit 1; }
 	$(BIN)/python -m tools.measured
