@@ -56,8 +56,8 @@ def test_the_limit_of_a_run_is_a_line_of_steps_with_marks_where_it_changed(
     assert marked(limit, "^") == [(14.5, 4)]  # from where it rises: at its top the next failure may be
     assert [text.get_text() for text in limit.texts] == [
         "4 rows instead of 8",
-        "out of memory: step repeated in smaller microbatches, 2 times",
-        "no trouble for a while: larger ones tried again, once",
+        "2 × out of memory: step repeated in smaller microbatches",
+        "larger microbatches tried again",
     ]
     assert limit.texts[0].get_position() == ((15 + 30.5) / 2, pytest.approx(6))  # from 10 to 14.5 there is no room
     (shade,) = limit.collections
@@ -76,7 +76,7 @@ def test_memory_is_that_of_the_record_with_a_dot_where_a_step_failed_below_its_b
     assert line_of(memory, "budget") == (steps, [1.0] * STEPS)
     assert marked(memory, "o")[1:] == [(10, 10 / 32), (15, 15 / 32)]  # the first is that of the words
     assert [text.get_text() for text in memory.texts] == [
-        "out of memory, as above: the allocation that failed is not counted",
+        "out of memory: peak before the allocation that failed",
         "budget, 1 GiB",
     ]
     assert max(memory.get_yticks()) <= 1.0, "above are words"
@@ -103,7 +103,10 @@ def test_all_that_is_left_of_the_panels_is_right_of_where_the_title_begins(
 
 def test_the_title_of_a_run_says_what_happened(tmp_path: Path) -> None:
     a_run(tmp_path)
-    assert title(read_timeline(tmp_path)) == "30 steps, 2 out-of-memory errors survived, 9 % of the time lost"
+    assert (
+        title(read_timeline(tmp_path))
+        == "30 steps, 2 out-of-memory errors survived, 9 % of the time lost in failed attempts"
+    )
     journal = Journal(tmp_path)
     journal.event(Event(kind=RECOVERY, step=20, reason="", before=8, after=4, unit="rows"))
     journal.step(40, {})
@@ -266,7 +269,7 @@ def test_a_shade_without_room_for_words_is_explained_above(tmp_path: Path, monke
     for step in range(1, 41):
         journal.step(step, {})
     figure = drawn_run(tmp_path, monkeypatch)
-    assert figure.axes[0].get_title(loc="left") == "most rows in a microbatch, shaded: less than it had been"
+    assert figure.axes[0].get_title(loc="left") == "most rows in a microbatch, shaded: lowered during the run"
     assert cut_off(figure) == []
 
 
@@ -286,8 +289,8 @@ def test_many_stages_are_small_multiples_with_one_key(tmp_path: Path, monkeypatc
     assert key.get_title(loc="left") == "most rows in a microbatch, by stage"
     assert [text.get_text() for text in key.texts] == [
         "out of memory: step repeated in smaller microbatches",
-        "no trouble for a while: larger ones tried again",
-        "shaded: less than it had been",
+        "larger microbatches tried again",
+        "shaded: lowered during the run",
     ]
     assert [axes.get_title(loc="left") for axes in small] == [
         "generate",

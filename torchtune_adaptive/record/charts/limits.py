@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOWERED = "#FBE3D2"
 """Between the limit and what it had been, in the spells in which it was lower."""
-SHADED = "shaded: less than it had been"
+SHADED = "shaded: lowered during the run"
 SPELL = "spell"
 """The gid of the text that says what a shade means."""
 
@@ -44,7 +44,7 @@ SIGNS = {
     RECOVERY: Sign("out of memory: step repeated in smaller microbatches", ALARM, "v"),
     THRASHING: Sign("allocator thrashing: smaller microbatches on trial", PINK, "s"),
     TRIAL: Sign("trial decided", SKY, "D"),
-    GROWTH: Sign("no trouble for a while: larger ones tried again", GREEN, "^"),
+    GROWTH: Sign("larger microbatches tried again", GREEN, "^"),
 }
 ROOM_OF_TEXT, MARGIN = 0.17, 0.08
 """Room for a line of what marks mean, and where there is none; as shares of a panel's height."""
@@ -94,7 +94,7 @@ def draw_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:
     _draw_course(axes, course, end, scale, apart=0.1)
     shaded = SHADED * (not _say_spell(axes, course, end, scale, LOW) and bool(course.spells(end)))
     stage, logarithmic = f"stage {course.stage}" * bool(course.stage), "logarithmic" * scale.logarithmic
-    heading(axes, ", ".join(filter(None, (f"most {_unit(course)[0]} in a microbatch", stage, logarithmic, shaded))))
+    heading(axes, ", ".join(filter(None, (_what(course), stage, logarithmic, shaded))))
     _explain_marks(axes, course, end)
 
 
@@ -130,6 +130,15 @@ def key_lines(courses: Sequence[LimitCourse], end: float) -> list[Sign]:
     shaded = [each for each in courses if each.spells(end)]
     unsaid = [each for each in shaded if not _of_a_spell(each, end, _scale(each, *IN_SMALL), LOW_IN_SMALL)]
     return signs + [Sign(SHADED, LOWERED, "s")] * bool(unsaid)
+
+
+def _what(course: LimitCourse) -> str:
+    unit, _ = _unit(course)
+    return (
+        f"predicted peak of a microbatch, at most ({unit})"
+        if course.unit == "bytes"
+        else f"most {unit} in a microbatch"
+    )
 
 
 def _unit(course: LimitCourse) -> tuple[str, int]:
@@ -198,7 +207,8 @@ def _explain_marks(axes: Axes, course: LimitCourse, end: float) -> None:
     row = 0
     for kind in sorted(first, key=lambda kind: first[kind].at):
         mark, (means, colour, _) = first[kind], SIGNS[kind]
-        said = f"{means}, {times(sum(each.kind == kind for each in course.marks))}"
+        count = sum(each.kind == kind for each in course.marks)
+        said = means if count == 1 else f"{count} × {means}"
         below = kind == GROWTH
         height = 0.03 if below else 0.97 - row * (ROOM_OF_TEXT - 0.03)
         row += not below

@@ -74,7 +74,7 @@ def draw_memory(axes: Axes, *, timeline: Timeline) -> None:
     top = max(*used, *allowed)
     if dots:
         axes.plot(*zip(*dots, strict=True), "o", color=ALARM, markersize=6, zorder=4, linestyle="none")
-        _say(axes, "out of memory, as above: the allocation that failed is not counted", ALARM)
+        _say(axes, "out of memory: peak before the allocation that failed", ALARM)
     axes.set_ylim(0, (1.5 if dots else 1.25) * top)
     axes.locator_params(axis="y", nbins=4)
     ticks = axes.yaxis.get_major_locator().tick_values(0, top)

@@ -1,6 +1,6 @@
 """Draws what became of a run: `adaptive_report.png`.
 
-    python -m torchtune_adaptive.record.charts.run OUTPUT_DIR
+    python -m torchtune_adaptive.run_picture OUTPUT_DIR
 
 From the record in the run's `output_dir`, so a run that is still going, or has failed, can be drawn as well.
 """
@@ -101,13 +101,13 @@ def panels_of(timeline: Timeline) -> list[Panel]:
 
 
 def title(timeline: Timeline) -> str:
-    """What happened: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost`."""
+    """What happened: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost in failed attempts`."""
     steps = count_of(len(timeline.steps), "step" if _logs_all(timeline) else "logged step")
     survived = course.recoveries(timeline)
     if not survived:
         return f"{steps}, none out of memory"
     share = course.lost_share(timeline)
-    lost = "" if share is None else f", {percent_of(share)} of the time lost"
+    lost = "" if share is None else f", {percent_of(share)} of the time lost in failed attempts"
     return f"{steps}, {count_of(survived, 'out-of-memory error')} survived{lost}"
 
 
