@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from torch import nn
 
 from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.readers import read_full_dpo_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_dpo_settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference

@@ -10,7 +10,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.readers import read_lora_dpo_settings
+from torchtune_adaptive.tune.config.per_recipe import read_lora_dpo_settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress

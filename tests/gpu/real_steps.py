@@ -26,10 +26,10 @@ from tests.recipes.running import demo_config
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.search.prober import TrainingStep
+from torchtune_adaptive.search.probing import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.tune.config.readers import read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate

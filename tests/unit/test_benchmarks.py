@@ -19,7 +19,7 @@ from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.recipes.running import OURS, demo_config
 from tests.searching import Shape, Trained
-from torchtune_adaptive.tune.config.readers import read_full_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_settings
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.validate.config import check_config

@@ -10,8 +10,8 @@ from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
-from torchtune_adaptive.search.lengths import Profile, SampleLengths, profile
-from torchtune_adaptive.search.prober import Prober, TrainingStep
+from torchtune_adaptive.search.probing import Prober, TrainingStep
+from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.search.rows import SearchResult, search
 from torchtune_adaptive.search.strategies import NEED_RECOVERY
 

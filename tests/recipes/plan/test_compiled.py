@@ -38,7 +38,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.answers import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
-from torchtune_adaptive.tune.plan.rows import most_rows
+from torchtune_adaptive.tune.plan.static_rows import most_rows
 
 ALLOWED = 0.01 if torch.__version__.startswith("2.12.") else TOLERANCE
 """On torch 2.12 one case needs 0.95 % more than predicted; why, nobody has found out yet."""

@@ -25,7 +25,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.plan import answers, rows
+from torchtune_adaptive.tune.plan import answers, static_rows
 from torchtune_adaptive.tune.plan.commands import Wanted, command
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.models import give_gradients
@@ -161,14 +161,14 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
             {"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": [16, 32]}
         )
         static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.answer_tokens, peak - 1, GENERATE
-        with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
-            assert rows.most_rows(*static) == 0
+        with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            assert static_rows.most_rows(*static) == 0
         with mock.patch.object(answers, "fake_steps", return_value=nullcontext({GENERATE: step})):
             plan = read_plan_settings(asked)
             found = answers.predict(cfg, plan, lambda: None)
         assert [note for note in found.notes if note.startswith("generate: gathered parameters leave no room")]
-        with mock.patch.object(rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
-            assert rows.most_rows(*static, fallen_back=True) >= found.batch_size(0) >= 1
+        with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
+            assert static_rows.most_rows(*static, fallen_back=True) >= found.batch_size(0) >= 1
 
 
 def test_settings_of_ppo_are_not_compared() -> None:

@@ -98,7 +98,7 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
     assert np.std(made[0]) > 1
     assert [line.split(" · ")[1].split(" ")[0] for line in taken[1]] == ["taken"]
     assert taken[0] == made[0]
-    assert "torn" in torn[1][0]
+    assert "truncated" in torn[1][0]
     assert torn[0] == pytest.approx(made[0], rel=1e-6)
     assert "are others" in foreign[1][0]
     assert foreign[0] != made[0]

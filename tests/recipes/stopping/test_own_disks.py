@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from tests.ranks import run_on_ranks
 from tests.unit.tune.parts.checkpoints.starting import config
 from torchtune_adaptive.errors import CheckpointError, ConfigError
-from torchtune_adaptive.tune.config.readers import read_full_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_distributed
 from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 

@@ -12,8 +12,8 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.limit import UNBOUNDED_ROWS
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.lengths import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
 from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.profile import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
 from torchtune_adaptive.search.refusal import one_row_error
 
 POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from torchtune_adaptive.record.tables import read_search, write_search
-from torchtune_adaptive.search.lengths import Profile
+from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 
 EARLIER = Path(__file__).parent / "earlier"

@@ -19,8 +19,8 @@ from torchtune_adaptive.record.tables import (
 )
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
-from torchtune_adaptive.search.lengths import Profile, SampleLengths, profile
 from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30

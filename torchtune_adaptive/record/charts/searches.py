@@ -20,8 +20,8 @@ from torchtune_adaptive.record.charts.figures import (
     save,
     unit_of,
 )
-from torchtune_adaptive.search.lengths import Profile
 from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of
 

@@ -23,7 +23,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import peft
 from torchtune.training import activations
 
-from torchtune_adaptive.comm.replicas import make_replicas_alike
+from torchtune_adaptive.comm.replica_weights import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.replacing import replaced

@@ -12,11 +12,11 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
-from torchtune_adaptive.search.prober import TrainingStep
+from torchtune_adaptive.search.probing import TrainingStep
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
-from torchtune_adaptive.tune.run.dealing import dealer_of
+from torchtune_adaptive.tune.run.dealer import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
 from torchtune_adaptive.tune.run.fitting import (
     FitRequest,

@@ -21,7 +21,7 @@ from torchtune_adaptive.errors import AdaptiveError, PredictionError
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = "torchtune_adaptive.tune.plan.rows"
+PROGRAM = "torchtune_adaptive.tune.plan.static_rows"
 TIME_LIMIT_S = 300.0
 """Seconds for the prediction: fewer than the other ranks wait in a collective before they give up."""
 OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

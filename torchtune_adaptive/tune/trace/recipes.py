@@ -10,7 +10,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.readers import (
+from torchtune_adaptive.tune.config.per_recipe import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,

@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, Lengths, check_length, lengths, read_plan_settings
 from torchtune_adaptive.tune.rl.room import longest_taken
 from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
-from torchtune_adaptive.tune.run.dealing import obstacle_to_dealing
+from torchtune_adaptive.tune.run.dealer import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
 from torchtune_adaptive.tune.trace.recipes import TRAININGS, read_settings, trains_on_pairs

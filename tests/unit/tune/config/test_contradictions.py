@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, SeveralErrors
-from torchtune_adaptive.tune.config.readers import (
+from torchtune_adaptive.tune.config.per_recipe import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,

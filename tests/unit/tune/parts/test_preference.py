@@ -14,7 +14,7 @@ from torchtune_adaptive.limits.padded_plan import Load
 from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.config.readers import read_full_dpo_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_dpo_settings
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import check_samples

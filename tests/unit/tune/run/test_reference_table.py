@@ -61,7 +61,7 @@ def test_a_file_that_is_no_table_is_said_to_be_damaged(content: bytes) -> None:
 
 
 def test_a_table_of_which_the_end_is_missing_is_torn() -> None:
-    with pytest.raises(ValueError, match=r"^it is torn"):
+    with pytest.raises(ValueError, match=r"^it is truncated"):
         unpacked(packed(table_of(SAMPLE, SAMPLE), MADE_OF)[:-1], MADE_OF, PATH)
 
 

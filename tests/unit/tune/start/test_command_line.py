@@ -12,7 +12,7 @@ from torchtune._recipe_registry import get_all_recipes
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.readers import read_full_settings, read_lora_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import installed_configs
 from torchtune_adaptive.tune.start.command_line import locate

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.tune.parts.checkpoints.making import save
-from torchtune_adaptive.tune.config.readers import read_full_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide

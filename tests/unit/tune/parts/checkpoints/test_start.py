@@ -10,7 +10,7 @@ import pytest
 from tests.unit.tune.parts.checkpoints.making import complete, save
 from tests.unit.tune.parts.checkpoints.starting import ADAPTER, config, folder_of, saved, start
 from torchtune_adaptive.errors import ConfigError, RunFinished
-from torchtune_adaptive.tune.config.readers import read_full_settings
+from torchtune_adaptive.tune.config.per_recipe import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.tune.start import run_file

@@ -14,8 +14,8 @@ from tests.unit.tune.parts.unpadded.test_support import BUDGET, SETTINGS
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.run import dealing
-from torchtune_adaptive.tune.run.dealing import dealer_of
+from torchtune_adaptive.tune.run import dealer as dealer_module
+from torchtune_adaptive.tune.run.dealer import dealer_of
 
 DATA: Any = SimpleNamespace(dataset="the dataset", packed=False)
 LIMIT = TokenLimit(4096)
@@ -25,9 +25,9 @@ LIMIT = TokenLimit(4096)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """That do not exist; what rank 0 says."""
     said: list[str] = []
-    monkeypatch.setattr(dealing, "world_size", lambda: 2)
-    monkeypatch.setattr(dealing, "say", said.append)
-    monkeypatch.setattr(dealing, "Dealer", lambda dataset, *_: dataset)
+    monkeypatch.setattr(dealer_module, "world_size", lambda: 2)
+    monkeypatch.setattr(dealer_module, "say", said.append)
+    monkeypatch.setattr(dealer_module, "Dealer", lambda dataset, *_: dataset)
     return said
 
 
@@ -50,7 +50,7 @@ def test_steps_are_dealt_under_a_limit_by_length() -> None:
 
 
 def test_one_rank_has_nobody_to_deal_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "world_size", lambda: 1)
+    monkeypatch.setattr(dealer_module, "world_size", lambda: 1)
     assert dealer(replace(BUDGET, deal=True)) is None
 
 
