@@ -1,7 +1,7 @@
 """Phrases that many messages share."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 LONGEST_SHOWN = 200
 """Characters of a value in a message."""
@@ -32,3 +32,10 @@ def shown(value: object) -> str:
     """A value of a config as its author wrote it, cut where nobody would read on."""
     text = "null" if value is None else repr(value)
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+
+
+def in_columns(lines: Iterable[Sequence[object]]) -> str:
+    """An indented table of lines with equally many cells, in columns as wide as their longest cell."""
+    cells = [[str(cell) for cell in line] for line in lines]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join("  " + "   ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
