@@ -17,6 +17,12 @@ def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
+def ranks_named(ranks: Iterable[int]) -> str:
+    """`rank 1`, `ranks 1, 2`."""
+    names = [str(rank) for rank in sorted(ranks)]
+    return f"{'rank' if len(names) == 1 else 'ranks'} {', '.join(names)}"
+
+
 def did_you_mean(name: str, known: Iterable[str], *, most: int = 1, likeness: float = 0.6) -> str:
     """`; did you mean a or b?` for names that are similar enough; nothing if there are none."""
     near = difflib.get_close_matches(name, list(known), n=most, cutoff=likeness)
