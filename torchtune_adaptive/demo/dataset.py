@@ -16,7 +16,7 @@ from torchtune.datasets import PackedDataset
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError
 
-Sample = dict[str, list[int]]
+DemoSample = dict[str, list[int]]
 
 MEDIAN_ITEMS = 6
 SPREAD = 0.8
@@ -54,10 +54,10 @@ def demo_row(seed: int, index: int) -> dict[str, str]:
     }
 
 
-class DemoDataset(Dataset[Sample]):
+class DemoDataset(Dataset[DemoSample]):
     """So many samples, each made from its index when asked for."""
 
-    def __init__(self, samples: int, make: Callable[[int], Sample]) -> None:
+    def __init__(self, samples: int, make: Callable[[int], DemoSample]) -> None:
         if samples < 1:
             raise ConfigError(f"dataset.samples is {samples}; it must be at least 1")
         self._samples = samples
@@ -66,13 +66,13 @@ class DemoDataset(Dataset[Sample]):
     def __len__(self) -> int:
         return self._samples
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> DemoSample:
         if not 0 <= index < self._samples:
             raise IndexError(f"sample {index} of a dataset of {self._samples}")
         return self._make(index)
 
 
-def tokenized(tokenizer: DemoTokenizer, row: dict[str, str], *, train_on_input: bool = False) -> Sample:
+def tokenized(tokenizer: DemoTokenizer, row: dict[str, str], *, train_on_input: bool = False) -> DemoSample:
     """Tokens and labels, as torchtune's SFTDataset gives them."""
     found = tokenizer(InputOutputToMessages(train_on_input=train_on_input)(row))
     pairs = zip(found["tokens"], found["mask"], strict=True)
@@ -80,7 +80,7 @@ def tokenized(tokenizer: DemoTokenizer, row: dict[str, str], *, train_on_input: 
     return {"tokens": found["tokens"], "labels": labels}
 
 
-def demo_sample(tokenizer: DemoTokenizer, seed: int, index: int, *, train_on_input: bool = False) -> Sample:
+def demo_sample(tokenizer: DemoTokenizer, seed: int, index: int, *, train_on_input: bool = False) -> DemoSample:
     """An instruction and its answer, tokenized."""
     return tokenized(tokenizer, demo_row(seed, index), train_on_input=train_on_input)
 

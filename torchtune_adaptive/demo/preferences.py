@@ -5,21 +5,19 @@ from __future__ import annotations
 import random
 from functools import partial
 
-from torchtune_adaptive.demo.dataset import DemoDataset, Sample, demo_row, tokenized
+from torchtune_adaptive.demo.dataset import DemoDataset, DemoSample, demo_row, tokenized
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 
 
-def _pair(tokenizer: DemoTokenizer, seed: int, index: int) -> Sample:
+def _pair(tokenizer: DemoTokenizer, seed: int, index: int) -> DemoSample:
     """A pair as torchtune's PreferenceDataset gives it."""
     row = demo_row(seed, index)
     worse = {**row, "output": _slip(row["output"], random.Random(f"slip/{seed}/{index}"))}
-    chosen, rejected = tokenized(tokenizer, row), tokenized(tokenizer, worse)
-    return {
-        "chosen_input_ids": chosen["tokens"],
-        "chosen_labels": chosen["labels"],
-        "rejected_input_ids": rejected["tokens"],
-        "rejected_labels": rejected["labels"],
-    }
+    pair: DemoSample = {}
+    for name, answer in (("chosen", row), ("rejected", worse)):
+        sample = tokenized(tokenizer, answer)
+        pair |= {f"{name}_input_ids": sample["tokens"], f"{name}_labels": sample["labels"]}
+    return pair
 
 
 def _slip(answer: str, draw: random.Random) -> str:

@@ -21,7 +21,7 @@ from torchtune.models.mistral._component_builders import mistral_classifier
 from torchtune.modules import TransformerDecoder
 from torchtune.training import FullModelTorchTuneCheckpointer
 
-from torchtune_adaptive.demo.dataset import DemoDataset, Sample
+from torchtune_adaptive.demo.dataset import DemoDataset, DemoSample
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 from torchtune_adaptive.demo.weights import ensure_made
 
@@ -86,7 +86,7 @@ def small_letters() -> dict[str, Tensor]:
     return weights
 
 
-def _prompt(tokenizer: DemoTokenizer, seed: int, index: int) -> Sample:
+def _prompt(tokenizer: DemoTokenizer, seed: int, index: int) -> DemoSample:
     """A short beginning without any letter: a share of letters is the answer's doing."""
     draw = random.Random(f"prompt/{seed}/{index}")
     text = f"{draw.randrange(100)} {draw.choice('+-*')} {draw.randrange(100)} ="
