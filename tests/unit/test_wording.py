@@ -3,7 +3,7 @@
 import pytest
 
 from torchtune_adaptive.errors import ConfigError, check_choice
-from torchtune_adaptive.wording import LONGEST_SHOWN, count_of, did_you_mean, nearest, shown
+from torchtune_adaptive.wording import LONGEST_SHOWN, count_of, did_you_mean, in_columns, nearest, ranks_named, shown
 
 
 @pytest.mark.parametrize(
@@ -44,3 +44,13 @@ def test_a_value_that_is_no_choice_is_named_with_those_that_are() -> None:
     check_choice("adaptive.search", "linear", ("linear", "binary"))
     with pytest.raises(ConfigError, match=r"^adaptive.search: 'guess' is unknown; allowed: linear, binary$"):
         check_choice("adaptive.search", "guess", ("linear", "binary"))
+
+
+def test_ranks_are_named_in_order() -> None:
+    assert (ranks_named({1}), ranks_named([2, 0])) == ("rank 1", "ranks 0, 2")
+
+
+def test_columns_are_as_wide_as_their_longest_cell() -> None:
+    assert in_columns([("rows", "peak", ""), (1, "1.5 GiB", "<- chosen"), (16, "-", "")]) == (
+        "  rows   peak\n  1      1.5 GiB   <- chosen\n  16     -"
+    )

@@ -13,9 +13,9 @@ from torchtune_adaptive.tune.start.catalogue import flags_of
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a config or a recipe, as `tune-adaptive ls` lists it")
-    parser.add_argument("destination", type=_place, help="a file, or a folder that is there")
-    parser.add_argument("--force", action="store_true", help="replace a file that is there")
-    parser.add_argument("--make-parents", action="store_true", help="make the folders that are missing")
+    parser.add_argument("destination", type=_place, help="a file, or an existing folder")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    parser.add_argument("--make-parents", action="store_true", help="make missing folders")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,12 +33,12 @@ def run(options: argparse.Namespace) -> int:
 
 def _place(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("an empty name is no place for a file")
+        raise argparse.ArgumentTypeError("the destination is empty; give a file or folder name")
     return text
 
 
 def target(place: str, source: Path) -> Path:
-    """The file to write: in a folder under the name of the source, and always with its ending."""
+    """The file to write: in a folder, under the name of the source; its ending is always that of the source."""
     destination = Path(place)
     if destination.is_dir():
         return destination / source.name
@@ -66,7 +66,7 @@ def _write(content: bytes, destination: Path, *, replace: bool) -> None:
         with destination.open("wb" if replace else "xb") as file:
             file.write(content)
     except FileExistsError as error:
-        raise ConfigError(f"{destination} is there already: choose another name, or give --force") from error
+        raise ConfigError(f"{destination} exists already: choose another name, or give --force") from error
     except OSError as error:
         if not destination.parent.exists():
             raise ConfigError(f"there is no folder {destination.parent}: make it, or give --make-parents") from error

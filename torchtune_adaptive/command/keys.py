@@ -1,8 +1,8 @@
-"""Explain the keys of a config that torchtune does not have: what each means, may be, and is where it is not given.
+"""Explain the keys of a config that torchtune does not have: what each means, which values it takes, and its default.
 
 tune-adaptive keys                 # all of them
 tune-adaptive keys search memory   # those that have one of these words in their name
-tune-adaptive keys adaptive_plan   # those of what is asked of adaptive_plan
+tune-adaptive keys adaptive_plan   # those of adaptive_plan's questions
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ WIDEST = 110
 class Key:
     name: str
     allowed: str
-    """What a value may be, in words."""
+    """Values that it takes, in words."""
     default: str
-    """As it is written in a config."""
+    """The value where none is given, as a config has it."""
     means: str
     of: str = ""
     """The recipe that alone knows it."""
@@ -79,9 +79,7 @@ def chosen(words: Sequence[str]) -> list[Key]:
     found = [key for key in everything if not words or any(word in key.name or word == key.of for word in words)]
     if not found:
         hint = did_you_mean(words[0], [key.name for key in everything], likeness=0.4)
-        raise ConfigError(
-            f"none of our keys has {' or '.join(words)} in its name{hint or '; without an argument all are listed'}"
-        )
+        raise ConfigError(f"no key matches {' or '.join(words)}{hint or '; without an argument all are listed'}")
     return found
 
 

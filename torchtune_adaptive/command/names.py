@@ -1,4 +1,4 @@
-"""What somebody may call a config or a recipe on the command line."""
+"""Names of configs and recipes on the command line."""
 
 from __future__ import annotations
 

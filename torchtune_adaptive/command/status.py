@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.run_file import RunFile
 
 COMPARED_BYTES = 2**28
-"""What is read of checkpoints at most: a second or two, from most disks."""
+"""Bytes that are read of checkpoints at most: a second or two, from most disks."""
 
 
 class Condition(IntEnum):
@@ -28,12 +28,12 @@ class Condition(IntEnum):
     FINISHED = 0
     BROKEN = 1
     CAN_GO_ON = 75
-    """What sysexits.h calls EX_TEMPFAIL: the same again, later. Also where it runs."""
+    """EX_TEMPFAIL of sysexits.h: start it again, later. Also for a run that is running."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Left:
-    """What is found of a run."""
+    """Everything found of a run."""
 
     directory: Path
     run: RunFile | None

@@ -69,5 +69,5 @@ def chosen_recipe(name: str, config: Path) -> str:
 
 def ranks(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of processes: allowed is a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of processes; give a whole number, 1 or more")
     return int(text)

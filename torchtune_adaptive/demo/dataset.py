@@ -7,6 +7,7 @@ short, a few are ten times as long. That tail is what makes the memory of a batc
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 
 from torch.utils.data import Dataset
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX, InputOutputToMessages
@@ -14,6 +15,8 @@ from torchtune.datasets import PackedDataset
 
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import ConfigError
+
+DemoSample = dict[str, list[int]]
 
 MEDIAN_ITEMS = 6
 SPREAD = 0.8
@@ -51,29 +54,35 @@ def demo_row(seed: int, index: int) -> dict[str, str]:
     }
 
 
-class DemoDataset(Dataset[dict[str, list[int]]]):
-    """Samples as torchtune's SFTDataset gives them, made when asked for."""
+class DemoDataset(Dataset[DemoSample]):
+    """So many samples, each made from its index when asked for."""
 
-    def __init__(self, tokenizer: DemoTokenizer, *, samples: int, seed: int, train_on_input: bool) -> None:
+    def __init__(self, samples: int, make: Callable[[int], DemoSample]) -> None:
         if samples < 1:
             raise ConfigError(f"dataset.samples is {samples}; it must be at least 1")
-        self._tokenizer = tokenizer
         self._samples = samples
-        self._seed = seed
-        self._to_messages = InputOutputToMessages(train_on_input=train_on_input)
+        self._make = make
 
     def __len__(self) -> int:
         return self._samples
 
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
+    def __getitem__(self, index: int) -> DemoSample:
         if not 0 <= index < self._samples:
             raise IndexError(f"sample {index} of a dataset of {self._samples}")
-        tokenized = self._tokenizer(self._to_messages(demo_row(self._seed, index)))
-        labels = [
-            CROSS_ENTROPY_IGNORE_IDX if masked else token
-            for token, masked in zip(tokenized["tokens"], tokenized["mask"], strict=True)
-        ]
-        return {"tokens": tokenized["tokens"], "labels": labels}
+        return self._make(index)
+
+
+def tokenized(tokenizer: DemoTokenizer, row: dict[str, str], *, train_on_input: bool = False) -> DemoSample:
+    """Tokens and labels, as torchtune's SFTDataset gives them."""
+    found = tokenizer(InputOutputToMessages(train_on_input=train_on_input)(row))
+    pairs = zip(found["tokens"], found["mask"], strict=True)
+    labels = [CROSS_ENTROPY_IGNORE_IDX if masked else token for token, masked in pairs]
+    return {"tokens": found["tokens"], "labels": labels}
+
+
+def demo_sample(tokenizer: DemoTokenizer, seed: int, index: int, *, train_on_input: bool = False) -> DemoSample:
+    """An instruction and its answer, tokenized."""
+    return tokenized(tokenizer, demo_row(seed, index), train_on_input=train_on_input)
 
 
 def demo_dataset(
@@ -85,7 +94,7 @@ def demo_dataset(
     packed: bool = False,
 ) -> DemoDataset | PackedDataset:
     """Component for a config's `dataset:`. A larger dataset begins with the samples of a smaller one."""
-    dataset = DemoDataset(tokenizer, samples=samples, seed=seed, train_on_input=train_on_input)
+    dataset = DemoDataset(samples, partial(demo_sample, tokenizer, seed, train_on_input=train_on_input))
     if not packed:
         return dataset
     if tokenizer.max_seq_len is None:

@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 from torchtune.models.mistral._component_builders import mistral_classifier
 from torchtune.modules import TransformerDecoder
 from torchtune.training import FullModelTorchTuneCheckpointer
 
+from torchtune_adaptive.demo.dataset import DemoDataset, DemoSample
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE, DemoTokenizer
 from torchtune_adaptive.demo.weights import ensure_made
-from torchtune_adaptive.errors import ConfigError
 
 VALUE_FILE, REWARD_FILE = "demo_value.pt", "demo_reward.pt"
 SIZES = {
@@ -86,28 +86,14 @@ def small_letters() -> dict[str, Tensor]:
     return weights
 
 
-class DemoPrompts(Dataset[dict[str, list[int]]]):
-    """Short beginnings without any letter, made when asked for: a share of letters is the answer's doing."""
-
-    def __init__(self, tokenizer: DemoTokenizer, *, samples: int, seed: int) -> None:
-        if samples < 1:
-            raise ConfigError(f"dataset.samples is {samples}; it must be at least 1")
-        self._tokenizer = tokenizer
-        self._samples = samples
-        self._seed = seed
-
-    def __len__(self) -> int:
-        return self._samples
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        if not 0 <= index < self._samples:
-            raise IndexError(f"sample {index} of a dataset of {self._samples}")
-        draw = random.Random(f"prompt/{self._seed}/{index}")
-        text = f"{draw.randrange(100)} {draw.choice('+-*')} {draw.randrange(100)} ="
-        tokens = self._tokenizer.encode(text, add_eos=False)
-        return {"tokens": tokens, "labels": list(tokens)}
+def _prompt(tokenizer: DemoTokenizer, seed: int, index: int) -> DemoSample:
+    """A short beginning without any letter: a share of letters is the answer's doing."""
+    draw = random.Random(f"prompt/{seed}/{index}")
+    text = f"{draw.randrange(100)} {draw.choice('+-*')} {draw.randrange(100)} ="
+    tokens = tokenizer.encode(text, add_eos=False)
+    return {"tokens": tokens, "labels": list(tokens)}
 
 
-def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoPrompts:
+def demo_prompts(tokenizer: DemoTokenizer, *, samples: int = 512, seed: int = 0) -> DemoDataset:
     """Component for a config's `dataset:`."""
-    return DemoPrompts(tokenizer, samples=samples, seed=seed)
+    return DemoDataset(samples, partial(_prompt, tokenizer, seed))

@@ -13,7 +13,7 @@ from typing import TypedDict
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change, in_step
 from torchtune_adaptive.limits.limit import Limit, Microbatch
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.wording import count_of, ranks_named
 
 TRIAL_STEPS = 4
 """Steps whose speed decides between two limits; the first after a change is not one of them."""
@@ -180,7 +180,9 @@ class Governor:
 
     def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
         """The step has counted already, so it is not run again."""
-        what = f"{self._at(step)}: the allocator had to flush its cache on {_ranks(retrying)} in two steps in a row"
+        what = (
+            f"{self._at(step)}: the allocator had to flush its cache on {ranks_named(retrying)} in two steps in a row"
+        )
         before, rates = self.limit, self._thrashing_rates
         self.counters.thrashings += 1
         try:
@@ -228,7 +230,7 @@ class Governor:
         return self._note(GROWTH, step, reason, before)
 
     def _failure(self, failed: Mapping[int, Microbatch], step: int) -> str:
-        return f"{self._at(step)}: out of memory on {_ranks(failed)} (longest sample {_longest(failed)} tokens)"
+        return f"{self._at(step)}: out of memory on {ranks_named(failed)} (longest sample {_longest(failed)} tokens)"
 
     def _at(self, step: int) -> str:
         return in_step(step, self._stage)
@@ -258,10 +260,6 @@ def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit:
         if smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch)):
             smaller = smaller.after_oom(*microbatch)
     return smaller
-
-
-def _ranks(by: Mapping[int, Microbatch]) -> str:
-    return f"rank{'s' * (len(by) > 1)} {', '.join(map(str, by))}"
 
 
 def _longest(by: Mapping[int, Microbatch]) -> int:

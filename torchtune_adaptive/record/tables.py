@@ -15,11 +15,14 @@ from torchtune_adaptive.search.probe import Probe
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.sizes import format_bytes
-from torchtune_adaptive.wording import count_of, times
+from torchtune_adaptive.wording import count_of, in_columns, times
 
 SEARCH_FILE = "batch_search.json"
 
 Result = TypeVar("Result", SearchResult, Profile)
+
+MEASURED = ("peak", "of budget", "time", "")
+"""Headings of what a probe measured; remarks have none."""
 
 _TIMES = "\u00d7"
 
@@ -27,10 +30,10 @@ _TIMES = "\u00d7"
 def search_table(result: SearchResult, sequence_length: int, stage: str = "") -> str:
     """Every probe in the order it was measured, the choice marked, and how often memory ran out if it did."""
     budget, chosen = format_bytes(result.budget_bytes), {result.rows: f"<- chosen ({result.reason})"}
+    probes = [(probe.rows, *_cells(probe, result.budget_bytes, chosen.get(probe.rows, ""))) for probe in result.probes]
     lines = [
         f"batch search{_named(stage)} · {result.strategy} · {sequence_length} tokens · budget {budget} a rank",
-        "  rows    peak       of budget   time",
-        *(_probe_line(probe, result.budget_bytes, chosen.get(probe.rows, "")) for probe in result.probes),
+        in_columns([("rows", *MEASURED), *probes]),
     ]
     if result.out_of_memory_count:
         lines.append(f"  out of memory {times(result.out_of_memory_count)} while probing, recovered")
@@ -42,11 +45,11 @@ def profile_table(result: Profile, stage: str = "", together: str = "") -> str:
 
     `together`: what to add to a length that is not that of one row.
     """
-    probes, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
+    count, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
+    points = [(point.rows, point.length, point.tokens, *_cells(point, result.budget_bytes)) for point in result.points]
     lines = [
-        f"token budget{_named(stage)} · {probes} · budget {budget} a rank",
-        "  rows    length   tokens    peak       of budget   time",
-        *(_probe_line(point, result.budget_bytes) for point in result.points),
+        f"token budget{_named(stage)} · {count} · budget {budget} a rank",
+        in_columns([("rows", "length", "tokens", *MEASURED), *points]),
         f"  fitted over rows and length, off by {100 * result.held_out_error:.1f} % at most where not fitted to; "
         f"any length fits up to {result.constant_tokens} tokens{together}",
     ]
@@ -111,14 +114,10 @@ def step_line(step: Accumulation, ranks: int, kind_of_rank: str = "rank") -> str
 def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
     """The run before it starts; epochs in a row that are alike share a line."""
     steps = sum(sizes.steps for sizes in epochs)
-    lines = [
-        f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}",
-        "  epoch    batch size   microbatches   samples a step   steps    learning rate",
-    ]
-    for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None}):
-        group = list(alike)
-        lines.append(_schedule_line(group[0], group[-1].epoch, ranks, by_tokens))
-    return "\n".join(lines)
+    heading = ("epoch", "batch size", "microbatches", "samples a step", "steps", "learning rate", "")
+    groups = [list(alike) for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None})]
+    table = in_columns([heading, *(_schedule_cells(alike[0], alike[-1].epoch, ranks, by_tokens) for alike in groups)])
+    return f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}\n{table}"
 
 
 def write_search(
@@ -151,27 +150,28 @@ def read_search(directory: Path, fingerprint: Mapping[str, object], kind: type[R
         raise ValueError(f"{path} is not the record of a search ({error}); delete it to search again") from error
 
 
-def _probe_line(probe: Probe, budget_bytes: int, chosen: str = "") -> str:
-    size = f"{probe.rows:<8}{probe.length:<9}{probe.tokens:<10}" if probe.length else f"{probe.rows:<8}"
-    need, peak_bytes, retries = "out of memory", probe.peak.peak_bytes, probe.peak.retries
+def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]:
+    """What was measured, as `MEASURED` heads it."""
+    need, share, peak_bytes, retries = "out of memory", "", probe.peak.peak_bytes, probe.peak.retries
     if peak_bytes is not None:
-        need = f"{format_bytes(peak_bytes):<11}{100 * peak_bytes / budget_bytes:4.0f} %"
+        need, share = format_bytes(peak_bytes), f"{100 * peak_bytes / budget_bytes:4.0f} %"
     remarks = [
         chosen,
         "held out" if probe.held_out else "",
         "over budget" if (peak_bytes or 0) > budget_bytes else "",
         count_of(retries, "allocator retry", "allocator retries") if retries else "",
     ]
-    seconds = f"{probe.peak.seconds:.1f} s"
-    return f"  {size}{need:<23}{seconds:<8}{', '.join(filter(None, remarks))}".rstrip()
+    return need, share, f"{probe.peak.seconds:.1f} s", ", ".join(filter(None, remarks))
 
 
-def _schedule_line(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: bool) -> str:
-    epochs = f"{sizes.epoch}" if sizes.epoch == last_epoch else f"{sizes.epoch}-{last_epoch}"
-    microbatches = "by tokens" if by_tokens else f"{sizes.microbatches} {_TIMES} {sizes.microbatch_rows}"
-    samples = sizes.samples_per_step * ranks
-    rate = f"{_TIMES} {sizes.lr_factor:.3g}"
-    cells = f"  {epochs:<9}{sizes.batch_size:<13}{microbatches:<15}{samples:<17}{sizes.steps:<9}{rate}"
-    if sizes.refused_batch_size is None:
-        return cells
-    return f"{cells.ljust(76)}   <- {sizes.refused_batch_size} asked for, does not fit"
+def _schedule_cells(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: bool) -> tuple[str, ...]:
+    refused = sizes.refused_batch_size
+    return (
+        f"{sizes.epoch}" if sizes.epoch == last_epoch else f"{sizes.epoch}-{last_epoch}",
+        f"{sizes.batch_size}",
+        "by tokens" if by_tokens else f"{sizes.microbatches} {_TIMES} {sizes.microbatch_rows}",
+        f"{sizes.samples_per_step * ranks}",
+        f"{sizes.steps}",
+        f"{_TIMES} {sizes.lr_factor:.3g}",
+        "" if refused is None else f"<- {refused} asked for, does not fit",
+    )

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.limits.change import BEFORE_THE_FIRST, in_step
+from torchtune_adaptive.wording import ranks_named
 
 logger = logging.getLogger(__name__)
 
@@ -91,11 +92,10 @@ class Pace:
             return None
         self._told |= slow
         held_up = median(share for rank, share in enumerate(of_rank) if rank not in slow)
-        ranks = ("rank " if len(slow) == 1 else "ranks ") + ", ".join(map(str, sorted(slow)))
         holds, works = ("holds", "it worked") if len(slow) == 1 else ("hold", "they worked")
         least = min(of_rank[rank] for rank in slow)
         return (
-            f"{ranks} {holds} the others up: in the last {STEPS} steps {works} {least:.0%} of the time and "
+            f"{ranks_named(slow)} {holds} the others up: in the last {STEPS} steps {works} {least:.0%} of the time and "
             f"the others {held_up:.0%}, waiting; look at their data, processors and network"
         )
 

@@ -58,8 +58,8 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
         ("adaptive.sequence_length=4096", ["adaptive.sequence_length is 4096", "at most 2048 (its max_seq_len)"]),
         ("adaptive.sequence_length=1000000000", ["adaptive.sequence_length is 1000000000", "from 1 to 16777216"]),
         ("adaptive.max_batch_size=1000000000", ["adaptive.max_batch_size is 1000000000", "from 1 to 1048576"]),
-        ("memory_limit=32MiB", ["memory_limit is read by nothing", "write adaptive.memory_limit"]),
-        ("training.search=static", ["training.search is read by nothing", "write adaptive.search"]),
+        ("memory_limit=32MiB", ["memory_limit has no effect here", "did you mean adaptive.memory_limit"]),
+        ("training.search=static", ["training.search has no effect here", "did you mean adaptive.search"]),
         (
             "optimizer.memory_limit=32MiB",
             ["optimizer.memory_limit: AdamW takes no", "write adaptive.memory_limit"],
@@ -100,7 +100,7 @@ def test_a_known_bad_value_is_told_in_one_line(tmp_path: Path, override: str, pa
             ["adaptive.memory_limit has 2 amounts", "world_size is 3"],
         ),
         (["memory_limit=h101"], ["memory_limit: cannot read 'h101'"]),
-        (["search=static"], ["search is read by nothing", "write adaptive.search"]),
+        (["search=static"], ["search has no effect here", "did you mean adaptive.search"]),
     ],
 )
 def test_a_known_bad_question_is_told_in_one_line(tmp_path: Path, overrides: list[str], parts: list[str]) -> None:

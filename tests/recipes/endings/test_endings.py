@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.distributed.faults.kinds import as_dtensor_does
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.running import Finished, demo_config, run_ours, start_here
-from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
 from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
@@ -38,7 +39,7 @@ class Flawed(DemoDataset):
     """The demo's, with one bad sample."""
 
     def __init__(self, tokenizer: DemoTokenizer, samples: int, flaw: str) -> None:
-        super().__init__(tokenizer, samples=samples, seed=0, train_on_input=False)
+        super().__init__(samples, partial(demo_sample, tokenizer, 0))
         self._flaw = flaw
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.utils.data import Dataset
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
-from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 
 MASKED = -100
@@ -21,7 +22,7 @@ class Hollow(DemoDataset):
     """The demo's, with every third run of so many samples empty, or without labels."""
 
     def __init__(self, tokenizer: DemoTokenizer, samples: int, run: int, keeps_tokens: bool) -> None:
-        super().__init__(tokenizer, samples=samples, seed=0, train_on_input=False)
+        super().__init__(samples, partial(demo_sample, tokenizer, 0))
         self._run, self._keeps_tokens = run, keeps_tokens
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:

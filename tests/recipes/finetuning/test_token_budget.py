@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from tests.recipes.running import (
     start_here,
 )
 from tests.recipes.stops import stopped_before, to_resume
-from torchtune_adaptive.demo.dataset import DemoDataset
+from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 
 STEPS = (*SGD, "batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=0.7", "dataset.samples=96")
@@ -55,12 +56,12 @@ class EveryTokenALabel(DemoDataset):
 
 def every_token_a_label(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> EveryTokenALabel:
     """Component for a config's `dataset:`."""
-    return EveryTokenALabel(tokenizer, samples=samples, seed=0, train_on_input=True)
+    return EveryTokenALabel(samples, partial(demo_sample, tokenizer, 0))
 
 
 def longer_than_the_tokenizer_says(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> DemoDataset:
     """Component for a config's `dataset:`, whose samples were made by another tokenizer."""
-    return DemoDataset(DemoTokenizer(max_seq_len=None), samples=samples, seed=0, train_on_input=False)
+    return DemoDataset(samples, partial(demo_sample, DemoTokenizer(max_seq_len=None), 0))
 
 
 class OneLongOnRank0(DemoDataset):
@@ -74,7 +75,7 @@ class OneLongOnRank0(DemoDataset):
 
 def one_long_on_rank_0(tokenizer: DemoTokenizer, *, samples: int, packed: bool) -> OneLongOnRank0:
     """Component for a config's `dataset:`."""
-    return OneLongOnRank0(tokenizer, samples=samples, seed=0, train_on_input=False)
+    return OneLongOnRank0(samples, partial(demo_sample, tokenizer, 0))
 
 
 class Runs(NamedTuple):

@@ -51,19 +51,19 @@ def failing() -> SearchResult:
 def test_the_table_is_the_one_that_users_are_promised() -> None:
     assert search_table(example(), 4096) == (
         "batch search · linear · 4096 tokens · budget 75.2 GiB a rank\n"
-        "  rows    peak       of budget   time\n"
-        "  1       38.4 GiB     51 %      1.9 s\n"
-        "  2       42.9 GiB     57 %      2.2 s\n"
-        "  8       69.7 GiB     93 %      5.8 s   <- chosen (9.2 fit, rounded down to a power of two)"
+        "  rows   peak       of budget   time\n"
+        "  1      38.4 GiB     51 %      1.9 s\n"
+        "  2      42.9 GiB     57 %      2.2 s\n"
+        "  8      69.7 GiB     93 %      5.8 s   <- chosen (9.2 fit, rounded down to a power of two)"
     )
 
 
 def test_the_table_says_what_became_of_each_refused_size() -> None:
     lines = search_table(failing(), 128).splitlines()
     assert lines[2:] == [
-        "  16      out of memory          12.3 s",
-        "  8       8.0 GiB      70 %      0.5 s   2 allocator retries",
-        "  4       4.0 GiB      35 %      0.5 s   <- chosen (8 did not fit)",
+        "  16     out of memory               12.3 s",
+        "  8      8.0 GiB           70 %      0.5 s    2 allocator retries",
+        "  4      4.0 GiB           35 %      0.5 s    <- chosen (8 did not fit)",
         "  out of memory once while probing, recovered",
     ]
 
@@ -73,7 +73,7 @@ def test_a_probe_over_a_soft_budget_is_told_apart_from_one_that_ran_out() -> Non
         return Peak({"step": rows * GIB}, fits=True)
 
     result = search(measure, Room(3 * GIB), refuse=refuse_nothing, strategy="binary")
-    assert search_table(result, 128).endswith("  4       4.0 GiB     133 %      0.0 s   over budget")
+    assert search_table(result, 128).endswith("  4      4.0 GiB    133 %      0.0 s   over budget")
 
 
 @pytest.mark.parametrize(
@@ -104,12 +104,11 @@ def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> N
     )
     assert schedule_table(plans, ranks=8) == (
         "batch schedule · 6 epochs · 498 steps\n"
-        "  epoch    batch size   microbatches   samples a step   steps    learning rate\n"
-        "  0-1      4            2 × 4          64               125      × 1\n"
-        "  2-3      8            2 × 8          128              62       × 1.41\n"
-        "  4        8            2 × 8          128              62       × 1.41"
-        "        <- 16 asked for, does not fit\n"
-        "  5        8            2 × 8          128              62       × 1.41"
+        "  epoch   batch size   microbatches   samples a step   steps   learning rate\n"
+        "  0-1     4            2 × 4          64               125     × 1\n"
+        "  2-3     8            2 × 8          128              62      × 1.41\n"
+        "  4       8            2 × 8          128              62      × 1.41          <- 16 asked for, does not fit\n"
+        "  5       8            2 × 8          128              62      × 1.41"
     )
 
 
@@ -206,7 +205,7 @@ def profiled() -> Profile:
 def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -> None:
     lines = profile_table(profiled()).splitlines()
     assert lines[0] == "token budget · 7 probes · budget 6.0 GiB a rank"
-    assert lines[2] == "  1       1024     1024      2.0 GiB      33 %      0.5 s"
+    assert lines[2] == "  1      1024     1024     2.0 GiB     33 %      0.5 s"
     assert sum(line.endswith("held out") for line in lines) == 2
     assert lines[-1].startswith("  fitted over rows and length, off by 0.0 % at most where not fitted to; any length")
     assert lines[-1].endswith((" up to 5119 tokens", " up to 5120 tokens"))  # 5 GiB, of a MiB each; an error of 1e-16

@@ -1,4 +1,4 @@
-"""What all pictures share: a figure if matplotlib is there, colours, units, the look of axes."""
+"""Things that all pictures share: a figure if matplotlib is there, colours, units, the look of axes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NAME_HEIGHT = 0.075
 class LineName(NamedTuple):
     name: str
     end: float
-    """Where the line ends, in the units of the axis."""
+    """The end of the line, in the units of the axis."""
     colour: str
 
 
@@ -94,7 +94,7 @@ def percent_of(share: float) -> str:
 
 
 def heading(axes: Axes, text: str) -> None:
-    """What a panel of a run's picture shows."""
+    """The heading of a panel of a run's picture."""
     axes.set_title(text, loc="left", fontsize=HEADING, color=INK)
 
 

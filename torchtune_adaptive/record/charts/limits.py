@@ -33,7 +33,7 @@ SPELL = "spell"
 
 
 class Sign(NamedTuple):
-    """What stands for a kind of change."""
+    """The mark of a kind of change."""
 
     means: str
     colour: str
@@ -69,14 +69,14 @@ class Scale(NamedTuple):
         return self.high > STEEP * self.low
 
     def share(self, size: float) -> float:
-        """How high a size stands; the only one of a run that has no other, in the middle."""
+        """The height of a size; the only size of a run stands in the middle."""
         if self.high == self.low:
             return 0.5
         of = log2(size / self.low) / log2(self.high / self.low) if self.logarithmic else self._linear(size)
         return self.lowest + of * (self.highest - self.lowest)
 
     def size(self, share: float) -> float:
-        """The size that stands so high."""
+        """The size at a height."""
         of = (share - self.lowest) / (self.highest - self.lowest)
         if self.high == self.low:
             return self.high * (0.5 + share)
@@ -110,7 +110,7 @@ def draw_small_limit(axes: Axes, *, course: LimitCourse, end: float) -> None:
 
 
 def draw_key(axes: Axes, *, courses: Sequence[LimitCourse], end: float) -> None:
-    """What the panels below show, and what their marks mean: a line for each kind that there is."""
+    """Explains the panels below and their marks: a line for each kind that there is."""
     units = dict.fromkeys(each.unit for each in courses)
     heading(axes, f"most {' or '.join(units)} in a microbatch, by stage")
     axes.set_axis_off()
@@ -124,7 +124,7 @@ def draw_key(axes: Axes, *, courses: Sequence[LimitCourse], end: float) -> None:
 
 
 def key_lines(courses: Sequence[LimitCourse], end: float) -> list[Sign]:
-    """What has to be explained above small panels."""
+    """Things to explain above small panels."""
     there = {mark.kind for each in courses for mark in each.marks}
     signs = [sign for kind, sign in SIGNS.items() if kind in there]
     shaded = [each for each in courses if each.spells(end)]
@@ -178,7 +178,7 @@ def legible(sizes: Iterable[float], scale: Scale, apart: float) -> list[float]:
 
 
 def _say_spell(axes: Axes, course: LimitCourse, end: float, scale: Scale, low: float) -> bool:
-    """What the shade means, in the first that has room for it; whether there is one."""
+    """Writes what the shade means into the first that has room for it; returns whether there is one."""
     if (found := _of_a_spell(course, end, scale, low)) is None:
         return False
     at, height, said = found
@@ -201,8 +201,8 @@ def _of_a_spell(course: LimitCourse, end: float, scale: Scale, low: float) -> tu
 
 
 def _explain_marks(axes: Axes, course: LimitCourse, end: float) -> None:
-    """What was grown from is said below the line; the others above it, the first to happen on top, so that no leader
-    crosses another's words."""
+    """Names the marks: those that a limit grew from below the line; the others above it, the first to happen on top, so
+    that no leader crosses another's words."""
     per, first = _unit(course)[1], {mark.kind: mark for mark in reversed(course.marks)}
     row = 0
     for kind in sorted(first, key=lambda kind: first[kind].at):

@@ -20,7 +20,7 @@ LINE_HEIGHT = 0.047
 def draw_speeds(
     path: Path, outcomes: Sequence[Outcome], names: Sequence[str], usable_bytes: int, title: str
 ) -> Path | None:
-    """Each setting a numbered point with its range; without matplotlib, logs one line and returns None."""
+    """Draws each setting as a numbered point with its range; without matplotlib, logs one line and returns None."""
     if (figure := new_figure(path, 11, 4.6)) is None:
         return None
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")

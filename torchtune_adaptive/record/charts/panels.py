@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def draw_rows(axes: Axes, *, timeline: Timeline) -> None:
-    """What ran, where the record does not say what was allowed."""
+    """Draws what ran, where the record does not say what was allowed."""
     heading(axes, "rows of the largest microbatch")
     axes.step(*timeline.series("microbatch_rows"), where="mid", color=BLUE, linewidth=1.6, label="rows")
     axes.set_ylim(bottom=0)
@@ -92,7 +92,7 @@ def draw_memory(axes: Axes, *, timeline: Timeline) -> None:
 
 
 def draw_imbalance(axes: Axes, *, timeline: Timeline) -> None:
-    """How much more the fullest rank of each step has to do: what its peers wait for."""
+    """The extra work of the fullest rank of each step, for which its peers wait."""
     steps, imbalances = timeline.series("rank_imbalance")
     more = fmean(imbalances) - 1
     heading(axes, f"work of the busiest rank beyond the mean of all: {percent_of(more)} on average")
@@ -104,6 +104,6 @@ def draw_imbalance(axes: Axes, *, timeline: Timeline) -> None:
 
 
 def _say(axes: Axes, text: str, colour: str) -> None:
-    """What dots mean, above all that is drawn, with one of them before it."""
+    """Explains the dots, above all that is drawn, behind a dot."""
     axes.plot(0.012, 0.9, "o", color=colour, markersize=6, transform=axes.transAxes)
     axes.text(0.03, 0.9, text, transform=axes.transAxes, verticalalignment="center", color=INK, fontsize=TEXT)

@@ -38,15 +38,15 @@ def check_drawable(path: Path, key: str) -> None:
     endings = FigureCanvasBase.get_supported_filetypes()
     if path.suffix and path.suffix.removeprefix(".").lower() not in endings:
         raise ConfigError(
-            f"{key} is '{path}', and matplotlib draws no '{path.suffix}': let the name end in .png, .svg or .pdf"
+            f"{key} is '{path}', and matplotlib cannot write '{path.suffix}'; end the name in .png, .svg or .pdf"
         )
     try:
         if path.is_dir():
             raise ConfigError(f"{key} is '{path}', which is a folder: give a file in it")
         if path.exists() and not path.is_file():
-            raise ConfigError(f"{key} is '{path}', which is no file but a device or the like: give a file of yours")
+            raise ConfigError(f"{key} is '{path}', which is not a regular file: give another name")
         there = next(each for each in path.absolute().parents if each.exists())
-        with tempfile.NamedTemporaryFile(dir=there):  # permissions do not tell of /proc, or of a full disk
+        with tempfile.NamedTemporaryFile(dir=there):  # permissions say nothing of /proc, or of a full disk
             pass
     except OSError as error:
         raise ConfigError(
@@ -95,7 +95,7 @@ def _draw_memory(axes: Axes, answer: Answer) -> None:
 
 
 def draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
-    """What fits over lengths, and what does with allocator retries where that is more."""
+    """Rows that fit over lengths, and those that fit with allocator retries where these are more."""
     fitting = [each for each in frontier if each.most_rows]
     tokens = [each.tokens for each in fitting]
     most = [each.most_rows for each in fitting]
@@ -114,7 +114,7 @@ def draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
 
 
 def _name_line(axes: Axes, x: Sequence[int], y: Sequence[int], name: str, colour: str, *, above: bool) -> None:
-    """Where neither line can be: both fall, so above and right of the upper one, or below and left of the lower one."""
+    """Names a line clear of both, which fall: above and right of the upper one, or below and left of the lower one."""
     at = len(x) // 3 if above else 2 * len(x) // 3
     side = 7 if above else -7
     axes.annotate(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 REPORT_FILE = "adaptive_report.png"
 WIDTH, MARGIN = 7.2, 0.1
-"""In inches."""
+"""Inches."""
 FULL_LINE = 64
 """Characters of a title in its full size."""
 UNEVEN = 1.05
@@ -44,7 +44,7 @@ UNEVEN = 1.05
 dealt, and then it is 1.01 or so, unless one sample is more than a rank's share: that is worth a look. Where rows are
 counted, it is chance."""
 Panel = tuple[Callable[["Axes"], None], float]
-"""What draws it, and its height beside the others'."""
+"""The function that draws it, and its height beside the others'."""
 
 
 @no_run_ends_over(REPORT_FILE)
@@ -101,7 +101,7 @@ def panels_of(timeline: Timeline) -> list[Panel]:
 
 
 def title(timeline: Timeline) -> str:
-    """What happened: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost in failed attempts`."""
+    """A run in a line: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost in failed attempts`."""
     steps = count_of(len(timeline.steps), "step" if _logs_all(timeline) else "logged step")
     survived = course.recoveries(timeline)
     if not survived:
@@ -117,7 +117,7 @@ def _logs_all(timeline: Timeline) -> bool:
 
 
 def _end(timeline: Timeline) -> float:
-    """Where the last step ends."""
+    """The end of the last step."""
     return max((record["step"] for record in timeline.steps), default=0) + course.AFTER
 
 

@@ -93,7 +93,7 @@ def _of(stage: str, title: str) -> str:
 
 
 def _draw_length(axes: "Axes", result: Profile, length: int, right: float, unit_bytes: int, colour: str) -> LineName:
-    """What rows of one length need, as measured and as fitted, up to what fits."""
+    """Draws what rows of one length need, as measured and as fitted, up to what fits."""
     surfaces = result.surfaces.values()
     rows_that_fit = min(surface.rows_within(result.limit_bytes, length) for surface in surfaces)
     # The phase that is full first changes along the way, so the line has corners.
@@ -135,8 +135,8 @@ def binding_phases(lines: Mapping[str, Surface], end: float) -> list[Binding]:
 
 
 def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_bytes: int) -> list[LineName]:
-    """What each phase was measured to need, in grey; what all of them need, up to the budget, as a line that names the
-    phase which needs it. The name of the grey ones."""
+    """Draws what each phase was measured to need, in grey, and what all of them need, up to the budget, as a line that
+    names the phase which needs it. Returns the name of the grey ones."""
     lines, right = result.lines, _right_edge(result, shown)
     end = min(right, *(line.rows_within(result.budget_bytes) for line in lines.values()), right)
     for phase, line in lines.items():
@@ -161,8 +161,8 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
 
 
 def _name_phase(axes: "Axes", binding: Binding, result: SearchResult, right: float, unit_bytes: int) -> None:
-    """At the middle of its line: above and left of it, where nothing else is, or below and right of it where that would
-    leave the axes or meet the leader of the choice."""
+    """Writes its name at the middle of its line: above and left of it, where nothing else is, or below and right of it
+    where that would leave the axes or meet the leader of the choice."""
     middle = (binding.begins + binding.ends) / 2
     above = CHARACTER * len(binding.phase) < middle / right and middle < result.rows
     axes.annotate(

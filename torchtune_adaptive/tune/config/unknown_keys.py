@@ -33,7 +33,7 @@ SECTIONS = (
 COMPONENT = "_component_"
 OF_PPO = "policy_model"
 MISSPELT = 0.8
-"""The similarity, up to 1, from which one name is taken for the other misspelt."""
+"""Similarity, from 0 to 1, at which a key counts as a typo."""
 
 
 def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> None:
@@ -68,10 +68,9 @@ def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
         return
     places = " and ".join(f"adaptive.{path.rpartition('.')[2]}" for path in found)
     one = len(found) == 1
-    mine = "that is meant; a key of your own needs another name"
-    several = "those are meant; keys of your own need other names"
     raise ConfigError(
-        f"{' and '.join(found)} {'is' if one else 'are'} read by nothing: write {places} if {mine if one else several}"
+        f"{' and '.join(found)} {'has' if one else 'have'} no effect here; did you mean {places}? "
+        f"{'A key of your own needs another name' if one else 'Keys of your own need other names'}"
     )
 
 
@@ -83,8 +82,8 @@ def _check_adaptive(cfg: DictConfig, known: Collection[str]) -> None:
     if astray:
         names = " and ".join(astray)
         raise ConfigError(
-            f"{' and '.join(f'adaptive.{key}' for key in astray)} {'is' if len(astray) == 1 else 'are'} read by "
-            f"nothing: write {names}, outside of adaptive"
+            f"{' and '.join(f'adaptive.{key}' for key in astray)} {'has' if len(astray) == 1 else 'have'} no effect "
+            f"here; write {names}, outside of adaptive"
         )
 
 

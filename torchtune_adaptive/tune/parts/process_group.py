@@ -18,6 +18,7 @@ from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.devices import device_of
 from torchtune_adaptive.tune.parts.same_config import check_same_config
+from torchtune_adaptive.wording import ranks_named
 
 Meshes = Mapping[str, DeviceMesh]
 """`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded
@@ -86,7 +87,7 @@ def _greeted(store: Any, world_size: int) -> str:
     until_s = time.monotonic() + default_pg_timeout.total_seconds()
     while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
         if time.monotonic() > until_s:
-            raise UnrecoverableError(f"ranks {', '.join(map(str, waiting))} have not come: start all of them again")
+            raise UnrecoverableError(f"{ranks_named(waiting)} did not join; restart all ranks")
         for rank in waiting:
             if store.check([f"there/{rank}"]) and (there := store.get(f"there/{rank}").decode()) != answered[rank]:
                 store.set(f"start/{there}", name)

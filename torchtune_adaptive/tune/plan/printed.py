@@ -13,32 +13,35 @@ from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.sizes import format_apart, format_bytes
 from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.budgets import TokenBudget
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.wording import count_of, in_columns
 
 
 def table(answer: Answer) -> str:
     """Predictions for the rows that matter, with what they mean."""
-    lines = ["  rows   allocated   reserved    bound by"]
-    lines += [_line(prediction, answer) for prediction in answer.predictions()]
-    return "\n".join(lines)
+    heading = ("rows", "allocated", "reserved", "bound by", "")
+    return in_columns([heading, *(_cells(prediction, answer) for prediction in answer.predictions())])
 
 
 def stages(answers: Mapping[str, Answer]) -> str:
     """What fits in each of several stages, a line each: the rows to run, and how many would fit."""
-    lines = [f"  {'stage':<28}rows   fit       allocated   reserved    of budget   bound by"]
-    return "\n".join([*lines, *(_stage_line(name, answer) for name, answer in answers.items())])
+    heading = ("stage", "rows", "fit", "allocated", "reserved", "of budget", "bound by")
+    return in_columns([heading, *(_cells_of_stage(name, answer) for name, answer in answers.items())])
 
 
-def _stage_line(name: str, answer: Answer) -> str:
-    rows = answer.chosen_rows or 1
-    prediction, have = answer.predict(rows), answer.budget.usable_bytes
-    most = f"{MOST_ROWS}+" if answer.most_rows == MOST_ROWS else str(answer.most_rows)
-    sizes = f"{format_bytes(prediction.peak.peak_bytes or 0):<12}{format_bytes(prediction.reserved_bytes):<12}"
-    share = f"{100 * prediction.reserved_bytes / have:5.0f} %     "
+def _cells_of_stage(name: str, answer: Answer) -> tuple[str, ...]:
+    prediction = answer.predict(answer.chosen_rows or 1)
     bound_by = prediction.phase
     if not answer.chosen_rows:
         bound_by = "fits only by flushing the cache (slow)" if answer.fits_by_flushing else "one row does not fit"
-    return f"  {name:<28}{answer.chosen_rows or '-':<7}{most:<10}{sizes}{share}{bound_by}"
+    return (
+        name,
+        str(answer.chosen_rows or "-"),
+        f"{MOST_ROWS}+" if answer.most_rows == MOST_ROWS else str(answer.most_rows),
+        format_bytes(prediction.peak.peak_bytes or 0),
+        format_bytes(prediction.reserved_bytes),
+        f"{100 * prediction.reserved_bytes / answer.budget.usable_bytes:5.0f} %",
+        bound_by,
+    )
 
 
 def choice(answer: Answer, key: str = "batch_size", at_most: int | None = None) -> str:
@@ -93,37 +96,39 @@ def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
         return (
             "  nothing that was tried fits, nor on 8 times as many ranks: lower sequence_length, or take a larger card"
         )
-    names = [name_of(each, ranks) for each in outcomes]
-    width = max(map(len, names))
-    return "\n".join(f"  {name:<{width}}   {_costs(each)}" for name, each in zip(names, outcomes, strict=True))
+    lines = []
+    for each in outcomes:
+        time = "" if each.slowdown is None else f"about {each.slowdown:.2f} × the time of a step"
+        lines.append((name_of(each, ranks), f"fits {count_of(each.rows, 'row')}", time))
+    return in_columns(lines)
 
 
 def speeds(outcomes: Sequence[Outcome], ranks: int) -> str:
     """Settings by their speed, with the range in which it is expected."""
-    lines = ["  tokens/s   between           rows   reserved    with"]
+    lines = [("tokens/s", "between", "rows", "reserved", "with")]
     for each in outcomes:
-        need = format_bytes(each.peak_bytes)
-        cells = f"{_speed(each)}{each.rows:<7}" if each.fits else f"{'does not fit':<36}"
-        lines.append(f"  {cells}{need:<12}{name_of(each, ranks)}")
-    return "\n".join(lines)
+        lines.append((*_speed(each), str(each.rows or "-"), format_bytes(each.peak_bytes), name_of(each, ranks)))
+    return in_columns(lines)
 
 
 def by_ranks(outcomes: Sequence[Outcome]) -> str:
     """One config on several numbers of ranks; of a step of several stages, a line for each."""
     staged = any(each.name for each in outcomes)
-    lines = [f"  ranks   tokens   {'stage                       ' * staged}rows   reserved    tokens/s   between"]
+    lines: list[Sequence[object]] = [
+        ("ranks", "tokens", *["stage"] * staged, "rows", "reserved", "tokens/s", "between")
+    ]
     for each in outcomes:
-        stage = f"{each.name:<28}" if staged else ""
-        size = f"{each.ranks:<8}{each.tokens:<9}{stage}{each.rows or '-':<7}{format_bytes(each.peak_bytes):<12}"
-        lines.append(f"  {size}{_speed(each) if each.fits else 'does not fit'}".rstrip())
-    return "\n".join(lines)
+        size = each.rows or "-", format_bytes(each.peak_bytes)
+        lines.append((each.ranks, each.tokens, *[each.name] * staged, *size, *_speed(each)))
+    return in_columns(lines)
 
 
-def _speed(outcome: Outcome) -> str:
-    if outcome.seconds is None:
-        return f"{'not told':<29}"
+def _speed(outcome: Outcome) -> tuple[str, str]:
+    """Tokens a second, and the range in which they are expected."""
+    if outcome.seconds is None or not outcome.fits:
+        return "not told" if outcome.fits else "does not fit", ""
     slow, fast = outcome.range_of_tokens_per_s
-    return f"{outcome.tokens_per_s:<11.0f}{f'{slow:.0f} and {fast:.0f}':<18}"
+    return f"{outcome.tokens_per_s:.0f}", f"{slow:.0f} and {fast:.0f}"
 
 
 def alternatives(outcomes: Sequence[Outcome]) -> list[dict[str, object]]:
@@ -148,11 +153,6 @@ def name_of(outcome: Outcome, ranks: int) -> str:
     """What to append, and on how many ranks where it is on more."""
     name = outcome.name or "as it is"
     return name if outcome.ranks == ranks else f"{name}  (on {count_of(outcome.ranks, 'rank')})"
-
-
-def _costs(outcome: Outcome) -> str:
-    fits = f"fits {count_of(outcome.rows, 'row')}"
-    return fits if outcome.slowdown is None else f"{fits:<13} about {outcome.slowdown:.2f} × the time of a step"
 
 
 def figures(answer: Answer) -> list[dict[str, object]]:
@@ -218,11 +218,9 @@ def as_json(rows: Sequence[dict[str, object]], notes: Sequence[str], **beside: o
     return json.dumps({"predictions": list(rows), **said, "notes": list(notes)}, indent=2)
 
 
-def _line(prediction: Prediction, answer: Answer) -> str:
-    allocated = format_bytes(prediction.peak.peak_bytes or 0)
-    reserved = format_bytes(prediction.reserved_bytes)
-    cells = f"  {prediction.rows:<6} {allocated:<12}{reserved:<12}{prediction.phase:<18}"
-    return f"{cells}{_remark(prediction, answer)}".rstrip()
+def _cells(prediction: Prediction, answer: Answer) -> tuple[str, ...]:
+    allocated, reserved = format_bytes(prediction.peak.peak_bytes or 0), format_bytes(prediction.reserved_bytes)
+    return str(prediction.rows), allocated, reserved, prediction.phase, _remark(prediction, answer)
 
 
 def _remark(prediction: Prediction, answer: Answer) -> str:

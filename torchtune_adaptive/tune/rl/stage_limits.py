@@ -7,7 +7,7 @@ that it may be answered with, since how long an answer gets is not known before.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -37,6 +37,7 @@ from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
 from torchtune_adaptive.tune.run.worst_case import worst_sample
+from torchtune_adaptive.wording import in_columns
 
 logger = logging.getLogger(__name__)
 
@@ -231,22 +232,22 @@ def _update(parts: RolloutParts, result: StepResult) -> None:
 
 def _table_of_rows(found: Mapping[str, Event]) -> str:
     """What every stage has come to, before training."""
-    lines = [f"  {'stage':<28}rows   peak       of budget"]
+    lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
     for stage, event in found.items():
         peak, budget = event.peak_bytes or 0, event.budget_bytes or 1
-        lines.append(f"  {stage:<28}{event.after:<7}{format_bytes(peak):<11}{100 * peak / budget:6.0f} %")
-    return "\n".join(["what fits in each stage, beside all four models", *lines])
+        lines.append((stage, event.after, format_bytes(peak), f"{100 * peak / budget:5.0f} %"))
+    return f"what fits in each stage, beside all four models\n{in_columns(lines)}"
 
 
 def _table_of_lengths(profiles: Mapping[str, Profile], new_tokens: int) -> str:
     """Limits by length: rows of the longest rollout there may be, and of shorter ones."""
     longest = max(point.length for profile in profiles.values() for point in profile.points)
     lengths = [longest, longest // 2, longest // 4]
-    columns = [*(f"of {length}" for length in lengths), "any, in tokens"]
-    lines = [f"  {'rows by their tokens':<28}{''.join(f'{column:<10}' for column in columns)}"]
+    lines: list[Sequence[object]] = [
+        ("rows by their tokens", *(f"of {length}" for length in lengths), "any, in tokens")
+    ]
     for stage, profile in profiles.items():
         # to generate, a row has all new tokens
         rows = [profile.limit.rows_at(n) if stage != GENERATE or n > new_tokens else "-" for n in lengths]
-        cells = "".join(f"{cell:<10}" for cell in (*rows, profile.constant_tokens))
-        lines.append(f"  {stage:<28}{cells}".rstrip())
-    return "\n".join(["what fits in each stage, beside all four models", *lines])
+        lines.append((stage, *rows, profile.constant_tokens))
+    return f"what fits in each stage, beside all four models\n{in_columns(lines)}"
