@@ -36,15 +36,16 @@ class Sign(NamedTuple):
     """The mark of a kind of change."""
 
     means: str
+    """What is said of it, with a place for how often."""
     colour: str
     marker: str
 
 
 SIGNS = {
-    RECOVERY: Sign("out of memory: step repeated in smaller microbatches", ALARM, "v"),
-    THRASHING: Sign("allocator thrashing: smaller microbatches on trial", PINK, "s"),
-    TRIAL: Sign("trial decided", SKY, "D"),
-    GROWTH: Sign("larger microbatches tried again", GREEN, "^"),
+    RECOVERY: Sign("out of memory{}: step repeated in smaller microbatches", ALARM, "v"),
+    THRASHING: Sign("allocator thrashing{}: smaller microbatches on trial", PINK, "s"),
+    TRIAL: Sign("trial decided{}", SKY, "D"),
+    GROWTH: Sign("larger microbatches tried again{}", GREEN, "^"),
 }
 ROOM_OF_TEXT, MARGIN = 0.17, 0.08
 """Room for a line of what marks mean, and where there is none; as shares of a panel's height."""
@@ -120,7 +121,9 @@ def draw_key(axes: Axes, *, courses: Sequence[LimitCourse], end: float) -> None:
         across = axes.get_yaxis_transform()  # x as a share of the width, y in lines
         axes.plot(0.012, row + 0.5, marker, color=colour, markersize=size, transform=across, clip_on=False)
         said = INK if colour == LOWERED else colour
-        axes.text(0.03, row + 0.5, means, color=said, fontsize=TEXT, transform=across, verticalalignment="center")
+        axes.text(
+            0.03, row + 0.5, means.format(""), color=said, fontsize=TEXT, transform=across, verticalalignment="center"
+        )
 
 
 def key_lines(courses: Sequence[LimitCourse], end: float) -> list[Sign]:
@@ -207,8 +210,7 @@ def _explain_marks(axes: Axes, course: LimitCourse, end: float) -> None:
     row = 0
     for kind in sorted(first, key=lambda kind: first[kind].at):
         mark, (means, colour, _) = first[kind], SIGNS[kind]
-        count = sum(each.kind == kind for each in course.marks)
-        said = means if count == 1 else f"{count} × {means}"
+        said = means.format(f" {times(sum(each.kind == kind for each in course.marks))}")
         below = kind == GROWTH
         height = 0.03 if below else 0.97 - row * (ROOM_OF_TEXT - 0.03)
         row += not below
