@@ -68,10 +68,9 @@ class Advice:
 def advised_length(question: Question, found: Answers) -> int | None:
     """The index of the length to advise on: the first where that is asked for, and, unless it is declined, the first of
     which not even one row fits; None where there is no advice."""
-    wanted = question.plan.advise
-    if wanted is False or trains_with_ppo(question.cfg):
+    if question.plan.advise is False or trains_with_ppo(question.cfg):
         return None
-    if wanted:
+    if question.plan.advise:
         return 0
     return next((at for at in range(len(found.answers)) if not found.batch_size(at)), None)
 

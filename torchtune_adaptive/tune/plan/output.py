@@ -125,8 +125,12 @@ class Output:
 
     def _rows(self) -> list[dict[str, Any]]:
         """Figures for programs, a row for each length and stage."""
-        stages = [stage for at in range(len(self.found.answers)) for stage in self.found.stages(at).items()]
-        return [{**({"stage": name} if name else {}), **row} for name, each in stages for row in printed.figures(each)]
+        return [
+            {**({"stage": stage} if stage else {}), **row}
+            for at in range(len(self.found.answers))
+            for stage, each in self.found.stages(at).items()
+            for row in printed.figures(each)
+        ]
 
     def _notes(self, advice: Advice | None) -> list[str]:
         on_samples = notes_on_samples(self.question.cfg, self.found.batch_size(0))
