@@ -67,7 +67,7 @@ class CachingAllocator:
 
     def allocate(self, wanted_bytes: int, stream: int) -> Block | None:
         """A block; None if not even a flush made room for it."""
-        size = max(GRAIN, _rounded_up(wanted_bytes, GRAIN))
+        size = max(GRAIN, rounded_up(wanted_bytes, GRAIN))
         pool = Pool(stream, size <= SMALL)
         block = self._take(pool, size) or self._from_device(pool, size)
         if block is None:
@@ -76,7 +76,7 @@ class CachingAllocator:
         # since pieces that nothing fits into are fragments.
         rest = block.size - size
         if rest >= GRAIN if pool.small or self._expandable else rest > SMALL:
-            self._split(block, size)
+            self._insert(_cut(block, size))
         block.free = False
         return block
 
@@ -137,7 +137,7 @@ class CachingAllocator:
 
     def _map(self, block: Block, wanted: int) -> Block | None:
         """The block, as far as it is wanted, with memory, and joined with what is free around it."""
-        size = min(block.size, _rounded_up(wanted, block.pool.page))
+        size = min(block.size, rounded_up(wanted, block.pool.page))
         if not self._reserve(size):
             return None
         self._unmapped[block.pool].remove(block)
@@ -170,7 +170,7 @@ class CachingAllocator:
         # torch's unmap_block: only whole pages can be returned, so the ends of a block that share a page with something
         # in use stay mapped and free. Segments begin on pages, since ADDRESSES is a multiple of both sizes.
         page = block.pool.page
-        start, end = _rounded_up(block.address, page), (block.address + block.size) // page * page
+        start, end = rounded_up(block.address, page), (block.address + block.size) // page * page
         if start >= end:
             return
         self._remove(block)
@@ -189,9 +189,6 @@ class CachingAllocator:
             unmapped.remove(block.after)
             block = _joined(block, block.after)
         unmapped.append(block)
-
-    def _split(self, block: Block, size: int) -> None:
-        self._insert(_cut(block, size))
 
     def _joined_with_free(self, block: Block) -> Block:
         """A block, joined with whichever of its neighbours are free."""
@@ -250,8 +247,8 @@ def _segment_bytes(size: int) -> int:
     # segment of its own, in steps that let another of nearly its size use it again.
     if size <= SMALL:
         return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < OWN_SEGMENT_FROM else _rounded_up(size, OWN_SEGMENT_MULTIPLE)
+    return LARGE_SEGMENT if size < OWN_SEGMENT_FROM else rounded_up(size, OWN_SEGMENT_MULTIPLE)
 
 
-def _rounded_up(count: int, multiple: int) -> int:
+def rounded_up(count: int, multiple: int) -> int:
     return -(-count // multiple) * multiple

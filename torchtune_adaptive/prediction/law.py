@@ -15,6 +15,7 @@ from torch import Tensor
 
 from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.prediction.allocator import rounded_up
 from torchtune_adaptive.prediction.recorder import Recording
 
 GRAIN_BYTES = 512
@@ -41,7 +42,7 @@ class MemoryLaw:
         return (units @ self.coefficients).round().to(torch.int64)
 
     def rounded_up(self, tokens: int) -> int:
-        return -(-tokens // self.tokens_multiple) * self.tokens_multiple
+        return rounded_up(tokens, self.tokens_multiple)
 
     def peak(self, rows: int, tokens: int) -> Peak:
         """The most that is alive at once in each phase."""

@@ -35,10 +35,6 @@ class Run:
     def reserved(self) -> Reserved:
         return Reserved(self._allocator.peak_reserved_bytes, self._allocator.retries)
 
-    @property
-    def retries(self) -> int:
-        return self._allocator.retries
-
     def step(self, sizes: Sequence[int]) -> bool:
         """Plays one step with these sizes; False where memory runs out."""
         phases, update, end = self._program.phases, self._program.update_start, len(sizes)
@@ -53,7 +49,7 @@ class Run:
         return all(self._play(sizes, start, stop, resident=state) for start, stop in spans)
 
     def _play(self, sizes: Sequence[int], start: int, stop: int, resident: int) -> bool:
-        if start == resident:
+        if start == resident:  # only a forward starts there: the other spans of the first step need what it has left
             self._free_leftovers(resident)
         for event in range(start, stop):
             number, size = self._program.of_block[event], sizes[event]

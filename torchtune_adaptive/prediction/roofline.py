@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchtune_adaptive.prediction.allocator import rounded_up
 from torchtune_adaptive.prediction.cards import Card
 from torchtune_adaptive.prediction.law import units_of
 from torchtune_adaptive.prediction.work import Work
@@ -52,7 +53,7 @@ class WorkLaw:
 
     def at(self, rows: int, tokens: int) -> Tensor:
         """The work by field and kernel; attention's flops in full."""
-        rounded = -(-tokens // self.tokens_multiple) * self.tokens_multiple
+        rounded = rounded_up(tokens, self.tokens_multiple)
         degree = self.coefficients.shape[1] // 2 - 1
         work = units_of(rows, rounded, degree) @ self.coefficients
         work[1] *= rounded

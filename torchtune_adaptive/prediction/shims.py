@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.device import wraps_tensors
+from torchtune_adaptive.prediction.allocator import rounded_up
 from torchtune_adaptive.replacing import replaced
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def flash_backward_bytes(gradient: Tensor, query: Tensor, *_: object, **__: obje
     """FlashAttention 2 adds up the gradient of the queries in fp32, in tiles of 128 tokens, beside one number a row."""
     rows, heads, tokens, width = query.shape
     tile = 32 if width <= 128 else 64
-    return 4 * rows * heads * _rounded_up(tokens, 128) * (_rounded_up(width, tile) + 1)
+    return 4 * rows * heads * rounded_up(tokens, 128) * (rounded_up(width, tile) + 1)
 
 
 def joined_flash_backward_bytes(gradient: Tensor, *sides_and_more: Any) -> int:
@@ -205,14 +206,10 @@ def joined_flash_backward_bytes(gradient: Tensor, *sides_and_more: Any) -> int:
     ends: Tensor = sides_and_more[5]
     tokens, heads, width = gradient.shape
     tile = 32 if width <= 128 else 64
-    return 4 * (tokens + 128 * (len(ends) - 1)) * heads * (_rounded_up(width, tile) + 1)
+    return 4 * (tokens + 128 * (len(ends) - 1)) * heads * (rounded_up(width, tile) + 1)
 
 
 CUDA_WORKSPACES: dict[OpOverload, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward.default: flash_backward_bytes,
     torch.ops.torch_attn._varlen_attn_backward.default: joined_flash_backward_bytes,
 }
-
-
-def _rounded_up(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple

@@ -27,6 +27,7 @@ from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.plan import answers, static_rows
 from torchtune_adaptive.tune.plan.commands import Wanted, command
+from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.rl.rollouts import Rollout, worst_rollout
@@ -172,7 +173,7 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
 
 
 def test_settings_of_ppo_are_not_compared() -> None:
-    with pytest.raises(ConfigError, match="advise is True, but settings of PPO are not compared"):
+    with pytest.raises(ConfigError, match="advise does not support PPO"):
         ask("adaptive/demo/ppo", "advise=True")
 
 
@@ -183,7 +184,7 @@ def test_settings_of_ppo_are_not_compared() -> None:
 def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, sizes: str) -> None:
     cfg = ppo_config(tmp_path / "run", f"adaptive.token_budget={budget}")
     plan = read_plan_settings(OmegaConf.create({"world_size": 2, "memory_limit": "4MiB"}))
-    told = command(cfg, plan, "adaptive/demo/ppo", Wanted(rows=1, tokens=64))
+    told = command(Question(cfg, plan, "adaptive/demo/ppo"), Wanted(rows=1, tokens=64))
     assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo adaptive.memory_limit=4MiB {sizes}"
 
 

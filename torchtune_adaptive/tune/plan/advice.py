@@ -29,7 +29,7 @@ from torchtune_adaptive.tune.plan.overrides import (
     savers,
     starts,
 )
-from torchtune_adaptive.tune.plan.question import MOST_RANKS, PlanSettings
+from torchtune_adaptive.tune.plan.question import MOST_RANKS, PlanSettings, Question
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE
 from torchtune_adaptive.tune.trace.laws import Traced
 from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
@@ -65,12 +65,12 @@ class Advice:
         return [*heading, (printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
 
 
-def advised_length(cfg: DictConfig, plan: PlanSettings, found: Answers) -> int | None:
+def advised_length(question: Question, found: Answers) -> int | None:
     """The index of the length to advise on: the first where that is asked for, and, unless it is declined, the first of
     which not even one row fits; None where there is no advice."""
-    if plan.advise is False or trains_with_ppo(cfg):
+    if question.plan.advise is False or trains_with_ppo(question.cfg):
         return None
-    if plan.advise:
+    if question.plan.advise:
         return 0
     return next((at for at in range(len(found.answers)) if not found.batch_size(at)), None)
 
@@ -89,14 +89,14 @@ def ways_out(cfg: DictConfig, short: Mapping[str, Answer]) -> list[str]:
     return [*found, "train on more ranks"]
 
 
-def advise(cfg: DictConfig, plan: PlanSettings, found: Answers, at: int, traced: Traced) -> Advice:
+def advise(question: Question, found: Answers, at: int, traced: Traced) -> Advice:
     """What is asked for, or what fits where nothing does as it is, in rows of one of the lengths."""
-    by_speed = bool(plan.advise and found.time)
-    others = Alternatives(cfg, plan, found, at, traced, if_it_fits=not by_speed)
+    by_speed = bool(question.plan.advise and found.time)
+    others = Alternatives(question.cfg, question.plan, found, at, traced, if_it_fits=not by_speed)
     outcomes = what_is_fastest(others) if by_speed else what_fits(others)
     if by_speed and not any(each.fits for each in outcomes):
         outcomes, by_speed = what_fits(others), False
-    return Advice(by_speed, outcomes, [*_notes(plan, found), *others.notes()], found.trains)
+    return Advice(by_speed, outcomes, [*_notes(question.plan, found), *others.notes()], found.trains)
 
 
 class Compared(NamedTuple):
@@ -104,7 +104,7 @@ class Compared(NamedTuple):
 
     outcomes: Sequence[Outcome]
     """One for each number of ranks, length and stage."""
-    answers: Sequence[tuple[PlanSettings, Answers]]
+    answers: Sequence[tuple[Question, Answers]]
     notes: Sequence[str]
     """What this assumes."""
 
@@ -113,18 +113,18 @@ class Compared(NamedTuple):
         return max((found.largest_error for _, found in self.answers), key=abs)
 
 
-def on_ranks(cfg: DictConfig, plan: PlanSettings, traced: Traced) -> Compared:
+def on_ranks(question: Question, traced: Traced) -> Compared:
     """One config on each number of ranks that was asked for."""
     outcomes, answers, notes = [], [], dict[str, None]()
-    for ranks in plan.several_ranks:
-        one = replace(plan, world_size=ranks)
-        found = predict(cfg, one, traced)
+    for ranks in question.plan.several_ranks:
+        one = question.on(ranks)
+        found = predict(one.cfg, one.plan, traced)
         answers.append((one, found))
         for at in range(len(found.answers)):
             outcomes += [
                 outcome_of(stage, ranks, each, found.time, found.time) for stage, each in found.stages(at).items()
             ]
-        notes.update(dict.fromkeys([*found.notes, *_notes(one, found)]))
+        notes.update(dict.fromkeys([*found.notes, *_notes(one.plan, found)]))
     return Compared(outcomes, answers, list(notes))
 
 

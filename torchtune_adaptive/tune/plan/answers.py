@@ -15,7 +15,6 @@ from torchtune_adaptive.limits.rungs import rungs_up_to
 from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
-from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.rules import MOST_TOKENS
 from torchtune_adaptive.tune.config.settings import on_gpu
@@ -34,9 +33,8 @@ from torchtune_adaptive.tune.plan.settings import (
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
-from torchtune_adaptive.tune.trace.recipes import is_lora, read_settings, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.tune.trace.recipes import read_settings, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.trace.steps import fake_steps
-from torchtune_adaptive.wording import count_of
 
 CHECKED_TOKENS = 2**22
 """Tokens and labels are the one thing of a traced step that is there with its data."""
@@ -217,24 +215,6 @@ def frontier(found: Answers) -> list[Answer]:
     first = found.answers[0]
     lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))
     return [first.at(tokens) for tokens in lengths if 1 <= tokens <= found.longest]
-
-
-def heading(cfg: DictConfig, plan: PlanSettings, answer: Answer, stage: str = "") -> str:
-    have, length = answer.budget, f"{answer.tokens} tokens"
-    if trains_with_ppo(cfg):
-        length = f"prompts of {length}, answers of {cfg.max_generated_tokens}"
-    parts = [
-        str(cfg.model.get("_component_")).rpartition(".")[2],
-        "PPO" if trains_with_ppo(cfg) else "lora" if is_lora(cfg) else "full",
-        *([stage] if stage else []),
-        count_of(plan.ranks, "rank"),
-        *(["compiled"] if cfg.get("compile") else []),
-        *(["activation checkpointing"] if cfg.get("enable_activation_checkpointing") else []),
-        *(["activation offloading"] if cfg.get("enable_activation_offloading") else []),
-        length,
-        f"{format_bytes(have.usable_bytes)} usable of {format_bytes(have.limit_bytes)}",
-    ]
-    return " · ".join(parts)
 
 
 def _longest(steps: Iterable[FakeStep], given: Lengths | None) -> int:

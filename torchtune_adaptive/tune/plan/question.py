@@ -1,8 +1,11 @@
-"""The keys of what is asked of `adaptive_plan`; nothing here waits for torch."""
+"""What is asked of `adaptive_plan`, and its keys; nothing here waits for torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from omegaconf import DictConfig
 
 from torchtune_adaptive.tune.config.rules import (
     BOOL,
@@ -95,3 +98,18 @@ class PlanSettings:
     @property
     def several_ranks(self) -> tuple[int, ...]:
         return (self.world_size,) if isinstance(self.world_size, int) else self.world_size
+
+
+@dataclass(frozen=True)
+class Question:
+    """A config, what is asked about it, and the command line that asks."""
+
+    cfg: DictConfig
+    plan: PlanSettings
+    config_name: str
+    given: Sequence[str] = ()
+    """Everything else on the command line."""
+
+    def on(self, ranks: int) -> Question:
+        """The question for one number of ranks."""
+        return replace(self, plan=replace(self.plan, world_size=ranks))

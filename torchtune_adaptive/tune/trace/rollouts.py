@@ -39,6 +39,7 @@ from torchtune_adaptive.tune.rl.stages import (
 )
 from torchtune_adaptive.tune.trace.fakes import Common, FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
+from torchtune_adaptive.tune.trace.shims import nothing
 
 NO_TOKENIZER = SimpleNamespace(pad_id=0, stop_tokens=(0,))
 TRACED_ANSWER = 3
@@ -69,7 +70,7 @@ def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, Fak
             model=model,
             beside=[each for each in models.everything if each is not model],
             run=_keeping_nothing(run if trains else resharding(model, run), UPLOAD if on_gpu(settings) else HOST),
-            update=partial(UPDATES.get(stage, _nothing_to_update), models, optimization),
+            update=partial(UPDATES.get(stage, nothing), models, optimization),
             optimizers=optimization.optimizers,
             boundaries=phase_boundaries(model, None),
             sample_of=partial(_rollout_of, ppo),
@@ -110,11 +111,8 @@ def _drop_gradients(models: Models, optimization: Optimization, totals: Totals) 
     models.value.zero_grad(set_to_none=True)
 
 
-def _nothing_to_update(models: Models, optimization: Optimization, totals: Totals) -> None:
-    """The update of a stage without a backward."""
-
-
 UPDATES = {TRAIN_VALUE: _drop_gradients, TRAIN_POLICY: _update_both}
+"""What follows the last microbatch of a stage with a backward."""
 
 
 def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.RolloutPass:
@@ -140,17 +138,13 @@ def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.Ro
             (passes, "sequences_of", sequences),
             (passes, "found_of", found),
             (passes, "draws", drawn),
-            (passes, "keep", _keep_nothing),
-            (passes, "keep_answers", _keep_nothing),
+            (passes, "keep", nothing),
+            (passes, "keep_answers", nothing),
             (generation, "places_of_answers", _first_places),
         ):
             return run(rollouts)
 
     return without_keeping
-
-
-def _keep_nothing(*_: object) -> None:
-    pass
 
 
 def _first_places(longest: int, new: int) -> range:

@@ -36,7 +36,7 @@ from torchtune_adaptive.tune.parts.unpadded import kernels
 
 @contextmanager
 def rank_0_of(world_size: int) -> Iterator[None]:
-    """A process group of which the other ranks do not exist."""
+    """A process group whose other ranks are imaginary."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
@@ -88,9 +88,9 @@ def offloading_activations() -> Iterator[None]:
     with replaced(
         (_activation_offloading, "torch", _TorchOfOffloading()),
         # about the memory of this host, which has no part in it
-        (_activation_offloading, "warn", _nothing),
+        (_activation_offloading, "warn", nothing),
         # the caching allocator counts what another stream still uses as freed
-        (Tensor, "record_stream", _nothing),
+        (Tensor, "record_stream", nothing),
     ):
         yield
 
@@ -123,7 +123,7 @@ class _Offloaded:
         return torch.empty_like(self._like, device=self._device)
 
 
-def _nothing(*_: object, **__: object) -> None:
+def nothing(*_: object, **__: object) -> None:
     pass
 
 

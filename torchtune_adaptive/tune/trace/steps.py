@@ -57,6 +57,7 @@ from torchtune_adaptive.tune.trace.shims import (
     apart_from_host,
     fake_tables,
     joined_as_on_a_gpu,
+    nothing,
     offloading_activations,
     quantizing_at_once,
     rank_0_of,
@@ -186,7 +187,7 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
         model=reference,
         beside=() if reference is model else (model,),
         run=resharding(reference, refer),
-        update=lambda totals: None,
+        update=nothing,
         # before training there is no state yet
         optimizers=() if asked_before else optimization.optimizers,
         boundaries=phase_boundaries(reference, None),

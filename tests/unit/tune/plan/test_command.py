@@ -6,7 +6,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.tune.plan.commands import Wanted, command, notes_on_samples
-from torchtune_adaptive.tune.plan.question import PlanSettings
+from torchtune_adaptive.tune.plan.question import PlanSettings, Question
 from torchtune_adaptive.tune.start.command_line import locate
 
 TOKENS = 256
@@ -15,13 +15,13 @@ TOKENS = 256
 def told(*given: str, config: str = "dpo", device: str = "cpu", **asked: Any) -> str:
     cfg = OmegaConf.load(locate(f"adaptive/demo/{config}"))
     cfg.device = device
-    return command(cfg, PlanSettings(**asked), "NAME", Wanted(4, TOKENS), given=given)
+    return command(Question(cfg, PlanSettings(**asked), "NAME", given), Wanted(4, TOKENS))
 
 
 def of(cfg_as: dict[str, Any], config: str = "full", *, budget_fits: bool = False, **asked: Any) -> str:
     cfg = OmegaConf.merge(OmegaConf.load(locate(f"adaptive/demo/{config}")), OmegaConf.create(cfg_as))
     assert isinstance(cfg, DictConfig)
-    return command(cfg, PlanSettings(**asked), "NAME", Wanted(4, TOKENS, budget_fits))
+    return command(Question(cfg, PlanSettings(**asked), "NAME"), Wanted(4, TOKENS, budget_fits))
 
 
 def test_it_trains_with_what_was_asked_about() -> None:
