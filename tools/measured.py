@@ -115,7 +115,8 @@ def advice(rows: list[Row]) -> tuple[str, str]:
 def faults(rows: list[Row]) -> tuple[str, str]:
     injected, recovered, hung, wrong = (sum(row[key] for row in rows) for key in FAULTS)
     answer = f"{injected:,} injected, {recovered:,} recovered, {hung:,} hung, {wrong:,} wrong gradients"
-    cases = f"{len(rows)} cases: how it is trained, which ranks fail, when"
+    most = max(row["injected"] for row in rows)
+    cases = f"{len(rows)} cases: how it is trained, which ranks fail, when; at most {most:,} in each, evenly spread"
     return f"operations of a step as the point of failure (`make faults`), {cases}", answer
 
 
