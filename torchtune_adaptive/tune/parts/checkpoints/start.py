@@ -221,8 +221,8 @@ def _finish_cleaning(directory: Path, settings: Settings) -> None:
     if not folders.leftovers(directory):
         return
     with suppress(OSError):  # the run is finished all the same
-        folders.clean(directory)
         folders.tidy(directory, settings.keep_last_n_checkpoints, resumed_from=None)
+        folders.clean(directory)  # last: where this is killed too, what is left over says that there is more to do
 
 
 def check_names_are_free(directory: Path) -> None:

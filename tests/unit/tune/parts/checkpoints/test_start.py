@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,32 @@ def test_a_finished_run_that_was_killed_before_it_ended_is_tidied_up(tmp_path: P
         start(tmp_path)
     assert not (tmp_path / folders.SAVING).exists()
     assert (tmp_path / folders.LATEST).resolve().name == "epoch_2"
+
+
+@pytest.mark.parametrize("last_word", ["read_manifest", "remove", "link"])
+def test_a_finished_run_that_is_killed_while_it_is_tidied_up_is_tidied_up_by_the_next(
+    last_word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        saved(tmp_path, f"step_{step}", serial=step)
+    saved(tmp_path, "epoch_2", serial=8, epochs=3, finished=True)
+    (tmp_path / folders.REMOVING).mkdir()
+
+    original, before = getattr(folders, last_word), 5 if last_word == "read_manifest" else 0
+    calls = iter(range(99))  # each manifest has been read once when a start knows that there is nothing left to train
+
+    def killed(*args: Any) -> Any:
+        if next(calls) < before:
+            return original(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(folders, last_word, killed)
+        start(tmp_path, "keep_last_n_checkpoints=1")
+    with pytest.raises(RunFinished):
+        start(tmp_path, "keep_last_n_checkpoints=1")
+    assert sorted(path.name for path in folders.named(tmp_path)) == ["epoch_2"]
+    assert folders.leftovers(tmp_path) == []
 
 
 @pytest.mark.parametrize(
