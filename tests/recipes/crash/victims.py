@@ -126,7 +126,7 @@ def struck_at(notes: Path) -> str:
 
 
 def _output(notes: Path) -> str:
-    return "".join(f"\n[{path.name}] {path.read_text(errors='replace')[-4000:]}" for path in notes.glob("output*"))
+    return "".join(f"\n[{path.name}] {path.read_text(errors='replace')[-12_000:]}" for path in notes.glob("output*"))
 
 
 def _by_tune_run(start: Start, order: Order) -> Life:

@@ -144,9 +144,10 @@ def test_a_finished_run_that_is_killed_while_it_is_tidied_up_is_tidied_up_by_the
             return original(*args)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(folders, last_word, killed)
+    monkeypatch.setattr(folders, last_word, killed)
+    with pytest.raises(KeyboardInterrupt):
         start(tmp_path, "keep_last_n_checkpoints=1")
+    monkeypatch.undo()
     with pytest.raises(RunFinished):
         start(tmp_path, "keep_last_n_checkpoints=1")
     assert sorted(path.name for path in folders.named(tmp_path)) == ["epoch_2"]
