@@ -16,8 +16,8 @@ from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.data import build_pairs
 from torchtune_adaptive.tune.parts.model import build_full_model, build_reference_model, drop_nothing
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization

@@ -14,8 +14,8 @@ from torchtune_adaptive.tune.config.per_recipe import read_lora_dpo_settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.data import build_pairs
 from torchtune_adaptive.tune.parts.model import build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization

@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings
 from torchtune_adaptive.tune.start import launch
 from torchtune_adaptive.tune.start.command_line import name_of
-from torchtune_adaptive.tune.trace.recipes import as_finetuning
+from torchtune_adaptive.tune.trace.which_recipe import as_finetuning
 from torchtune_adaptive.tune.validate.plan import check_plan
 
 

@@ -16,8 +16,8 @@ from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.checkpoints.start import find_start
 from torchtune_adaptive.tune.parts.profiling import build_profiler
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers

@@ -18,7 +18,7 @@ from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.limits.padded_plan import Load
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.find import find_max_batch_size
-from torchtune_adaptive.search.probing import TrainingStep
+from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.reports import StepResult, Totals
 from torchtune_adaptive.step.runner import StepRunner

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.memory.meter import MemoryMeter
     from torchtune_adaptive.record.tables import profile_table, search_table
     from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
-    from torchtune_adaptive.search.probing import TrainingStep
+    from torchtune_adaptive.search.probe_runner import TrainingStep
     from torchtune_adaptive.search.profile import Profile
     from torchtune_adaptive.search.rows import SearchResult
     from torchtune_adaptive.step.reports import StepResult

@@ -26,7 +26,7 @@ from tests.recipes.running import demo_config
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.search.probing import TrainingStep
+from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
@@ -41,7 +41,7 @@ from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, b
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.run.fitting import training_step
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
-from torchtune_adaptive.tune.trace.recipes import is_lora
+from torchtune_adaptive.tune.trace.which_recipe import is_lora
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
 

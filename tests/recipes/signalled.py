@@ -19,7 +19,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import OURS, demo_config, load_ours
-from torchtune_adaptive.search.probing import Prober
+from torchtune_adaptive.search.probe_runner import Prober
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.checkpoints import folders
 

@@ -1,4 +1,4 @@
-"""The largest limit that fits, found before training. Only `find` and `probing` need torch."""
+"""The largest limit that fits, found before training. Only `find` and `probe_runner` need torch."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,7 @@ from torchtune_adaptive.search.strategies import STRATEGIES, History
 
 if TYPE_CHECKING:
     from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
-    from torchtune_adaptive.search.probing import TrainingStep
+    from torchtune_adaptive.search.probe_runner import TrainingStep
 
 __all__ = [
     "STRATEGIES",
@@ -21,7 +21,7 @@ __all__ = [
     "profile_memory",
 ]
 
-_NEED_TORCH = {"TrainingStep": "probing", "find_max_batch_size": "find", "profile_memory": "find"}
+_NEED_TORCH = {"TrainingStep": "probe_runner", "find_max_batch_size": "find", "profile_memory": "find"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ from torchtune_adaptive.limits.rungs import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
-from torchtune_adaptive.search.probing import Prober, TrainingStep
+from torchtune_adaptive.search.probe_runner import Prober, TrainingStep
 from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.search.rows import SearchResult, search
 from torchtune_adaptive.search.strategies import NEED_RECOVERY

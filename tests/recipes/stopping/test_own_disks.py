@@ -17,7 +17,7 @@ from tests.unit.tune.parts.checkpoints.starting import config
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_distributed
-from torchtune_adaptive.tune.parts.checkpoints.start import find_start
+from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 
 
 def start_on_a_disk_of_its_own(folder: Path) -> str:

@@ -12,7 +12,7 @@ from tests.searching import Shape, Trained, search_within, state_of
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.search.probing import TrainingStep
+from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.step.runner import StepRunner
 

@@ -32,7 +32,7 @@ from torchtune_adaptive.tune.plan.overrides import (
 from torchtune_adaptive.tune.plan.question import MOST_RANKS, PlanSettings, Question
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE
 from torchtune_adaptive.tune.trace.laws import Traced
-from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
+from torchtune_adaptive.tune.trace.which_recipe import read_settings, trains_with_ppo
 from torchtune_adaptive.wording import count_of
 
 ENOUGH = 2

@@ -33,8 +33,8 @@ from torchtune_adaptive.tune.plan.settings import (
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 from torchtune_adaptive.tune.trace.laws import TRACED_ROWS, OneRow, Traced, law_of, laws_of
-from torchtune_adaptive.tune.trace.recipes import read_settings, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.tune.trace.steps import fake_steps
+from torchtune_adaptive.tune.trace.which_recipe import read_settings, trains_on_pairs, trains_with_ppo
 
 CHECKED_TOKENS = 2**22
 """Tokens and labels are the one thing of a traced step that is there with its data."""

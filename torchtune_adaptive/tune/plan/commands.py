@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed, joined
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
-from torchtune_adaptive.tune.trace.recipes import training_of, trains_with_ppo
+from torchtune_adaptive.tune.trace.which_recipe import training_of, trains_with_ppo
 
 
 @dataclass(frozen=True)

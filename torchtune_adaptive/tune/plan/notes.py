@@ -15,7 +15,7 @@ from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import Lengths, allocator_settings
 from torchtune_adaptive.tune.trace.fakes import FakeStep
-from torchtune_adaptive.tune.trace.recipes import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
+from torchtune_adaptive.tune.trace.which_recipe import is_lora, keeps_reference, trains_on_pairs, trains_with_ppo
 
 
 def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequence[int]) -> list[str]:

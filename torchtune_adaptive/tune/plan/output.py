@@ -15,7 +15,7 @@ from torchtune_adaptive.tune.plan.advice import Advice, Compared, advised_length
 from torchtune_adaptive.tune.plan.answers import Answers
 from torchtune_adaptive.tune.plan.commands import advised_command, command_for_length, notes_on_samples
 from torchtune_adaptive.tune.plan.question import Question
-from torchtune_adaptive.tune.trace.recipes import is_lora, trains_with_ppo
+from torchtune_adaptive.tune.trace.which_recipe import is_lora, trains_with_ppo
 from torchtune_adaptive.wording import count_of
 
 

@@ -13,7 +13,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
-from torchtune_adaptive.tune.trace.recipes import compiles_itself, is_lora, keeps_reference, read_settings
+from torchtune_adaptive.tune.trace.which_recipe import compiles_itself, is_lora, keeps_reference, read_settings
 
 Overrides = tuple[str, ...]
 

@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.config import rules
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.plan.question import TOKENS, PlanSettings
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
-from torchtune_adaptive.tune.trace.recipes import trains_with_ppo
+from torchtune_adaptive.tune.trace.which_recipe import trains_with_ppo
 
 PLAN_KEYS = (*PPO_KEYS, *rules.keys_of(PlanSettings))
 """Keys that a question may have beside those of finetuning: its own, and PPO's."""

@@ -11,8 +11,8 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.prediction.answer import Answer, Budget
 from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.trace.laws import law_of
-from torchtune_adaptive.tune.trace.recipes import trains_with_ppo
 from torchtune_adaptive.tune.trace.steps import fake_steps
+from torchtune_adaptive.tune.trace.which_recipe import trains_with_ppo
 
 
 def most_rows(

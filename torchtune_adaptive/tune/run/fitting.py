@@ -32,7 +32,7 @@ from torchtune_adaptive.record.tables import (
     write_search,
 )
 from torchtune_adaptive.search.find import OnProbe, find_max_batch_size, profile_memory
-from torchtune_adaptive.search.probing import TrainingStep
+from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner

@@ -21,7 +21,7 @@ from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar
-from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
+from torchtune_adaptive.tune.parts.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 

@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
-from torchtune_adaptive.search.probing import TrainingStep
+from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample

@@ -45,13 +45,6 @@ from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place,
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.trace.fakes import Built, Common, FakeStep, Rows, resharding
 from torchtune_adaptive.tune.trace.inputs import batching_of, made_up_checkpoint
-from torchtune_adaptive.tune.trace.recipes import (
-    compiles_itself,
-    keeps_reference,
-    read_settings,
-    trains_on_pairs,
-    trains_with_ppo,
-)
 from torchtune_adaptive.tune.trace.rollouts import ppo_steps
 from torchtune_adaptive.tune.trace.shims import (
     apart_from_host,
@@ -62,6 +55,13 @@ from torchtune_adaptive.tune.trace.shims import (
     quantizing_at_once,
     rank_0_of,
     working_on_fakes,
+)
+from torchtune_adaptive.tune.trace.which_recipe import (
+    compiles_itself,
+    keeps_reference,
+    read_settings,
+    trains_on_pairs,
+    trains_with_ppo,
 )
 
 

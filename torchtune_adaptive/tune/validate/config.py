@@ -28,7 +28,7 @@ from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
 from torchtune_adaptive.tune.run.dealer import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
-from torchtune_adaptive.tune.trace.recipes import TRAININGS, read_settings, trains_on_pairs
+from torchtune_adaptive.tune.trace.which_recipe import TRAININGS, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.validate.components import (
     check_components,
     check_loss,

@@ -14,7 +14,7 @@ from torchtune_adaptive.tune.parts.checkpoints.loading import finds_files_itself
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names, named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
-from torchtune_adaptive.tune.parts.checkpoints.start import check_names_are_free, check_same_run
+from torchtune_adaptive.tune.parts.checkpoints.resuming import check_names_are_free, check_same_run
 from torchtune_adaptive.tune.validate.findings import Findings
 
 

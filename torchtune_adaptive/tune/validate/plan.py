@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import budget, check_advice, lengths
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.trace.recipes import read_settings, trains_with_ppo
+from torchtune_adaptive.tune.trace.which_recipe import read_settings, trains_with_ppo
 
 
 def check_plan(cfg: DictConfig, plan: PlanSettings) -> None:

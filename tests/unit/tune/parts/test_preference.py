@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preferences
 from torchtune_adaptive.tune.run.preferences import PreferenceFigures
 from torchtune_adaptive.tune.start.command_line import locate
-from torchtune_adaptive.tune.trace.recipes import keeps_reference, read_settings, trains_on_pairs
+from torchtune_adaptive.tune.trace.which_recipe import keeps_reference, read_settings, trains_on_pairs
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 

@@ -14,7 +14,7 @@ from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
 from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
 from torchtune_adaptive.tune.start.command_line import locate
-from torchtune_adaptive.tune.trace.recipes import TRAININGS
+from torchtune_adaptive.tune.trace.which_recipe import TRAININGS
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {

@@ -29,8 +29,8 @@ from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, is_lora
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
+from torchtune_adaptive.tune.parts.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
-from torchtune_adaptive.tune.parts.checkpoints.start import checkpoint_directory
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 

@@ -38,8 +38,8 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
     restore_random_state,
     write_random_state,
 )
+from torchtune_adaptive.tune.parts.checkpoints.resuming import Start, checkpoint_directory
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
-from torchtune_adaptive.tune.parts.checkpoints.start import Start, checkpoint_directory
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, gather_state
 from torchtune_adaptive.tune.start.run_file import now
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing

@@ -14,7 +14,7 @@ from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
-from torchtune_adaptive.tune.parts.checkpoints.start import Start, decide
+from torchtune_adaptive.tune.parts.checkpoints.resuming import Start, decide
 
 ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
 

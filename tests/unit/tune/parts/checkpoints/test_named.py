@@ -11,7 +11,7 @@ from tests.unit.tune.parts.checkpoints.starting import ADAPTER, config, saved, s
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
-from torchtune_adaptive.tune.parts.checkpoints.start import Start
+from torchtune_adaptive.tune.parts.checkpoints.resuming import Start
 
 
 def named(directory: Path, *overrides: str, recipe: str = "full") -> Start:

@@ -10,7 +10,7 @@ from tests.unit.tune.parts.checkpoints.making import complete
 from tests.unit.tune.parts.checkpoints.starting import config, in_a_group_of_one, saved, start
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings
-from torchtune_adaptive.tune.parts.checkpoints.start import find_start
+from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 

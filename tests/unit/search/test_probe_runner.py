@@ -17,7 +17,7 @@ from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
 from torchtune_adaptive.search.find import find_max_batch_size
 from torchtune_adaptive.search.probe import Room
-from torchtune_adaptive.search.probing import RankReport, agreed_peak
+from torchtune_adaptive.search.probe_runner import RankReport, agreed_peak
 from torchtune_adaptive.step.reports import Totals
 
 
