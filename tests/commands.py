@@ -20,6 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO
@@ -27,18 +28,11 @@ from typing import IO
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests.ranks import PATIENCE, started
-from tests.recipes.running import Finished, environment
+from tests.recipes.running import Finished, environment, tune_run
 
 ROOT = Path(__file__).parents[1]
 FIRST_FREE = 3
 """The first file descriptor after those for input, output and errors."""
-
-
-def tune_run_here(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout_s: float) -> Finished:
-    """As `running.tune_run`."""
-    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-    tune = str(Path(sys.executable).parent / "tune")
-    return run_here([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
 
 
 def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float, leaves_nothing: bool = False) -> Finished:
@@ -63,6 +57,9 @@ def run_here(command: Sequence[str], *, cwd: Path, timeout_s: float, leaves_noth
         raise AssertionError(f"still running after {timeout_s} s: {' '.join(command)}\n{output}")
     assert not (left and leaves_nothing), f"left running: {left}\n{output}"
     return Finished(status, output, time.monotonic() - began)
+
+
+tune_run_here = partial(tune_run, run=run_here)
 
 
 class Forked:

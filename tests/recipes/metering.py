@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,16 +40,23 @@ CPU_WORKSPACES = {
 """What kernels take for themselves in fp32: the profiler sees it, a meter does not."""
 
 
-def profiled(step: Callable[[], None]) -> int:
-    """The most that one step has allocated at once."""
+class Profiled(NamedTuple):
+    """What a step has allocated and not freed: while its result is there, and at most."""
+
+    alive_bytes: int
+    peak_bytes: int
+
+
+def profiled(step: Callable[[], object]) -> Profiled:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        step()
+        result = step()
     events = (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")
     alive = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    return peak
+    del result
+    return Profiled(alive, peak)
 
 
 def metered(step: Callable[[], None], resident: Iterable[Tensor], of: type[MemoryMeter] = MemoryMeter) -> int:

@@ -168,13 +168,6 @@ class Finished:
     seconds: float
 
 
-def tune_run(recipe: str, *arguments: str, ranks: int | None, cwd: Path, timeout_s: float) -> Finished:
-    """`tune run`, as a user calls it; without `ranks` there is no launcher, and the recipe runs in tune's process."""
-    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
-    tune = str(Path(sys.executable).parent / "tune")
-    return run_command([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
-
-
 def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finished:
     """The command with a mark in its environment, so that none of its processes outlives it, nor the timeout, which is
     for an idle machine.
@@ -202,6 +195,20 @@ def run_command(command: Sequence[str], *, cwd: Path, timeout_s: float) -> Finis
     finally:
         end_marked(COMMAND_MARK, mark)
     return Finished(process.returncode, output, time.monotonic() - began)
+
+
+def tune_run(
+    recipe: str,
+    *arguments: str,
+    ranks: int | None,
+    cwd: Path,
+    timeout_s: float,
+    run: Callable[..., Finished] = run_command,
+) -> Finished:
+    """`tune run`, as a user calls it; without `ranks` there is no launcher, and the recipe runs in tune's process."""
+    launcher = [] if ranks is None else ["--nproc_per_node", str(ranks)]
+    tune = str(Path(sys.executable).parent / "tune")
+    return run([tune, "run", *launcher, recipe, *arguments], cwd=cwd, timeout_s=timeout_s)
 
 
 def end_marked(name: str, mark: str) -> list[int]:

@@ -1,11 +1,16 @@
 """Who runs out of memory in a sweep, and where."""
 
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.testing import FaultInjector
+
+Plain = TypeVar("Plain")
 
 
 class Failing(Protocol):
@@ -16,6 +21,29 @@ class Failing(Protocol):
 
     @property
     def again(self) -> str: ...
+
+
+def ways_to_fail(plain: Plain, others: Mapping[str, dict[str, Any]]) -> Iterator[Plain]:
+    """Variants of a case: other ranks, a second failure, the first pass; then `others`, which are changes by name."""
+    ways: dict[str, dict[str, Any]] = {
+        "first pass": {"first_pass": True},
+        "rank 0": {"failing": (0,), "stride": 5},
+        "both ranks": {"failing": (0, 1), "stride": 7},
+        "retry too": {"rows": 4, "again": "retry", "stride": 7},
+        "drain too": {"rows": 4, "again": "drain", "stride": 7},
+        "no reshard": {"model": replace(plain.model, reshard_after_forward=False), "stride": 7},
+    }
+    for name, changes in {**ways, **others}.items():
+        yield replace(plain, name=f"{plain.name}, {name}", **changes)
+
+
+def operations_of(runner: StepRunner[Any], run: Callable[[int], object], step: int, case: Failing) -> list[str]:
+    """Collective: what the first failing rank does inside this runner while `run` runs the step."""
+    with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
+        run(step)
+    names = [faults.operations]
+    dist.broadcast_object_list(names, src=case.failing[0])
+    return names[0]
 
 
 def fail_there(faults: FaultInjector, case: Failing, step: int, place: int) -> None:

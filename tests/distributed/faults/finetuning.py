@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed import tensors
-from tests.distributed.faults.failing import fail_there
+from tests.distributed.faults.failing import fail_there, operations_of
 from tests.distributed.faults.kinds import KINDS
 from tests.distributed.models import (
     Gradients,
@@ -176,13 +176,10 @@ class Bench:
     def operations(self) -> list[str]:
         """Collective: what the first failing rank does in a step."""
         self._start()
-        runner, step = self.new_runner(), next(self._steps)
-        with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
-            runner.run(self.samples, step=step)
+        runner = self.new_runner()
+        names = operations_of(runner, lambda step: runner.run(self.samples, step=step), next(self._steps), self.case)
         runner.close()
-        names = [faults.operations]
-        dist.broadcast_object_list(names, src=self.case.failing[0])
-        return names[0]
+        return names
 
     def disturbed(self, runner: StepRunner[Tensor], place: int | None) -> tuple[Step, int]:
         """Collective: a step that runs out of memory there, as the case says; how often it did so on this rank."""

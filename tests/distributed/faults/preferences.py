@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune.data import padded_collate_sft
 from torchtune.rlhf.loss import DPOLoss
 
-from tests.distributed.faults.failing import fail_there
+from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
 from torchtune_adaptive.step.runner import StepRunner, Totals
@@ -62,24 +62,18 @@ def cases() -> Iterator[PreferenceCase]:
     """Every operation of either stage of either recipe, then other ways to fail there, of which some are left out."""
     for recipe, model in {"full": TINY, "lora": replace(TINY, lora=True)}.items():
         for stage in (REFERENCE, POLICY):
-            yield from ways_to_fail(PreferenceCase(f"preferences, {recipe}, {stage}", stage, model))
+            plain = PreferenceCase(f"preferences, {recipe}, {stage}", stage, model)
+            yield replace(plain, name=f"{plain.name}, later pass")
+            yield from ways_to_fail(plain, other_ways(model))
 
 
-def ways_to_fail(plain: PreferenceCase) -> Iterator[PreferenceCase]:
-    def way(name: str, **changes: Any) -> PreferenceCase:
-        return replace(plain, name=f"{plain.name}, {name}", **changes)
-
-    gathered, joined = replace(plain.model, reshard_after_forward=False), replace(plain.model, joined=True, dropout=0.0)
-    yield replace(plain, name=f"{plain.name}, later pass")
-    yield way("first pass", first_pass=True)
-    yield way("rank 0", failing=(0,), stride=5)
-    yield way("both ranks", failing=(0, 1), stride=7)
-    yield way("retry too", rows=4, again="retry", stride=7)
-    yield way("drain too", rows=4, again="drain", stride=7)
-    yield way("no reshard", model=gathered, stride=7)
-    yield way("no reshard from the first pass on", model=gathered, first_pass=True, stride=7)
-    yield way("without padding", model=joined, stride=7)
-    yield way("full checkpointing", model=replace(plain.model, checkpointing="full"), stride=7)
+def other_ways(model: ModelConfig) -> dict[str, dict[str, Any]]:
+    gathered, joined = replace(model, reshard_after_forward=False), replace(model, joined=True, dropout=0.0)
+    return {
+        "no reshard from the first pass on": {"model": gathered, "first_pass": True, "stride": 7},
+        "without padding": {"model": joined, "stride": 7},
+        "full checkpointing": {"model": replace(model, checkpointing="full"), "stride": 7},
+    }
 
 
 PREFERENCE_CASES = tuple(cases())
@@ -170,13 +164,8 @@ class PreferenceBench:
 
     def operations(self) -> list[str]:
         """Collective: what the first failing rank does in the stage that is to fail."""
-        runner, step = self.new_runner(), next(self._steps)
-        pairs = self._start()
-        with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
-            self._run(pairs, step)
-        names = [faults.operations]
-        dist.broadcast_object_list(names, src=self.case.failing[0])
-        return names[0]
+        runner, pairs = self.new_runner(), self._start()
+        return operations_of(runner, partial(self._run, pairs), next(self._steps), self.case)
 
     def disturbed(self, runner: StepRunner[Sample], place: int | None) -> tuple[Outcome, int]:
         """Collective: a step that runs out of memory there; how often it did so on this rank."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.rlhf.loss import PPOLoss
 
-from tests.distributed.faults.failing import fail_there, over_ranks
+from tests.distributed.faults.failing import fail_there, operations_of, over_ranks, ways_to_fail
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of, shard
 from tests.recipes.ppo.rollouts import ppo_config
@@ -67,28 +67,21 @@ class RolloutCase:
         return RolloutBench(self)
 
 
+WITH_OTHER_STAGES: dict[str, dict[str, Any]] = {
+    "whole iteration": {"whole": True, "stride": 31},
+    "first iteration": {"whole": True, "first_pass": True, "stride": 43},
+}
+
+
 def cases() -> Iterator[RolloutCase]:
     """Every operation of every stage, then other ways to fail in it, of which some operations are left out."""
     for stage in STAGES:
-        yield from ways_to_fail(RolloutCase(f"rollouts, {stage}", stage))
+        plain = RolloutCase(f"rollouts, {stage}", stage)
+        yield plain
+        yield from ways_to_fail(plain, WITH_OTHER_STAGES)
     by_layer = RolloutCase(f"rollouts, {GENERATE}, layer by layer", GENERATE, layer_by_layer=True)
     yield by_layer
     yield replace(by_layer, name=f"{by_layer.name}, first pass", first_pass=True)
-
-
-def ways_to_fail(plain: RolloutCase) -> Iterator[RolloutCase]:
-    def way(name: str, **changes: Any) -> RolloutCase:
-        return replace(plain, name=f"{plain.name}, {name}", **changes)
-
-    yield plain
-    yield way("first pass", first_pass=True)
-    yield way("rank 0", failing=(0,), stride=5)
-    yield way("both ranks", failing=(0, 1), stride=7)
-    yield way("retry too", rows=4, again="retry", stride=7)
-    yield way("drain too", rows=4, again="drain", stride=7)
-    yield way("no reshard", model=replace(plain.model, reshard_after_forward=False), stride=7)
-    yield way("whole iteration", whole=True, stride=31)
-    yield way("first iteration", whole=True, first_pass=True, stride=43)
 
 
 ROLLOUT_CASES = tuple(cases())
@@ -215,13 +208,9 @@ class RolloutBench:
 
     def operations(self) -> list[str]:
         """Collective: what the first failing rank does in the stage that is to fail."""
-        runner, step = self.new_runner(), next(self._steps)
+        runner = self.new_runner()
         self._start()
-        with FaultInjector(runner).count(rank=dist.get_rank(), step=step) as faults:
-            self._outcome(self._running(step))
-        names = [faults.operations]
-        dist.broadcast_object_list(names, src=self.case.failing[0])
-        return names[0]
+        return operations_of(runner, lambda step: self._outcome(self._running(step)), next(self._steps), self.case)
 
     def disturbed(self, runner: StepRunner[Rollout], place: int | None) -> tuple[Outcome, int]:
         """Collective: an iteration that runs out of memory there; how often it did so on this rank."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.modules.peft import disable_adapter
 
-from tests.distributed.faults.failing import fail_there, over_ranks
+from tests.distributed.faults.failing import fail_there, operations_of, over_ranks
 from tests.distributed.models import Gradients, ModelConfig, build, gradients_of, same_gradients, samples_of
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
@@ -223,12 +223,9 @@ class StageBench:
         """Collective: what the first failing rank does in the stage that is to fail."""
         runner = self.new_runner()
         self._start()
-        with FaultInjector(runner).count(rank=dist.get_rank(), step=(step := next(self._steps))) as faults:
-            self._run(step)
+        names = operations_of(runner, self._run, next(self._steps), self.case)
         runner.close()
-        names = [faults.operations]
-        dist.broadcast_object_list(names, src=self.case.failing[0])
-        return names[0]
+        return names
 
     def disturbed(self, runner: StepRunner[Numbered], place: int | None) -> tuple[Outcome, int]:
         """Collective: a step that runs out of memory there; how often it did so on this rank."""

@@ -19,7 +19,7 @@ from torch import nn
 from tests.ranks import run_on_ranks
 from tests.recipes.metering import metered, profiled
 from tests.recipes.running import STOCK, demo_config, load_ours
-from tests.recipes.tracing import fake_step
+from tests.recipes.tracing import fake_step, peaks_of
 from torchtune_adaptive.memory.device import plain_tensors
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
@@ -80,7 +80,7 @@ def profiled_peaks(kind: str, cfg: DictConfig) -> list[int]:
     with recipe_step(kind, cfg) as (recipe, step):
         meter = MemoryMeter()
         meter.count(resident_tensors(recipe.model, recipe.optimization.optimizers))
-        return [meter.live_bytes + profiled(lambda size=size: step(*size)) for size in SIZES]
+        return [meter.live_bytes + profiled(lambda size=size: step(*size)).peak_bytes for size in SIZES]
 
 
 def metered_peaks(kind: str, cfg: DictConfig, of: type[MemoryMeter] = MemoryMeter) -> list[int]:
@@ -97,8 +97,7 @@ def predicted_peaks(cfg: DictConfig, world_size: int, workspaces: Mapping[Any, W
     """`workspaces`: what kernels take for themselves, where the witness sees that."""
     recorder = mock.patch.object(fakes, "Recorder", lambda _, counter: Recorder(workspaces or {}, counter))
     with fake_step(cfg, world_size) as step, recorder:
-        recordings = [step.record(*size) for size in SIZES]
-    return [peak_of(each.phases, sizes_of(each), caches=False).peak_bytes for each in recordings]
+        return peaks_of(step, SIZES)
 
 
 def about(peak: int) -> Any:

@@ -21,9 +21,9 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.plan.test_plan import ask
 from tests.recipes.ppo.rollouts import NEW, TINY, load_ppo, ppo_config
 from tests.recipes.recording import events_of
+from tests.recipes.tracing import peaks_of
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.plan import answers, static_rows
 from torchtune_adaptive.tune.plan.commands import Wanted, command
@@ -108,11 +108,7 @@ def predicted(cfg: DictConfig, world_size: int, *, layer_by_layer: bool) -> dict
         if layer_by_layer and (go := steps[GENERATE].otherwise) is not None:
             go()
             steps[GENERATE].run_first()
-        recordings = {name: [step.record(*size) for size in SIZES] for name, step in steps.items()}
-    return {
-        name: [peak_of(each.phases, sizes_of(each), caches=False).peak_bytes or 0 for each in of_stage]
-        for name, of_stage in recordings.items()
-    }
+        return {name: peaks_of(step, SIZES) for name, step in steps.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -156,8 +152,7 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
     cfg = ppo_config(tmp_path / "run", "policy_model.num_layers=12")
     with fake_steps(cfg, 4) as steps:
         step = steps[GENERATE]
-        gathered = step.record(1, 16)
-        peak = peak_of(gathered.phases, sizes_of(gathered), caches=False).peak_bytes or 0
+        (peak,) = peaks_of(step, [(1, 16)])
         asked = OmegaConf.create(
             {"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": [16, 32]}
         )

@@ -19,8 +19,8 @@ from tests.ranks import run_on_ranks
 from tests.recipes.metering import metered, profiled
 from tests.recipes.plan.test_plan import RNG_BYTES, WIDE_ENOUGH_FOR_NF4, ask
 from tests.recipes.running import demo_config, load_ours
+from tests.recipes.tracing import peaks_of
 from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.preference import KEPT, PAIRS, POLICY, REFERENCE
@@ -103,8 +103,9 @@ def profiled_peaks(kind: str, cfg: DictConfig) -> dict[str, list[int]]:
     with stages_of(kind, cfg) as (recipe, stages):
         meter = MemoryMeter()
         meter.count(resident_in(recipe))
+        resident = meter.live_bytes
         return {
-            name: [meter.live_bytes + profiled(lambda stage=stage, size=size: stage(*size)) for size in SIZES]
+            name: [resident + profiled(lambda stage=stage, size=size: stage(*size)).peak_bytes for size in SIZES]
             for name, stage in stages.items()
         }
 
@@ -122,11 +123,7 @@ def metered_peaks(name: str, folder: Path) -> dict[str, list[int]]:
 
 def predicted_peaks(cfg: DictConfig, world_size: int) -> dict[str, list[int]]:
     with fake_steps(cfg, world_size) as steps:
-        recordings = {name: [step.record(*size) for size in SIZES] for name, step in steps.items()}
-    return {
-        name: [peak_of(each.phases, sizes_of(each), caches=False).peak_bytes or 0 for each in of_stage]
-        for name, of_stage in recordings.items()
-    }
+        return {name: peaks_of(step, SIZES) for name, step in steps.items()}
 
 
 def check(predicted: dict[str, list[int]], real: dict[str, list[int]], name: str) -> None:

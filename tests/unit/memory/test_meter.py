@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.profiler import ProfilerActivity, profile
 
+from tests.recipes.metering import profiled
 from torchtune_adaptive.memory.meter import MemoryMeter
 
 MIB = 1 << 20
@@ -118,17 +118,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def profiled_peak_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        train(model, optimizer)
-    events = profiler.profiler.kineto_results.events()
-    live = peak = 0
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
     layers = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.LayerNorm(512), nn.Linear(512, 256)) for _ in range(4)]
@@ -136,7 +125,7 @@ def test_peak_of_a_training_step_agrees_with_the_profiler(foreach: bool):
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     train(model, optimizer)
     gc.collect()
-    expected = profiled_peak_bytes(model, optimizer)
+    expected = profiled(lambda: train(model, optimizer)).peak_bytes
     with MemoryMeter() as meter:
         train(model, optimizer)
     assert meter.peak_bytes == pytest.approx(expected, rel=0.001)

@@ -186,5 +186,8 @@ def test_release_frees_the_graph_that_a_failed_backward_leaves_in_autograd():
 
 
 def test_release_survives_when_nothing_at_all_is_left():
-    with MemoryMeter(cap_bytes=0):
+    with MemoryMeter(cap_bytes=0) as meter:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.ones(1)
         release()
+    assert meter.live_bytes == 0

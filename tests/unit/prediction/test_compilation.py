@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch._inductor import async_compile
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
+from tests.recipes.metering import profiled
 from torchtune_adaptive.errors import PredictionError
 from torchtune_adaptive.prediction.compilation import KNOWN_VERSIONS, without_kernels
 from torchtune_adaptive.prediction.recorder import Recorder
@@ -49,19 +49,6 @@ def warm_layer(*, frozen: bool) -> tuple[Layer, Tensor]:
     layer.zero_grad()
     x.grad = None
     return layer, x
-
-
-def profiled(run: Callable[[], object]) -> tuple[int, int]:
-    """Bytes alive after it, and at its peak."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        kept = run()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    alive = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        peak = max(peak, alive)
-    del kept
-    return alive, peak
 
 
 def measured(*, frozen: bool) -> tuple[int, int, int]:

@@ -15,7 +15,10 @@ def reports(*positions: tuple[int, int]) -> Reports:
 
 
 def test_groups_may_differ_in_what_they_share() -> None:
-    reports((9, 20), (9, 20), (9, 22), (9, 22)).check_positions(PAIRS)
+    of_pairs = reports((9, 20), (9, 20), (9, 22), (9, 22))
+    of_pairs.check_positions(PAIRS)
+    with pytest.raises(UnrecoverableError, match=r"\[20, 20, 22, 22\], by rank"):
+        of_pairs.check_positions([(0, 1, 2, 3)])
 
 
 def test_ranks_of_a_group_may_not() -> None:

@@ -19,7 +19,7 @@ from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 
-EARLIER_STAGES = Path(__file__).parent / "earlier" / "stages"
+EARLIER_STAGES = Path(__file__).parent / "earlier_stages"
 EARLIER_SIZES = [1, 2, 1, 1, 1]
 STEPS = 30
 SECONDS = {10: 3.0, 15: 2.0}
