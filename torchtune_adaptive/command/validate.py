@@ -64,7 +64,7 @@ def chosen_recipe(name: str, config: Path) -> str:
         raise ConfigError(
             f"{name} is a config of {named}, which is not one of our recipes: give --recipe to check it for another"
         )
-    return LORA if "lora_attn_modules" in config.read_text(encoding="utf-8") else FULL
+    return LORA if "lora_attn_modules" in config.read_text(encoding="utf-8", errors="replace") else FULL
 
 
 def ranks(text: str) -> int:

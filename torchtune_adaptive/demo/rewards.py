@@ -90,7 +90,7 @@ def _prompt(tokenizer: DemoTokenizer, seed: int, index: int) -> DemoSample:
     """A short beginning without any letter: a share of letters is the answer's doing."""
     draw = random.Random(f"prompt/{seed}/{index}")
     text = f"{draw.randrange(100)} {draw.choice('+-*')} {draw.randrange(100)} ="
-    tokens = tokenizer.encode(text, add_eos=False)
+    tokens = tokenizer.encode(text, add_eos=False)[: tokenizer.max_seq_len]
     return {"tokens": tokens, "labels": list(tokens)}
 
 

@@ -105,7 +105,7 @@ class StepRunner(Generic[Sample]):
         passes = Passes(forward_backward, stand_in, filler)
         self._plans = PlanRunner((model, *frozen), passes, ledger, recover=recover, stage=stage)
         self.ledger = self._plans.ledger
-        self._agreement = Agreement(len(Report._fields))
+        self._agreement, self._closed = Agreement(len(Report._fields)), False
         self._planner = Planner(self._agreement, padded=padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge(shared=bool(stage))
@@ -149,6 +149,7 @@ class StepRunner(Generic[Sample]):
 
     def close(self) -> None:
         """Puts FSDP's own collectives back. Call it last: the process should end afterwards."""
+        self._closed = True
         self.ledger.close()
         self._pace.without(self.ledger, self._agreement)
         let_go()
@@ -226,6 +227,8 @@ class StepRunner(Generic[Sample]):
         return Attempt(result, (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
+        if self._closed:
+            raise ValueError("this runner is closed, and would hang where a rank runs out of memory: make a new one")
         if not samples:
             raise ValueError("a step has at least 1 sample on every rank, but this rank was given none")
         if any(parameter.grad is not None for parameter in self.model.parameters()):

@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchtune_adaptive.comm.collectives import rank as this_rank
+from torchtune_adaptive.comm.collectives import world_size
 from torchtune_adaptive.memory.device import wraps_tensors
 from torchtune_adaptive.step.attempt import AroundPass, KindOfPass
 from torchtune_adaptive.step.runner import StepRunner
@@ -69,6 +70,8 @@ class FaultInjector:
     def _plan(self, rank: int, at: _At, operation: int, times: int) -> FaultInjector:
         if operation < 1 or times < 1:
             raise ValueError(f"operations and times count from 1, not operation={operation}, times={times}")
+        if not 0 <= rank < world_size():
+            raise ValueError(f"there is no rank {rank} among {world_size()}: ranks count from 0")
         if rank == this_rank():
             self._due[at].extend([operation] * times)
         return self

@@ -134,7 +134,7 @@ def test_by_default_it_is_said_once_and_costs_no_good_checkpoint(tmp_path: Path)
     for kind, message, _ in ends:
         assert kind == NotLearningError.__name__
         assert "epoch_1 is not saved, since the weights are NaN or infinite; the last good one is " in message
-        assert "start again from there with a lower optimizer.lr" in message
+        assert "start a new run, from those weights if there are any, with a lower optimizer.lr" in message
     assert re.match(r"step 2: the loss is nan; .*adaptive.on_nan_loss: stop", ends[0][2][0])
     assert ends[0][2][1].startswith("checkpoint step_2 is not saved, since the weights are NaN or infinite")
     assert [len(said) for _, _, said in ends] == [2, 0], "each is said once, by rank 0"

@@ -104,6 +104,17 @@ def test_cp_says_what_keeps_it_from_writing(tmp_path: Path, capsys: pytest.Captu
     assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", "/proc/mine.yaml")
 
 
+@pytest.mark.parametrize("command", ["validate", "print"])
+def test_a_file_of_bytes_and_a_lone_bracket_are_refused_in_a_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "ls.yaml"
+    program.write_bytes(bytes([0x7F, 0x45, 0x4C, 0x46, 0xD0, 0xFF]))
+    assert "ls.yaml" in refused(capsys, command, str(program))
+    for override in ("[", "[=1"):
+        assert "cannot be read" in refused(capsys, command, "adaptive/demo/full", override)
+
+
 def test_cp_takes_what_ends_as_a_folder_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = f"{tmp_path / 'mine'}/"
     assert "there is no folder" in refused(capsys, "cp", "adaptive/demo/full", folder)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +180,13 @@ def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refus
     assert "begins anew with: overwrite_output_dir=True" in told
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"command": 3'])
+FIELDS = [field.name for field in fields(run_file.RunFile)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"command": 3', *(json.dumps(dict.fromkeys(FIELDS, value)) for value in ("x", {}, [], [3], 2))],
+)
 def test_a_file_about_the_run_that_cannot_be_read_is_none(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

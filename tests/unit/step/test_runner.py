@@ -62,6 +62,14 @@ def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
     assert (runner.limit, runner.recoveries) == (RowLimit(2), 1)
 
 
+def test_a_runner_that_is_closed_runs_nothing_more():
+    runner = runner_of(a_model(), rows=2)
+    runner.close()
+    for run in (lambda: runner.run(SAMPLES, step=1), lambda: runner.attempt([SAMPLES[:2]])):
+        with pytest.raises(ValueError, match="this runner is closed"):
+            run()
+
+
 def test_losses_add_up_in_single_precision_whatever_a_microbatch_has_them_in():
     model = a_model()
 

@@ -40,7 +40,8 @@ def test_only_the_named_step_fails_and_the_run_goes_on():
     assert runner.limit == RowLimit(2)
 
 
-def test_only_the_named_rank_fails():
+def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torchtune_adaptive.testing.faults.world_size", lambda: 2)
     runner = runner_of()
     with FaultInjector(runner).fail_at(rank=1, step=0) as faults:
         assert recoveries(runner, 1) == [0]
@@ -98,6 +99,11 @@ def test_what_was_around_the_passes_is_there_inside_and_after():
         runner.run(SAMPLES, step=0)
     assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
     assert runner.around_pass is around
+
+
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no rank 1 among 1"):
+        FaultInjector(runner_of()).fail_at(rank=1, step=0)
 
 
 @pytest.mark.parametrize("wrong", [{"operation": 0}, {"times": 0}])

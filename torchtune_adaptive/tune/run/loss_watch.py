@@ -42,8 +42,8 @@ class LossWatch:
     def _found(self, fact: str) -> None:
         if self._stops:
             raise NotLearningError(
-                f"{fact}, and adaptive.on_nan_loss is stop: start again from the last checkpoint with a lower "
-                "optimizer.lr, a clip_grad_norm, or dtype: fp32"
+                f"{fact}, and adaptive.on_nan_loss is stop: start a new run, from the weights of the last checkpoint "
+                "if there is one, with a lower optimizer.lr, a clip_grad_norm, or dtype: fp32"
             )
         if not self._said and dist.get_rank() == 0:
             logger.warning(
@@ -78,6 +78,6 @@ class LossWatch:
         """Raises NotLearningError if every loss so far was NaN or infinite. Call it before any weights are saved."""
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
-                f"nothing was trained in {count_of(self._steps, 'step')}: the loss was NaN or infinite every time, so "
-                f"the weights most likely were before the run began; check {self._files}, or lower optimizer.lr"
+                f"nothing was trained in {count_of(self._steps, 'step')}: the loss was NaN or infinite every time: "
+                f"lower optimizer.lr, or check {self._files}, whose weights may have been so before the run began"
             )

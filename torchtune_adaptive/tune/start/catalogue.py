@@ -100,14 +100,14 @@ def config_files() -> dict[str, Path]:
 
 def recipe_of(config: Path) -> str | None:
     """The recipe that a file's own comments start it with, ours in place of torchtune's; None where they do not say."""
-    found = _STARTED_WITH.search(config.read_text(encoding="utf-8"))
+    found = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
     ours = {stock: recipe for recipe, stock in RECIPES.items() if stock is not None}
     return ours.get(found["recipe"], found["recipe"]) if found else None
 
 
 def flags_of(config: Path) -> str:
     """What those comments give to the launcher: `--nproc_per_node 8`; nothing where they do not say."""
-    found = _STARTED_WITH.search(config.read_text(encoding="utf-8"))
+    found = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
     return found["flags"].strip() if found else ""
 
 

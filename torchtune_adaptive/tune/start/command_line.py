@@ -19,8 +19,8 @@ from torchtune import config
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.catalogue import PREFIX, config_files, installed_configs, near_names
 
-UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError)
-"""What reading YAML may raise: RecursionError where it is nested thousands deep."""
+UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError, IndexError)
+"""What reading YAML and overrides may raise: RecursionError where it is nested thousands deep, IndexError for a `[`."""
 
 
 def read_command_line(argv: list[str]) -> DictConfig:

@@ -64,9 +64,19 @@ def end(directory: Path, how: str, message: str = "") -> None:
 def read(directory: Path) -> RunFile | None:
     try:
         run = RunFile(**json.loads((directory / RUN_FILE).read_bytes()))
-        return replace(run, launchers=list(run.launchers))
     except (OSError, ValueError, TypeError):
         return None
+    return run if _is_sound(run) else None
+
+
+def _is_sound(run: RunFile) -> bool:
+    """Whether every value has its type: anybody may have edited the file."""
+    texts = (run.command, run.folder, run.checkpoints, run.started_at, run.ended or "", run.message, run.output_dir)
+    return (
+        type(run.serial) is int
+        and isinstance(run.launchers, list)
+        and all(isinstance(text, str) for text in (*texts, *run.launchers))
+    )
 
 
 def _write(directory: Path, run: RunFile) -> None:

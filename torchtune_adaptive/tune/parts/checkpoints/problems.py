@@ -69,7 +69,10 @@ class Outcomes:
         """On every rank: weights that are NaN would only push out those that are not."""
         fact = f"checkpoint {name} is not saved, since the weights are NaN or infinite; {_last_good()}"
         if last:
-            raise NotLearningError(f"{fact}: start again from there with a lower optimizer.lr or a clip_grad_norm")
+            raise NotLearningError(
+                f"{fact}: start a new run, from those weights if there are any, with a lower optimizer.lr or a "
+                "clip_grad_norm"
+            )
         if not self._passed_over and dist.get_rank() == 0:
             logger.warning("%s; no later one is saved either while they are", fact)
         self._passed_over = True
