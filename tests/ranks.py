@@ -107,7 +107,8 @@ def _rank_main(
 ) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world_size))
     os.environ.update(LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
-    # Shows where a hung rank is, and ends it even if the parent is gone.
+    # Show where a rank dies of a native error, and where a hung one is, which ends even if the parent is gone.
+    faulthandler.enable()
     faulthandler.dump_traceback_later(timeout_s, exit=True)
     try:
         import torch
