@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torchtune_adaptive import (
     MemoryMeter,
     RowLimit,
+    SampleKind,
     StepRunner,
     Totals,
     TrainingStep,
@@ -48,7 +49,9 @@ def update(result):
     optimizer.step()
 
 
-runner = StepRunner(model, forward_backward, limit=RowLimit(1), length_of=len, stand_in=lambda sample: sample[:2])
+runner = StepRunner(
+    model, forward_backward, limit=RowLimit(1), kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+)
 step = TrainingStep(
     runner=runner,
     sample=torch.zeros(LENGTH, dtype=torch.long),  # as long as samples get

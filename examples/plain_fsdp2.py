@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, Totals
+from torchtune_adaptive import MemoryMeter, RowLimit, SampleKind, StepRunner, Totals
 
 dist.init_process_group("gloo")
 rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -35,8 +35,7 @@ runner = StepRunner(
     model,
     forward_backward,
     limit=RowLimit(16),  # what may run at once; it shrinks when some rank runs out of memory
-    length_of=len,
-    stand_in=lambda sample: sample[:2],
+    kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
 )
 # A stand-in for the memory of a GPU: rank 1 has too little for 16 samples at once.
 with MemoryMeter(cap_bytes=15_000_000 if rank == 1 else None):

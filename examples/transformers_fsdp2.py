@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchtune_adaptive import (
     RowLimit,
+    SampleKind,
     StepRunner,
     Totals,
     TrainingStep,
@@ -71,7 +72,9 @@ def sample():
     return torch.arange(start, start + length)
 
 
-runner = StepRunner(model, forward_backward, limit=RowLimit(1), length_of=len, stand_in=lambda tokens: tokens[:2])
+runner = StepRunner(
+    model, forward_backward, limit=RowLimit(1), kind=SampleKind(length_of=len, stand_in=lambda tokens: tokens[:2])
+)
 step = TrainingStep(
     runner=runner,
     sample=torch.arange(LENGTH),  # as long as samples get

@@ -22,6 +22,7 @@ from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.reports import StepResult, Totals
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,7 @@ class Trained:
             self.model,
             self.forward_backward,
             limit=RowLimit(self.limit),
-            length_of=len,
-            stand_in=lambda tokens: tokens[:2],
+            kind=SampleKind(length_of=len, stand_in=lambda tokens: tokens[:2]),
         )
 
     def forward_backward(self, samples: Sequence[Tensor]) -> Totals:

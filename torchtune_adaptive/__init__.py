@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.search.rows import SearchResult
     from torchtune_adaptive.step.reports import StepResult
     from torchtune_adaptive.step.runner import StepRunner, Totals
+    from torchtune_adaptive.step.samples import SampleKind
 
 __all__ = [
     "AdaptiveError",
@@ -33,6 +34,7 @@ __all__ = [
     "Profile",
     "RecoveryUnsupportedError",
     "RowLimit",
+    "SampleKind",
     "SearchResult",
     "StepResult",
     "StepRunner",

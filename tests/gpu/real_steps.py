@@ -29,6 +29,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts import devices, process_group
@@ -106,8 +107,7 @@ class RealStep:
             self.model,
             self.forward_backward,
             limit=RowLimit(rows),
-            length_of=TEXT.length_of,
-            stand_in=TEXT.stand_in,
+            kind=SampleKind(length_of=TEXT.length_of, stand_in=TEXT.stand_in),
             regrow_after=0,
         )
 

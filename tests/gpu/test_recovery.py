@@ -29,6 +29,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.oom import release
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 
 ROWS = 8
@@ -76,8 +77,7 @@ class Watched:
             step.model,
             self._forward_backward,
             limit=RowLimit(ROWS),
-            length_of=TEXT.length_of,
-            stand_in=TEXT.stand_in,
+            kind=SampleKind(length_of=TEXT.length_of, stand_in=TEXT.stand_in),
             regrow_after=0,
         )
 

@@ -70,7 +70,7 @@ def profile_memory(
         longest=max(step.length for step in named.values()),
         shortest=max(step.shortest for step in named.values()),
         knee=max(step.knee for step in named.values()),
-        padded=all(step.runner.padded for step in named.values()),
+        padded=all(step.runner.kind.padded for step in named.values()),
     )
     # "linear", since a profile never runs out of memory on purpose either, and so asks for no recovery.
     with _probing(named, memory, "linear") as prober:

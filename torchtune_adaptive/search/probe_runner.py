@@ -58,7 +58,7 @@ class TrainingStep(Generic[Sample]):
 
     @property
     def length(self) -> int:
-        return self.runner.length_of(self.sample)
+        return self.runner.kind.length_of(self.sample)
 
     def sample_of(self, length: int | None) -> Sample:
         """The worst sample of so many tokens."""
@@ -136,7 +136,7 @@ class Prober:
         """
         for beside in (each for step in self._steps.values() for each in step.beside):
             self._make_resident(beside)
-        self._probe(1, {name: [[step.runner.stand_in(step.sample)]] for name, step in self._steps.items()})
+        self._probe(1, {name: [[step.runner.kind.stand_in(step.sample)]] for name, step in self._steps.items()})
         self._room = self._reports[rank()].room
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
@@ -149,7 +149,7 @@ class Prober:
     def _make_resident(self, step: TrainingStep[Any]) -> None:
         """Collective: runs a stage once, as small as can be."""
         with _explaining(1):
-            _, failed_ranks = self._run(step, [[step.runner.stand_in(step.sample)]], limited=False)
+            _, failed_ranks = self._run(step, [[step.runner.kind.stand_in(step.sample)]], limited=False)
         if failed_ranks:
             raise UnrecoverableError(
                 f"rank {failed_ranks[0]} ran out of memory in the smallest microbatch of another stage",
@@ -166,7 +166,9 @@ class Prober:
 
     def _probe_rows(self, rows: int) -> None:
         steps = self._steps.items()
-        self._probe(rows, {n: [[step.runner.stand_in(step.sample)], [self._samples[n]] * rows] for n, step in steps})
+        self._probe(
+            rows, {n: [[step.runner.kind.stand_in(step.sample)], [self._samples[n]] * rows] for n, step in steps}
+        )
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
         """Collective: probes, and once more if not even one row fits, which ends a run: what was in the way may pass,
@@ -240,7 +242,7 @@ class Prober:
         runner = self._steps[name].runner
         return one_row_error(
             *(remedies if runner.trains else without_backward(remedies)),
-            length=runner.length_of(self._samples[name]),
+            length=runner.kind.length_of(self._samples[name]),
             need_bytes=need_bytes,
             budget_bytes=self._reports[where].room.budget_bytes,
             rank=where,

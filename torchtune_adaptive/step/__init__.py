@@ -3,11 +3,13 @@
 from torchtune_adaptive.step.draws import choose, draws
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, Totals, exchange
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 
 __all__ = [
     "Attempt",
     "Report",
     "Reports",
+    "SampleKind",
     "StepResult",
     "StepRunner",
     "Totals",

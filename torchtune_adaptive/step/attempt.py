@@ -6,8 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+from typing import Generic, Literal, Protocol, TypeAlias
 
 from torch import nn
 
@@ -20,10 +19,9 @@ from torchtune_adaptive.limits.change import in_step
 from torchtune_adaptive.limits.padded_plan import Plan
 from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.step.samples import Sample, SampleKind
 
 logger = logging.getLogger(__name__)
-
-Sample = TypeVar("Sample")
 
 KindOfPass: TypeAlias = Literal["microbatch", "drain"]
 AroundPass: TypeAlias = Callable[[KindOfPass], AbstractContextManager[object]]
@@ -66,24 +64,14 @@ def _check_recovery(models: Sequence[nn.Module], why_it_is_off: Callable[[nn.Mod
         )
 
 
-@dataclass(frozen=True)
-class Passes(Generic[Sample]):
-    """What runs samples, and what is run in the place of one."""
-
-    forward_backward: Callable[[Sequence[Sample]], Totals]
-    stand_in: Callable[[Sample], Sample]
-    """For a rank that failed."""
-    filler: Callable[[Sample], Sample] | None
-    """For a rank that has no sample left; None: every rank has as many microbatches."""
-
-
 class PlanRunner(Generic[Sample]):
     """Runs plans. After every run, whether memory ran out or not, all ranks are at the same `position`."""
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        passes: Passes[Sample],
+        forward_backward: Callable[[Sequence[Sample]], Totals],
+        kind: SampleKind[Sample],
         ledger: Ledger | None,
         *,
         recover: bool,
@@ -92,7 +80,7 @@ class PlanRunner(Generic[Sample]):
         if recover:
             _check_recovery(models, (ledger or CollectiveLedger).why_recovery_is_off)
         self.around_pass: AroundPass = lambda _: nullcontext()
-        self._passes = passes
+        self._forward_backward, self._kind = forward_backward, kind
         self.ledger: Ledger = ledger or CollectiveLedger(*models, watches=recover)
         self._models = models
         self._recover = recover
@@ -145,19 +133,19 @@ class PlanRunner(Generic[Sample]):
 
     def _nothing(self, samples: Sequence[Sample]) -> list[Sample]:
         """An empty microbatch: it communicates like any other, and counts nothing."""
-        if self._passes.filler is None:
+        if self._kind.filler is None:
             raise ValueError(
                 f"rank {rank()} has fewer samples than its peers need microbatches for theirs; "
-                "give StepRunner a `filler`: a stand-in without any label"
+                "give its SampleKind a `filler`: a stand-in without any label"
             )
-        return [self._passes.filler(samples[0])]
+        return [self._kind.filler(samples[0])]
 
     def _run_microbatch(self, number: int, samples: Sequence[Sample], before: Totals | None) -> Totals | None:
         """Collective: adds a microbatch to the totals; None if it ran out of memory."""
         try:
             self.ledger.begin_microbatch(number)
             with self.around_pass("microbatch"), self.ledger.listening():
-                totals = self._passes.forward_backward(samples).widened()
+                totals = self._forward_backward(samples).widened()
             self.ledger.end_microbatch()
             return totals if before is None else before.plus(totals)
         except Exception as error:
@@ -192,7 +180,7 @@ class PlanRunner(Generic[Sample]):
             # Any sample will do, since FSDP communicates parameters only; and it is run only where no record says what
             # comes next. Under tensor parallelism, where the batch matters, the ledger rehearses the real microbatch.
             with self.around_pass("drain"):
-                self.ledger.drain(lambda: self._passes.forward_backward([self._passes.stand_in(sample)]))
+                self.ledger.drain(lambda: self._forward_backward([self._kind.stand_in(sample)]))
             return True
         except Exception as error:
             if not is_oom(error):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import islice
 from os import PathLike
-from typing import Generic, TypeVar
+from typing import Generic
 
 from torch import nn
 
@@ -23,15 +23,14 @@ from torchtune_adaptive.limits.padded_plan import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.step.attempt import AroundPass, Ledger, Passes, PlanRunner
+from torchtune_adaptive.step.attempt import AroundPass, Ledger, PlanRunner
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
+from torchtune_adaptive.step.samples import Sample, SampleKind
 
 logger = logging.getLogger(__name__)
-
-Sample = TypeVar("Sample")
 
 
 class StepRunner(Generic[Sample]):
@@ -42,16 +41,8 @@ class StepRunner(Generic[Sample]):
     nothing of its own behind when it raises. Every rank uses the same limit. Under a limit by rows they have the same
     number of samples.
 
-    `length_of` is what a limit by length goes by: the tokens of a sample. A sample may be several rows, as a pair of
-    answers is: then it is that of the longest, `row_lengths_of` those of all; limits count samples all the same.
-    `cost_of` says what a row of so many tokens takes, by default its tokens: results compare the ranks by it.
-
-    `stand_in` returns the smallest version of a sample that still passes through the whole model, say its
-    first two tokens: if the very first microbatch fails, a pass over it keeps the peers company. `filler` does the
-    same without any label: it is run where a rank has fewer samples than its peers have microbatches.
-
-    `padded=False` says that `forward_backward` puts samples one after another, without padding: under a limit by length
-    their tokens count then, whichever samples share a microbatch.
+    `kind` says how long a sample is and what may stand in for it. `cost_of` says what a row of so many tokens takes, by
+    default its tokens: results compare the ranks by it.
 
     `limit` is what a microbatch may be. `regrow_after` steps without trouble are followed by a try of the next larger
     limit, up to the given one; 0: never. Give a Governor in place of the limit to decide that yourself. `ledger` counts
@@ -62,12 +53,8 @@ class StepRunner(Generic[Sample]):
     sample, since a repeated attempt writes them again: give it `trains=False`, for advice that helps. Stages that share
     models share a `ledger`, and all of them a `pace`, which tells who holds the others up.
 
-    `otherwise`, an attribute, is called on every rank where what has failed cannot be made smaller. It may see to it
-    that microbatches need less from then on, and says how. None, as by default: nothing can be done, so the run ends.
-
-    `on_change` is told whenever the limit changes, on every rank. `on_plan` is told the step and the plan of every
-    attempt before it begins. `asked_to_stop` says whether this rank is to end the run, by a signal say: what the ranks
-    agree on anyway tells all of them, in the result of the same step.
+    `asked_to_stop` says whether this rank is to end the run, by a signal say: what the ranks agree on anyway tells all
+    of them, in the result of the same step.
     """
 
     def __init__(
@@ -75,38 +62,34 @@ class StepRunner(Generic[Sample]):
         model: nn.Module,
         forward_backward: Callable[[Sequence[Sample]], Totals],
         *,
+        kind: SampleKind[Sample],
         limit: Limit | Governor,
-        length_of: Callable[[Sample], int],
-        row_lengths_of: Callable[[Sample], Sequence[int]] | None = None,
         cost_of: Callable[[int], float] = float,
-        stand_in: Callable[[Sample], Sample],
-        filler: Callable[[Sample], Sample] | None = None,
-        padded: bool = True,
         recover: bool = True,
         regrow_after: int = 200,
         ledger: Ledger | None = None,
         frozen: Sequence[nn.Module] = (),
         stage: str = "",
         trains: bool = True,
-        on_change: Callable[[Change], None] | None = None,
-        on_plan: Callable[[int, Plan], object] | None = None,
         asked_to_stop: Callable[[], bool] = bool,
         pace: Pace | None = None,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
-        self.model = model
-        self.length_of, self._row_lengths_of, self.cost_of = length_of, row_lengths_of, cost_of
-        self.stand_in = stand_in
-        self.padded, self.trains, self.recovers = padded, trains, recover
-        self.on_change, self.on_plan, self._asked_to_stop = on_change, on_plan, asked_to_stop
+        self.model, self.kind, self.cost_of = model, kind, cost_of
+        self.trains, self.recovers, self._asked_to_stop = trains, recover, asked_to_stop
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
+        self.on_change: Callable[[Change], None] | None = None
+        """Told whenever the limit changes, on every rank."""
+        self.on_plan: Callable[[int, Plan], object] | None = None
+        """Told the step and the plan of every attempt before it begins."""
         self.otherwise: Callable[[], str | None] = lambda: None
-        passes = Passes(forward_backward, stand_in, filler)
-        self._plans = PlanRunner((model, *frozen), passes, ledger, recover=recover, stage=stage)
+        """Called on every rank where what has failed cannot be made smaller. It may see to it that microbatches need
+        less from then on, and says how. None, as by default: nothing can be done, so the run ends."""
+        self._plans = PlanRunner((model, *frozen), forward_backward, kind, ledger, recover=recover, stage=stage)
         self.ledger = self._plans.ledger
         self._agreement, self._closed = Agreement(len(Report._fields)), False
-        self._planner = Planner(self._agreement, padded=padded)
+        self._planner = Planner(self._agreement, padded=kind.padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge(shared=bool(stage))
         self._pace = (pace or Pace()).counting(self.ledger, self._agreement)
@@ -172,7 +155,7 @@ class StepRunner(Generic[Sample]):
     def _run_until_it_fits(self, samples: Sequence[Sample], step: int, upcoming: Sequence[Sample] | None) -> StepResult:
         """Collective: attempts, each under a smaller limit than the one before."""
         self._gauge.begin_step()
-        lengths = self._lengths(samples)
+        lengths = self.kind.lengths(samples)
         rng = RngState.capture()
         recoveries = 0
         while True:
@@ -181,7 +164,7 @@ class StepRunner(Generic[Sample]):
                 self.on_plan(step, plan)
             totals, failed = self._plans.run(samples, plan)
             # Before the agreement, which tells all ranks how many microbatches the next step has: no further reduction.
-            ahead = self._planner.look_ahead(None if upcoming is None else self._lengths(upcoming), self.limit)
+            ahead = self._planner.look_ahead(None if upcoming is None else self.kind.lengths(upcoming), self.limit)
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
             if not reports.failed:
                 self._gauge.end_step()
@@ -237,19 +220,14 @@ class StepRunner(Generic[Sample]):
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
-    def _lengths(self, samples: Sequence[Sample]) -> list[int]:
-        # A sample without tokens is a row of padding: it takes room too, and no limit divides by its length.
-        return [max(1, self.length_of(sample)) for sample in samples]
-
     def _agree(
         self, totals: Totals | None, failed: int | None, plan: Plan, samples: Sequence[Sample], upcoming: int = 0
     ) -> Reports:
         """Collective: what happened on every rank, the same everywhere."""
         # On CPU the loss rides along. On a GPU, reading it would wait for the GPU.
         loss_on_host = totals.loss_sum.item() if totals and totals.loss_sum.device.type == "cpu" else 0.0
-        reading, lengths = self._gauge.read(), self._lengths(samples)
-        rows = None if self._row_lengths_of is None else [*map(self._row_lengths_of, samples)]
-        size = troubling(plan, lengths, failed, reading.retries, padded=self.padded)
+        reading, lengths, padded = self._gauge.read(), self.kind.lengths(samples), self.kind.padded
+        size = troubling(plan, lengths, failed, reading.retries, padded=padded)
         mine = Report(
             failed=failed is not None,
             rows=size.rows,
@@ -260,7 +238,7 @@ class StepRunner(Generic[Sample]):
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
-            **load_of(plan, lengths, padded=self.padded, rows=rows, cost=self.cost_of)._asdict(),
+            **load_of(plan, lengths, padded=padded, rows=self.kind.row_lengths(samples), cost=self.cost_of)._asdict(),
             **reading._asdict(),
             worked=self._pace.worked(),
             asked_to_stop=self._asked_to_stop(),

@@ -18,6 +18,7 @@ from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 
@@ -25,7 +26,7 @@ def runner_of_two_rows(model: nn.Module | None = None, **options) -> StepRunner[
     """Collective: a runner of a tiny model."""
     model = build(ModelConfig()) if model is None else model
     options = {"forward_backward": forward_backward_of(model), **options}
-    return StepRunner(model, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], **options)
+    return StepRunner(model, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]), **options)
 
 
 def run_where_one_row_does_not_fit() -> tuple[str, str]:
@@ -109,7 +110,9 @@ def run_out_of_memory_without_recovery() -> str:
     def out_of_memory(samples):
         raise torch.OutOfMemoryError("mine")
 
-    runner = StepRunner(model, out_of_memory, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=False)
+    runner = StepRunner(
+        model, out_of_memory, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]), recover=False
+    )
     with pytest.raises(torch.OutOfMemoryError, match="mine"):
         runner.run(samples_of(dist.get_rank(), 2), step=0)
 
@@ -218,7 +221,9 @@ def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
 
 def construct_on_an_unsharded_model() -> None:
     model = build(ModelConfig(sharded=False))
-    StepRunner(model, forward_backward_of(model), limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2])
+    StepRunner(
+        model, forward_backward_of(model), limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
+    )
 
 
 def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():

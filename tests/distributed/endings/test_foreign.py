@@ -28,6 +28,7 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.comm.collectives import aside
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 4
@@ -96,8 +97,7 @@ def runner_of(model: nn.Module, forward_backward: Callable[[Sequence[Tensor]], T
         model,
         forward_backward or forward_backward_of(model),
         limit=RowLimit(2),
-        length_of=len,
-        stand_in=lambda sample: sample[:2],
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
     )
 
 
@@ -244,13 +244,14 @@ def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
         dist.all_reduce(torch.ones(1))
         return train(samples)
 
-    first = StepRunner(model, train, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], stage="score")
+    first = StepRunner(
+        model, train, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]), stage="score"
+    )
     second = StepRunner(
         model,
         speak,
         limit=RowLimit(2),
-        length_of=len,
-        stand_in=lambda s: s[:2],
+        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
         stage="train",
         ledger=first.ledger,
     )

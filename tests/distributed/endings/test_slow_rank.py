@@ -14,6 +14,7 @@ from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.pace import STEPS, Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 
 
 def log_of_steps(slow_rank: int | None, where: str, stages: Sequence[str] = ("",)) -> list[str]:
@@ -35,8 +36,7 @@ def log_of_steps(slow_rank: int | None, where: str, stages: Sequence[str] = ("",
             model,
             partial(slowly, stage or "forward"),
             limit=RowLimit(1),
-            length_of=len,
-            stand_in=lambda sample: sample[:2],
+            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
             stage=stage,
             **shared,
         )

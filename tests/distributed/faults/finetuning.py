@@ -26,6 +26,7 @@ from tests.distributed.models import (
 from torchtune_adaptive.comm.tensor import TensorLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 
@@ -200,8 +201,7 @@ class Bench:
             self.model,
             self.forward_backward,
             limit=RowLimit(self.case.rows),
-            length_of=len,
-            stand_in=lambda sample: sample[:2],
+            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
             ledger=self._tensor_ledger() if self.case.model.tensor_ranks > 1 else None,
         )
         self.fresh = runner.state_dict()

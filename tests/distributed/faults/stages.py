@@ -18,6 +18,7 @@ from tests.distributed.models import Gradients, ModelConfig, build, gradients_of
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES_PER_STEP = 4
@@ -249,8 +250,9 @@ class StageBench:
                 stage.models[0],
                 stage.run,
                 limit=RowLimit(self.case.rows),
-                length_of=lambda sample: len(sample[1]),
-                stand_in=lambda sample: (sample[0], sample[1][:2]),
+                kind=SampleKind(
+                    length_of=lambda sample: len(sample[1]), stand_in=lambda sample: (sample[0], sample[1][:2])
+                ),
                 ledger=ledger,
                 frozen=stage.models[1:],
                 stage=name,

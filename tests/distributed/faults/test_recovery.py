@@ -26,6 +26,7 @@ from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
@@ -59,7 +60,12 @@ def runner_of(
     model: nn.Module, rows: int, forward_backward: Callable[[Sequence[Tensor]], Totals] | None = None
 ) -> StepRunner[Tensor]:
     forward_backward = forward_backward or forward_backward_of(model)
-    return StepRunner(model, forward_backward, limit=RowLimit(rows), length_of=len, stand_in=lambda sample: sample[:2])
+    return StepRunner(
+        model,
+        forward_backward,
+        limit=RowLimit(rows),
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
+    )
 
 
 def recover_after_evaluation() -> tuple[int, bool]:

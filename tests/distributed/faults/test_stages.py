@@ -14,6 +14,7 @@ from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.limits.change import Change
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 3  # operations of the stage that fails
@@ -56,7 +57,9 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
 
     ask([tokens])
     plain = not fsdp.is_idle(model)
-    runner = StepRunner(model, ask, limit=RowLimit(2), length_of=len, stand_in=lambda sample: sample, recover=recover)
+    runner = StepRunner(
+        model, ask, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda sample: sample), recover=recover
+    )
     runner.run([tokens, tokens], step=0)
     return plain, not fsdp.is_idle(model)
 

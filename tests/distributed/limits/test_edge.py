@@ -8,6 +8,7 @@ from tests.fake_memory import FakeMemory
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 
 
 def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:
@@ -17,11 +18,10 @@ def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]
         model,
         forward_backward_of(model),
         limit=RowLimit(4),
-        length_of=len,
-        stand_in=lambda sample: sample[:2],
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
         regrow_after=3,
-        on_change=lambda event: events.append((event.kind, event.ranks)),
     )
+    runner.on_change = lambda event: events.append((event.kind, event.ranks))
     runner.watch(memory)
     rows = []
     with CountCollectives() as counted:
@@ -46,7 +46,10 @@ def test_thrashing_on_one_rank_moves_all_of_them_alike_and_adds_no_collective():
 def peak_of_the_fullest_rank() -> tuple[int, int]:
     model = build(ModelConfig())
     runner = StepRunner(
-        model, forward_backward_of(model), limit=RowLimit(4), length_of=len, stand_in=lambda sample: sample[:2]
+        model,
+        forward_backward_of(model),
+        limit=RowLimit(4),
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
     )
     runner.watch([FakeMemory(peak_bytes=700), FakeMemory(budget_bytes=500, peak_bytes=400)][dist.get_rank()])
     memory = runner.run(samples_of(dist.get_rank(), 4), step=0).memory

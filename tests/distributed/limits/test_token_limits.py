@@ -25,6 +25,7 @@ from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 PLAIN = ModelConfig(dropout=0.0)
@@ -45,9 +46,12 @@ def without_labels(sample: Tensor) -> Tensor:
 
 
 def runner_of(model: nn.Module, limit: Limit, *, joined: bool = False, **options) -> StepRunner[Tensor]:
-    options = {"filler": without_labels, "length_of": len, "stand_in": lambda sample: sample[:2], **options}
-    forward_backward = forward_backward_of(model, joined=joined)
-    return StepRunner(model, forward_backward, limit=limit, padded=not joined, **options)
+    asked = {name: options.pop(name) for name in ("filler", "length_of") if name in options}
+    kind = SampleKind(
+        **{"length_of": len, "stand_in": lambda sample: sample[:2], "filler": without_labels, "padded": not joined}
+        | asked
+    )
+    return StepRunner(model, forward_backward_of(model, joined=joined), limit=limit, kind=kind, **options)
 
 
 def close(left: Gradients, right: Gradients) -> bool:
@@ -193,7 +197,10 @@ def run_masked(rank_without_labels: int) -> tuple[int, bool, bool]:
         return Totals(loss.detach(), int((labels != -100).sum()))
 
     runner = StepRunner(
-        model, forward_backward, limit=TokenLimit(32), length_of=len, stand_in=lambda s: s[:2], filler=without_labels
+        model,
+        forward_backward,
+        limit=TokenLimit(32),
+        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2], filler=without_labels),
     )
     result = runner.run(samples, step=0)
     finite = all(bool(gradient.isfinite().all()) for gradient in gradients_of(model).values())
@@ -211,7 +218,7 @@ def run_without_filler() -> None:
 
 
 def test_without_a_filler_an_empty_microbatch_is_an_error_that_names_it():
-    with pytest.raises(RankFailed, match=r"rank 0 has fewer samples .* give StepRunner a `filler`"):
+    with pytest.raises(RankFailed, match=r"rank 0 has fewer samples .* give its SampleKind a `filler`"):
         run_on_ranks(2, run_without_filler)
 
 

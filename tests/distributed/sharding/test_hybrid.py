@@ -21,6 +21,7 @@ from torchtune_adaptive.comm import make_replicas_alike
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 8
@@ -57,7 +58,9 @@ def runner_of(model: nn.Module, rows: int = 4) -> StepRunner[Tensor]:
         loss.backward()
         return Totals(loss.detach(), sum(map(len, samples)))
 
-    return StepRunner(model, forward_backward, limit=RowLimit(rows), length_of=len, stand_in=lambda s: s[:2])
+    return StepRunner(
+        model, forward_backward, limit=RowLimit(rows), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
+    )
 
 
 def whole_gradients(model: nn.Module) -> Tensor:
@@ -101,7 +104,9 @@ def test_a_loop_with_replicas_recovers_and_has_the_gradients_of_one_process(spre
 def bytes_of_a_step(rows: int) -> tuple[int, int, int]:
     model = build(ModelConfig(replicas=2, dropout=0.0))
     limit, samples = RowLimit(rows), samples_of(dist.get_rank(), 4)
-    runner = StepRunner(model, forward_backward_of(model), limit=limit, length_of=len, stand_in=lambda s: s[:2])
+    runner = StepRunner(
+        model, forward_backward_of(model), limit=limit, kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
+    )
     sent = runner.run(samples, step=1).sent
     shard = sum(parameter.to_local().numel() for parameter in model.parameters())
     return sent.within_shards, sent.across_replicas, 4 * shard
@@ -147,8 +152,7 @@ def step_beside_another_mesh(alike: bool) -> str:
         policy,
         forward_backward_of(policy),
         limit=RowLimit(4),
-        length_of=len,
-        stand_in=lambda s: s[:2],
+        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
         frozen=(frozen,),
     )
     try:

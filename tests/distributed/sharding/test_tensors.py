@@ -27,6 +27,7 @@ from torchtune_adaptive.comm.tensor.masks import Masks
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 ForwardBackward = Callable[[Sequence[Tensor]], Totals]
@@ -87,8 +88,7 @@ def runner_of(
         model,
         change(model, tensors.forward_backward_of(model, "plain")),
         limit=RowLimit(2),
-        length_of=len,
-        stand_in=lambda sample: sample[:2],
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
         ledger=ledger,
     )
 
@@ -225,8 +225,7 @@ def refuse_a_compiled_model() -> str:
             model,
             tensors.forward_backward_of(model, "plain"),
             limit=RowLimit(2),
-            length_of=len,
-            stand_in=lambda sample: sample[:2],
+            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
             ledger=ledger,
         )
     except RecoveryUnsupportedError as error:

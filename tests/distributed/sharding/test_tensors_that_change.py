@@ -15,6 +15,7 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.comm.tensor import Rehearsal, TensorLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 RANKS = 4
@@ -27,8 +28,7 @@ def runner_of(model: FSDPModule) -> StepRunner[Tensor]:
         model,
         tensors.forward_backward_of(model, "plain"),
         limit=RowLimit(2),
-        length_of=len,
-        stand_in=lambda sample: sample[:2],
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
         ledger=TensorLedger(model, mesh_of(tensor_ranks=2)["tp"].get_group(), rehearsal),
     )
 

@@ -21,6 +21,7 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 
@@ -107,10 +108,9 @@ class Accumulating:
             self.model,
             self.forward_backward,
             limit=RowLimit(2),
-            length_of=len,
-            stand_in=lambda sample: sample[:2],
-            on_plan=self.begin,
+            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
         )
+        self.runner.on_plan = self.begin
 
     def begin(self, step: object, plan: Sequence[object]) -> None:
         self.number, self.microbatches = 0, len(plan)

@@ -14,6 +14,7 @@ from torchtune_adaptive.comm import collectives
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 
 
 def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
@@ -28,7 +29,11 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
         dist.all_reduce(totals[0].loss_sum + totals[1].loss_sum)
     model.zero_grad()
     runner = StepRunner(
-        model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=recover
+        model,
+        forward_backward,
+        limit=RowLimit(2),
+        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
+        recover=recover,
     )
     with CountCollectives() as adaptive:
         runner.run(samples, step=0)
@@ -50,7 +55,11 @@ def reduced_totals() -> tuple[float, int, float, int]:
     dist.all_reduce(expected)
     model.zero_grad()
     runner = StepRunner(
-        model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2], recover=False
+        model,
+        forward_backward,
+        limit=RowLimit(2),
+        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
+        recover=False,
     )
     result = runner.run(samples, step=0)
     return result.loss_sum.item(), result.target_tokens, float(expected[0].float()), int(expected[1])
@@ -64,7 +73,9 @@ def test_loss_and_tokens_are_sums_over_all_ranks():
 def plain_step_after_close() -> tuple[int, int]:
     model = build(ModelConfig())
     forward_backward, samples = forward_backward_of(model), samples_of(dist.get_rank(), 2)
-    runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda s: s[:2])
+    runner = StepRunner(
+        model, forward_backward, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
+    )
     runner.run(samples, step=0)
     counted = runner.ledger.position
     runner.close()

@@ -13,6 +13,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.rl.generation import Answering, generate
 
@@ -44,8 +45,9 @@ class Bench:
             self.model,
             self.answer,
             limit=RowLimit(rows),
-            length_of=lambda sample: len(sample[1]) + NEW,
-            stand_in=lambda sample: (sample[0], sample[1][:1]),
+            kind=SampleKind(
+                length_of=lambda sample: len(sample[1]) + NEW, stand_in=lambda sample: (sample[0], sample[1][:1])
+            ),
             stage="generate",
         )
 

@@ -69,8 +69,8 @@ def stages_of(kind: str, cfg: DictConfig) -> Iterator[tuple[Any, dict[str, Calla
     recipe.setup()
 
     def microbatches(runner: Any, rows: int, tokens: int) -> list[list[Any]]:
-        longest = tokens if runner.padded else 2 * tokens
-        pair = {**(PAIR if runner.padded else JOINED).uniform(0, longest), KEPT: torch.zeros(2)}
+        longest = tokens if runner.kind.padded else 2 * tokens
+        pair = {**(PAIR if runner.kind.padded else JOINED).uniform(0, longest), KEPT: torch.zeros(2)}
         first = [[PAIR.stand_in(pair)]] if cfg.gradient_accumulation_steps > 1 else []
         return [*first, [pair] * rows]
 

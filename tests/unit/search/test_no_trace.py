@@ -15,6 +15,7 @@ from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW, one by one": (torch.optim.AdamW, {"foreach": False}),
@@ -116,8 +117,7 @@ class InBackward:
             self.model,
             forward_backward,
             limit=RowLimit(1),
-            length_of=len,
-            stand_in=lambda sample: sample[:2],
+            kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
             recover=False,
         )
         return TrainingStep(

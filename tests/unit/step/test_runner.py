@@ -13,6 +13,7 @@ from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
@@ -34,7 +35,7 @@ def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals
 
 def runner_of(model: nn.Module, rows: int, **options) -> StepRunner[Tensor]:
     options = {"forward_backward": forward_backward_of(model), "limit": RowLimit(rows), **options}
-    return StepRunner(model, length_of=len, stand_in=lambda s: s, **options)
+    return StepRunner(model, kind=SampleKind(length_of=len, stand_in=lambda s: s), **options)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -143,7 +144,8 @@ def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():
     reference = a_model()
     runner_of(reference, 8).run(SAMPLES, step=3)
     model, changes, asked = a_model(), [], []
-    runner = runner_of(model, 8, on_change=changes.append)
+    runner = runner_of(model, 8)
+    runner.on_change = changes.append
 
     def make_room() -> str | None:
         asked.append(runner.limit.size)
@@ -288,8 +290,8 @@ def test_every_attempt_tells_its_plan_before_it_begins():
         model,
         8,
         forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
-        on_plan=lambda step, plan: plans.append((step, [len(rows) for rows in plan])),
     )
+    runner.on_plan = lambda step, plan: plans.append((step, [len(rows) for rows in plan]))
     with FaultInjector(runner).fail_at(rank=0, step=3, operation=5):
         runner.run(SAMPLES, step=3)
     assert plans == [(3, [8]), 3, (3, [4, 4]), 3, 3]

@@ -23,6 +23,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.cost import cost_of
@@ -198,11 +199,13 @@ def runners_of(kind: Kind, settings: Settings, *, recover: bool) -> partial[Step
     return partial(
         StepRunner,
         limit=RowLimit(settings.batch_size),
-        length_of=kind.length_of,
-        row_lengths_of=kind.lengths_of if kind.rows > 1 else None,
-        stand_in=kind.stand_in,
-        filler=kind.filler,
-        padded=kind.padded,
+        kind=SampleKind(
+            length_of=kind.length_of,
+            row_lengths_of=kind.lengths_of if kind.rows > 1 else None,
+            stand_in=kind.stand_in,
+            filler=kind.filler,
+            padded=kind.padded,
+        ),
         recover=recover,
         regrow_after=settings.adaptive.regrow_after,
         asked_to_stop=THIS_RUN.asked_to_stop,

@@ -21,6 +21,7 @@ from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
@@ -209,7 +210,6 @@ def _runners(
 ) -> Stages[Rollout]:
     build: partial[StepRunner[Rollout]] = partial(
         StepRunner,
-        filler=Rollout.filler,
         recover=recovers(settings),
         regrow_after=settings.adaptive.regrow_after,
         ledger=ledger,
@@ -222,8 +222,11 @@ def _runners(
             run,
             limit=limits[name],
             # answers come to be while they are generated, so lengths there go by what may be
-            length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
-            stand_in=gathering.stand_in if name == GENERATE else Rollout.stand_in,
+            kind=SampleKind(
+                length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
+                stand_in=gathering.stand_in if name == GENERATE else Rollout.stand_in,
+                filler=Rollout.filler,
+            ),
             stage=name,
             trains=name in (TRAIN_VALUE, TRAIN_POLICY),
         )

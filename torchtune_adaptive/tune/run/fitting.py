@@ -181,7 +181,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     search = Measuring(
         kind=Profile,
         measure=measure,
-        options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.padded else {"padded": False})},
+        options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.kind.padded else {"padded": False})},
         table=partial(profile_table, stage=request.stage, together=request.kind.together),
         draw=partial(draw_profile, stage=request.stage),
         event=partial(profile_event, stage=request.stage),

@@ -48,7 +48,7 @@ class Parts(RunParts):
 
     @property
     def kind(self) -> Kind:
-        return replace(self.data.kind, padded=self.stages.training.padded)
+        return replace(self.data.kind, padded=self.stages.training.kind.padded)
 
     def worst_step(self) -> TrainingStep[Sample]:
         """Collective: the step that a search measures."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive import MemoryMeter, RowLimit, StepRunner, TrainingStep, find_max_batch_size
+from torchtune_adaptive import MemoryMeter, RowLimit, SampleKind, StepRunner, TrainingStep, find_max_batch_size
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.limit import exhausted
 from torchtune_adaptive.tune.config.remedies import KEYS, KEYS_IN_PPO, in_keys
@@ -59,7 +59,11 @@ def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
 def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key() -> None:
     model = nn.Linear(1, 1)
     runner = StepRunner(
-        model, lambda _: None, limit=RowLimit(1), length_of=len, stand_in=lambda sample: sample, recover=False
+        model,
+        lambda _: None,
+        limit=RowLimit(1),
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample),
+        recover=False,
     )
     step = TrainingStep(runner=runner, sample=torch.ones(1), update=lambda _: None, optimizers=[])
     with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* give strategy='linear'") as caught:
