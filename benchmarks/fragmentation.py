@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save, table
 from torchtune_adaptive.prediction import MemoryLaw, Run
-from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.start.command_line import locate
 

@@ -44,7 +44,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-LIMITED_MEMORY = "torchtune_adaptive.tune.run.outset.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.run.course.limited_memory"
 
 
 @dataclass(frozen=True)

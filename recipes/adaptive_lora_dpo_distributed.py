@@ -19,14 +19,20 @@ from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import build_pairs
 from torchtune_adaptive.tune.parts.model import build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
-from torchtune_adaptive.tune.parts.preference import PAIRS, POLICY, REFERENCE, build_preference_loss, build_stages
+from torchtune_adaptive.tune.parts.preference_stages import (
+    PAIRS,
+    POLICY,
+    REFERENCE,
+    build_preference_loss,
+    build_stages,
+)
 from torchtune_adaptive.tune.parts.profiling import build_profiler
-from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.course import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
-from torchtune_adaptive.tune.run.preferences import PreferenceFigures
+from torchtune_adaptive.tune.run.preference_metrics import PreferenceFigures
 from torchtune_adaptive.tune.run.reference_table import is_known, precompute_reference
+from torchtune_adaptive.tune.run.run_journal import RunJournal
 from torchtune_adaptive.tune.start import launch
 
 

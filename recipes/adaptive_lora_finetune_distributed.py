@@ -23,10 +23,10 @@ from torchtune_adaptive.tune.parts.microbatch import build_step_runner
 from torchtune_adaptive.tune.parts.model import build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
 from torchtune_adaptive.tune.parts.profiling import build_profiler
-from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.course import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.outset import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.run.run_journal import RunJournal
 from torchtune_adaptive.tune.start import launch
 
 

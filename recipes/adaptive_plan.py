@@ -13,13 +13,13 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.record.atomic_files import reason
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
-from torchtune_adaptive.record.files import reason
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
-from torchtune_adaptive.tune.plan.answers import Answers, frontier, predict, traces
+from torchtune_adaptive.tune.plan.capacities import Answers, frontier, predict, traces
 from torchtune_adaptive.tune.plan.output import Output, heading, show_compared
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings

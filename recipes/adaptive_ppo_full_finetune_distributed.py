@@ -26,14 +26,14 @@ from torchtune_adaptive.tune.rl.course import RolloutParts, begin_epoch, plot_ep
 from torchtune_adaptive.tune.rl.experience import estimate
 from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_of_stages
 from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
+from torchtune_adaptive.tune.rl.prompt_room import check_room
 from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
-from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
 from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY, TRAIN_VALUE, answering_of, build_stages
-from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.run.run_journal import RunJournal
 from torchtune_adaptive.tune.start import launch
 
 

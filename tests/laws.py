@@ -7,9 +7,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
-from torchtune_adaptive.limits.rungs import MAX_ROWS
+from torchtune_adaptive.limits.rounding import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.refusal import one_row_error
 from torchtune_adaptive.search.rows import SearchResult, search
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torchtune_adaptive.comm.collectives import world_size
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.limits.padded_plan import Load
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.search.find import find_max_batch_size
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.rows import SearchResult

@@ -22,7 +22,7 @@ from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive import AdaptiveError
 from torchtune_adaptive.prediction import Budget, limit_bytes
-from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed, combinations, savers, starts
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import MANY_RANKS_OVERHEAD

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
         UnrecoverableError,
     )
     from torchtune_adaptive.limits.limit import RowLimit, TokenLimit
+    from torchtune_adaptive.memory.cpu_meter import MemoryMeter
     from torchtune_adaptive.memory.device import CudaMemory
-    from torchtune_adaptive.memory.meter import MemoryMeter
     from torchtune_adaptive.record.tables import profile_table, search_table
     from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
     from torchtune_adaptive.search.probe_runner import TrainingStep

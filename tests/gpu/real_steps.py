@@ -24,18 +24,18 @@ from torch import nn
 from tests import ranks
 from tests.recipes.running import demo_config
 from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory_sizes import MemorySize
 from torchtune_adaptive.search.probe_runner import TrainingStep
-from torchtune_adaptive.sizes import MemorySize
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts import devices, process_group
 from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate
+from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
 from torchtune_adaptive.tune.parts.loss import build_loss
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization

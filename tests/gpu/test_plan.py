@@ -16,9 +16,9 @@ import torch
 
 from tests.gpu.real_steps import build, demo, metered, side_by_side, use
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.prediction.replay import STEPS
+from torchtune_adaptive.prediction.allocator_replay import STEPS
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.trace.shims import rank_0_of
 

@@ -36,7 +36,7 @@ ROOMS_OF_TESTS = sorted(
     {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
 )
 
-GROUND = {"bisecting", "errors", "replacing", "sizes", "wording"}
+GROUND = {"bisecting", "errors", "patching", "memory_sizes", "wording"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
 DOORS = {"__init__", "run_picture"}
 """Modules beside the rooms that only hand on what is in them; nothing of ours imports these."""
@@ -53,7 +53,7 @@ ROOMS: dict[str, set[str]] = {
     "record/charts": {"record", "limits", "search", "prediction"},
     "prediction": {"memory"},
     "tune": set(),
-    "tune/config": {"limits.rungs", "schedules", "search.strategies"},
+    "tune/config": {"limits.rounding", "schedules", "search.strategies"},
     "tune/start": {
         "tune.console",
         "tune/config",
@@ -167,7 +167,7 @@ WITHOUT_TORCH = {
     "tune.config.adaptive",
     "tune.config.rules",
     "record.events",
-    "record.files",
+    "record.atomic_files",
     "record.journal",
     "record.timeline",
     "command.cp",

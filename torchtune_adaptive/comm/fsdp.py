@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.comm.collectives import world_size
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -14,6 +14,7 @@ from functools import partial
 import torch.distributed as dist
 
 from torchtune_adaptive.comm import fsdp
+from torchtune_adaptive.comm.collective_record import CollectiveRecord, Schedule
 from torchtune_adaptive.comm.collectives import backend_for, explaining_failures, world_size
 from torchtune_adaptive.comm.counting import (
     Collective,
@@ -25,7 +26,6 @@ from torchtune_adaptive.comm.counting import (
 )
 from torchtune_adaptive.comm.foreign import Listener, MessageCount, refusal, what_is_foreign
 from torchtune_adaptive.comm.fsdp import FSDPModule
-from torchtune_adaptive.comm.schedule import CollectiveRecord, Schedule
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.tune.parts.checkpoints.folders import Found, compared, find_checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder
 from torchtune_adaptive.tune.start import run_file

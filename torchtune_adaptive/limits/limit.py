@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from torchtune_adaptive.bisecting import most_that_fit
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy
 from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.wording import count_of
 
 UNBOUNDED_ROWS = 2**20

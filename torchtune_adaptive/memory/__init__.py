@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.memory.cpu_meter import MemoryMeter
     from torchtune_adaptive.memory.device import CudaMemory, MemorySource
-    from torchtune_adaptive.memory.meter import MemoryMeter
     from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from torchtune_adaptive.sizes import MemorySize
+from torchtune_adaptive.memory_sizes import MemorySize
 
 FRAGMENTATION = 0.05
 """The share of a GPU that a search leaves free.

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.sizes import parse_amount
+from torchtune_adaptive.memory_sizes import parse_amount
 from torchtune_adaptive.wording import did_you_mean
 
 

@@ -22,8 +22,8 @@ from torch._inductor.codegen import cpp
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from torchtune_adaptive.errors import PredictionError, Remedy
+from torchtune_adaptive.patching import Member, replaced
 from torchtune_adaptive.prediction.recorder import Recorder
-from torchtune_adaptive.replacing import Member, replaced
 
 KNOWN_VERSIONS = ((2, 11), (2, 12), (2, 13))
 """Versions of torch in whose sources the names below were looked up."""

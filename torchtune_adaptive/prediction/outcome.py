@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.capacity import Answer
 from torchtune_adaptive.prediction.roofline import Seconds, StepTime
 
 

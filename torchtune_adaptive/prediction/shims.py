@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.device import wraps_tensors
+from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.prediction.allocator import rounded_up
-from torchtune_adaptive.replacing import replaced
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

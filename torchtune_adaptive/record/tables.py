@@ -7,14 +7,14 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
+from torchtune_adaptive.memory_sizes import format_bytes
+from torchtune_adaptive.record.atomic_files import keep_file, read_json
 from torchtune_adaptive.record.events import SEARCH, Event
-from torchtune_adaptive.record.files import keep_file, read_json
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.probe_result import Probe
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
-from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.wording import count_of, in_columns, times
 
 SEARCH_FILE = "batch_search.json"

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from torchtune_adaptive.record.atomic_files import reason
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, STEPS_FILE
-from torchtune_adaptive.record.files import reason
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from torchtune_adaptive.errors import ConfigError, Remedy
-from torchtune_adaptive.limits.rungs import MAX_ROWS
+from torchtune_adaptive.limits.rounding import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.snapshot import leaving_no_trace

@@ -21,7 +21,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out, release
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, one_row_error
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner

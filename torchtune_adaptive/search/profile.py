@@ -24,8 +24,8 @@ from torchtune_adaptive.limits.limit import SurfaceLimit
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search import records
-from torchtune_adaptive.search.lines import phase_points
-from torchtune_adaptive.search.probe import Probe, Room
+from torchtune_adaptive.search.line_fits import phase_points
+from torchtune_adaptive.search.probe_result import Probe, Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Refuse
 
 MOST_POINTS = 8

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
-from torchtune_adaptive.sizes import format_apart, format_bytes
+from torchtune_adaptive.memory_sizes import format_apart, format_bytes
 
 NEEDS_LESS = (Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
 NEEDS_LESS_OR_IS_CUT = (Remedy.SHORTER_SAMPLES, Remedy.SHORTEN, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.LARGER_BUDGET)

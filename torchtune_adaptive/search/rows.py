@@ -11,12 +11,12 @@ from math import floor
 from typing import Any
 
 from torchtune_adaptive.errors import check_choice
-from torchtune_adaptive.limits.rungs import MAX_ROWS, rungs_up_to
+from torchtune_adaptive.limits.rounding import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search import records
-from torchtune_adaptive.search.lines import fit_lines
-from torchtune_adaptive.search.probe import Probe, Room
+from torchtune_adaptive.search.line_fits import fit_lines
+from torchtune_adaptive.search.probe_result import Probe, Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, Refuse
 from torchtune_adaptive.search.strategies import STRATEGIES, History
 

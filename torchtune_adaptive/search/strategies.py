@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
 
-from torchtune_adaptive.search.lines import fit_line, fit_lines, phase_rows
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.line_fits import fit_line, fit_lines, phase_rows
+from torchtune_adaptive.search.probe_result import Probe
 
 _TRUSTED_JUMP = 4
 """Two measurements may predict up to this many times the larger one; a third in line, any distance."""

@@ -17,7 +17,7 @@ from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
 from torchtune_adaptive.limits.padded_plan import Load, Plan
-from torchtune_adaptive.sizes import format_apart
+from torchtune_adaptive.memory_sizes import format_apart
 
 
 class Totals(NamedTuple):

@@ -23,9 +23,9 @@ from torchtune_adaptive.limits.padded_plan import Plan, load_of
 from torchtune_adaptive.memory.device import MemorySource, RngState
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.step.agreed_plan import Planner
 from torchtune_adaptive.step.attempt import AroundPass, Ledger, PlanRunner
 from torchtune_adaptive.step.pace import Pace
-from torchtune_adaptive.step.planning import Planner
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
 from torchtune_adaptive.step.samples import Sample, SampleKind

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
-from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.sizes import MemorySize
+from torchtune_adaptive.memory_sizes import MemorySize
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.microbatch import batching_of
-from torchtune_adaptive.tune.parts.preference import (
+from torchtune_adaptive.tune.parts.preference_stages import (
     KEPT,
     POLICY,
     REFERENCE,

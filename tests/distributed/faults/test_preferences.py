@@ -29,7 +29,7 @@ from torchtune_adaptive.limits.change import Change
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts.preference import PAIRS, POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 
 ALL_PAIRS = 12

@@ -24,7 +24,7 @@ from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector

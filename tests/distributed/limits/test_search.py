@@ -24,7 +24,7 @@ from tests.searching import (
     state_of,
 )
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.search.find import find_max_batch_size
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.reports import Totals

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from torchtune_adaptive.limits.padded_plan import Plan
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
 
 LONGEST, MEDIAN = 256, 48

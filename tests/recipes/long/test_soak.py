@@ -8,7 +8,7 @@ import pytest
 
 from tests.recipes.long.soak import Weather, check_weather, soak
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY
-from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 
 
 @pytest.mark.parametrize(

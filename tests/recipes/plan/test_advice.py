@@ -14,11 +14,11 @@ from omegaconf import OmegaConf
 from tests.recipes.plan.test_plan import ON_GPU, ask
 from tests.recipes.running import demo_config, start_here
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
-from torchtune_adaptive.prediction.answer import Budget
+from torchtune_adaptive.prediction.capacity import Budget
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.tune.plan import advice
 from torchtune_adaptive.tune.plan.advice import Alternatives, what_fits, what_is_fastest
-from torchtune_adaptive.tune.plan.answers import Answers, predict
+from torchtune_adaptive.tune.plan.capacities import Answers, predict
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed
 from torchtune_adaptive.tune.plan.question import PlanSettings
 

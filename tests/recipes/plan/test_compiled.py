@@ -34,9 +34,9 @@ from tests.recipes.plan.test_plan import (
     profiled_peaks,
 )
 from tests.recipes.running import demo_config
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.static_rows import most_rows
 

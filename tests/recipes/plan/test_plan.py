@@ -20,12 +20,12 @@ from tests.ranks import run_on_ranks
 from tests.recipes.metering import metered, profiled
 from tests.recipes.running import STOCK, demo_config, load_ours
 from tests.recipes.tracing import fake_step, peaks_of
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.memory.meter import MemoryMeter
 from torchtune_adaptive.prediction.law import peak_of, sizes_of
 from torchtune_adaptive.prediction.recorder import Recorder, Workspace
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
 from torchtune_adaptive.tune.parts.samples import TEXT
 from torchtune_adaptive.tune.start.command_line import locate, read_command_line
 from torchtune_adaptive.tune.trace import fakes

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.recipes.running import demo_config
 from tests.recipes.tracing import fake_step
 from torchtune_adaptive.prediction.recorder import Recording
-from torchtune_adaptive.tune.plan.answers import predict
+from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
 
 

@@ -23,9 +23,9 @@ from tests.recipes.ppo.rollouts import NEW, TINY, load_ppo, ppo_config
 from tests.recipes.recording import events_of
 from tests.recipes.tracing import peaks_of
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.plan import answers, static_rows
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
+from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
+from torchtune_adaptive.tune.plan import capacities, static_rows
 from torchtune_adaptive.tune.plan.commands import Wanted, command
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
@@ -159,9 +159,9 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
         static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.answer_tokens, peak - 1, GENERATE
         with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
             assert static_rows.most_rows(*static) == 0
-        with mock.patch.object(answers, "fake_steps", return_value=nullcontext({GENERATE: step})):
+        with mock.patch.object(capacities, "fake_steps", return_value=nullcontext({GENERATE: step})):
             plan = read_plan_settings(asked)
-            found = answers.predict(cfg, plan, lambda: None)
+            found = capacities.predict(cfg, plan, lambda: None)
         assert [note for note in found.notes if note.startswith("generate: gathered parameters leave no room")]
         with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
             assert static_rows.most_rows(*static, fallen_back=True) >= found.batch_size(0) >= 1
@@ -173,7 +173,7 @@ def test_settings_of_ppo_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "sizes"),
+    ("budget", "memory_sizes"),
     [("null", "use_maximum_batch_size=True"), ("400", "adaptive.token_budget=auto")],
 )
 def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, sizes: str) -> None:

@@ -20,10 +20,10 @@ from tests.recipes.metering import metered, profiled
 from tests.recipes.plan.test_plan import RNG_BYTES, WIDE_ENOUGH_FOR_NF4, ask
 from tests.recipes.running import demo_config, load_ours
 from tests.recipes.tracing import peaks_of
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
-from torchtune_adaptive.tune.parts.preference import KEPT, PAIRS, POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
+from torchtune_adaptive.tune.parts.preference_stages import KEPT, PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.trace.steps import fake_steps
 

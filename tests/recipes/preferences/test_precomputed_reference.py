@@ -18,7 +18,7 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours
 from torchtune_adaptive.demo.preferences import demo_preferences
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.tune.parts.preference import KEPT, REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import KEPT, REFERENCE
 from torchtune_adaptive.tune.run.reference_table import TABLE_FILE
 
 KINDS = ("full_dpo", "lora_dpo")

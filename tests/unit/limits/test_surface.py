@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
 from torchtune_adaptive.limits.limit import UNBOUNDED_ROWS
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.profile import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
 from torchtune_adaptive.search.refusal import one_row_error
 

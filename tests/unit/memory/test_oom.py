@@ -8,7 +8,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor.exc import InductorError
 
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 
 # What backends raise where they have no type for it, word for word, and what only sounds like it.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 
-from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.capacity import Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.prediction.recorder import Allocation, Recording

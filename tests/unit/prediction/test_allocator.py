@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.prediction.allocator import MIB, CachingAllocator
+from torchtune_adaptive.prediction.allocator_replay import replay
 from torchtune_adaptive.prediction.recorder import Allocation, Recording
-from torchtune_adaptive.prediction.replay import replay
 
 KIB = 1024
 

@@ -19,7 +19,7 @@ from torchtune_adaptive.record.tables import (
 )
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.search.rows import SearchResult, search
 

@@ -15,7 +15,7 @@ from tests.searching import (
     search_within,
 )
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.search.find import find_max_batch_size
 
 SIZES = range(1, 25)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.searching import Shape, Trained, search_within, state_of
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.step.runner import StepRunner

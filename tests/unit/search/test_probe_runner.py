@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.searching import Shape, Trained, search_within
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.phases import measuring_phases, phase_names
 from torchtune_adaptive.search.find import find_max_batch_size
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.probe_runner import RankReport, agreed_peak
 from torchtune_adaptive.step.reports import Totals
 

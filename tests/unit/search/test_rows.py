@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, refuse_nothing, roundings
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.rows import SearchResult, search
 from torchtune_adaptive.search.strategies import STRATEGIES
 

@@ -18,9 +18,9 @@ from tests.laws import (
     refuse_nothing,
     roundings,
 )
-from torchtune_adaptive.limits.rungs import rungs_up_to
+from torchtune_adaptive.limits.rounding import rungs_up_to
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.rows import search
 from torchtune_adaptive.search.strategies import STRATEGIES
 

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.laws import GIB, MIB, Device, affine
-from torchtune_adaptive.limits.rungs import MAX_ROWS
+from torchtune_adaptive.limits.rounding import MAX_ROWS
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.probe_result import Probe
 from torchtune_adaptive.search.strategies import History
 
 

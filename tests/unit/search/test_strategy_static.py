@@ -4,7 +4,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from tests.laws import MIB, Device, affine, budget_for, headrooms, phases
-from torchtune_adaptive.limits.rungs import MAX_ROWS
+from torchtune_adaptive.limits.rounding import MAX_ROWS
 
 
 @given(phases, headrooms, st.floats(0.01, 1.0), st.booleans())

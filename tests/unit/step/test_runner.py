@@ -11,7 +11,7 @@ from torchtune_adaptive.errors import LimitExhaustedError, Remedy
 from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 
 LISTED = ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
 """Collectives that a drain can take part in. Whatever else a microbatch communicates is counted as foreign."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 
 try:
     from torch.distributed.tensor._ops._mask_buffer import MaskBuffer

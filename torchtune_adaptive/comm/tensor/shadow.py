@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 
 Sample = TypeVar("Sample")
 

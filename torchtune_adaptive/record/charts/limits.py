@@ -19,7 +19,7 @@ from torchtune_adaptive.record.charts.figures import (
     heading,
     unit_of,
 )
-from torchtune_adaptive.record.course import AFTER, LimitCourse
+from torchtune_adaptive.record.limit_course import AFTER, LimitCourse
 from torchtune_adaptive.wording import count_of, times
 
 if TYPE_CHECKING:

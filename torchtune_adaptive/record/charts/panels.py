@@ -18,8 +18,8 @@ from torchtune_adaptive.record.charts.figures import (
     percent_of,
     unit_of,
 )
-from torchtune_adaptive.record.course import AFTER
 from torchtune_adaptive.record.events import SCHEDULE
+from torchtune_adaptive.record.limit_course import AFTER
 from torchtune_adaptive.record.timeline import Timeline
 from torchtune_adaptive.wording import times
 

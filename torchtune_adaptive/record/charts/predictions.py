@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.capacity import Answer
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
     BLUE,

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from torchtune_adaptive.record import course
+from torchtune_adaptive.record import limit_course
 from torchtune_adaptive.record.charts import limits as limit_panels
 from torchtune_adaptive.record.charts import panels
 from torchtune_adaptive.record.charts.figures import (
@@ -67,7 +67,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
         tidy(axes)
         axes.grid(visible=False, axis="x")
         axes.locator_params(axis="x", integer=True)
-    grid[-1].set_xlim(course.AFTER, _end(timeline))
+    grid[-1].set_xlim(limit_course.AFTER, _end(timeline))
     grid[-1].set_xlabel("step", fontsize=TEXT)
     return save(figure, directory / REPORT_FILE)
 
@@ -75,7 +75,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
 def panels_of(timeline: Timeline) -> list[Panel]:
     """The panels for which the record has figures, from top to bottom. Speed has none: tokens a second tell how long
     the samples were, and what was lost is in the title."""
-    limits, end, shown = course.courses(timeline), _end(timeline), list[Panel]()
+    limits, end, shown = limit_course.courses(timeline), _end(timeline), list[Panel]()
     if len(limits) == 1:
         shown.append(
             (partial(limit_panels.draw_limit, course=limits[0], end=end), 2.0 if len({*limits[0].sizes}) > 1 else 0.9)
@@ -103,10 +103,10 @@ def panels_of(timeline: Timeline) -> list[Panel]:
 def title(timeline: Timeline) -> str:
     """A run in a line: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost in failed attempts`."""
     steps = count_of(len(timeline.steps), "step" if _logs_all(timeline) else "logged step")
-    survived = course.recoveries(timeline)
+    survived = limit_course.recoveries(timeline)
     if not survived:
         return f"{steps}, none out of memory"
-    share = course.lost_share(timeline)
+    share = limit_course.lost_share(timeline)
     lost = "" if share is None else f", {percent_of(share)} of the time lost in failed attempts"
     return f"{steps}, {count_of(survived, 'out-of-memory error')} survived{lost}"
 
@@ -118,7 +118,7 @@ def _logs_all(timeline: Timeline) -> bool:
 
 def _end(timeline: Timeline) -> float:
     """The end of the last step."""
-    return max((record["step"] for record in timeline.steps), default=0) + course.AFTER
+    return max((record["step"] for record in timeline.steps), default=0) + limit_course.AFTER
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from torchtune_adaptive.record.charts.figures import (
     save,
     unit_of,
 )
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.probe_result import Probe
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of

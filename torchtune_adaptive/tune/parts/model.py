@@ -26,7 +26,7 @@ from torchtune.training import activations
 from torchtune_adaptive.comm.replica_weights import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.contradictions import check_replicas
 from torchtune_adaptive.tune.config.settings import LoraSettings, Settings

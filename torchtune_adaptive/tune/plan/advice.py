@@ -9,14 +9,14 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.capacity import Answer
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
 from torchtune_adaptive.tune.config.components import reason
 from torchtune_adaptive.tune.config.settings import on_gpu
-from torchtune_adaptive.tune.parts.preference import REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import REFERENCE
 from torchtune_adaptive.tune.plan import printed
-from torchtune_adaptive.tune.plan.answers import Answers, predict
+from torchtune_adaptive.tune.plan.capacities import Answers, predict
 from torchtune_adaptive.tune.plan.overrides import (
     Overrides,
     changed,

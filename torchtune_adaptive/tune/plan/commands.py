@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.plan.answers import Answers
+from torchtune_adaptive.tune.plan.capacities import Answers
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed, joined
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE

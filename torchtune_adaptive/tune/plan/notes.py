@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.prediction.answer import Budget
+from torchtune_adaptive.memory_sizes import format_bytes
+from torchtune_adaptive.prediction.capacity import Budget
 from torchtune_adaptive.prediction.cards import WITHOUT_FLASH_ATTENTION
-from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.question import PlanSettings

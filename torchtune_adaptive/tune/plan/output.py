@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO
 
-from torchtune_adaptive.prediction.answer import Answer
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.memory_sizes import format_bytes
+from torchtune_adaptive.prediction.capacity import Answer
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, Compared, advised_length, ways_out
-from torchtune_adaptive.tune.plan.answers import Answers
+from torchtune_adaptive.tune.plan.capacities import Answers
 from torchtune_adaptive.tune.plan.commands import advised_command, command_for_length, notes_on_samples
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.trace.which_recipe import is_lora, trains_with_ppo

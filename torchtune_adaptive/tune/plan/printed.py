@@ -8,11 +8,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Prediction
+from torchtune_adaptive.memory_sizes import format_apart, format_bytes
+from torchtune_adaptive.prediction.capacity import MOST_ROWS, Answer, Prediction
 from torchtune_adaptive.prediction.outcome import Outcome
-from torchtune_adaptive.sizes import format_apart, format_bytes
-from torchtune_adaptive.tune.plan.answers import Answers
-from torchtune_adaptive.tune.plan.budgets import TokenBudget
+from torchtune_adaptive.tune.plan.asked_token_budget import TokenBudget
+from torchtune_adaptive.tune.plan.capacities import Answers
 from torchtune_adaptive.wording import count_of, in_columns
 
 

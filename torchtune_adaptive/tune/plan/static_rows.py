@@ -8,7 +8,7 @@ import sys
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.capacity import Answer, Budget
 from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.trace.laws import law_of
 from torchtune_adaptive.tune.trace.steps import fake_steps

@@ -18,7 +18,7 @@ from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.rl.stages import RolloutStages
 from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.oversize import Admission
-from torchtune_adaptive.tune.run.parts import RunParts
+from torchtune_adaptive.tune.run.run_parts import RunParts
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)

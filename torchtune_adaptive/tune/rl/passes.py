@@ -26,6 +26,7 @@ from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
 from torchtune_adaptive.tune.rl.generation import Answering, generate
+from torchtune_adaptive.tune.rl.prompt_room import check_whole_length
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
     COUNTS,
@@ -39,7 +40,6 @@ from torchtune_adaptive.tune.rl.rollouts import (
     keep,
     sequences_of,
 )
-from torchtune_adaptive.tune.rl.room import check_whole_length
 
 RolloutPass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
 

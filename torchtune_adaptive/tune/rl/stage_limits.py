@@ -22,21 +22,21 @@ from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
+from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.rl.course import RolloutParts
 from torchtune_adaptive.tune.rl.models import give_gradients
+from torchtune_adaptive.tune.rl.prompt_room import longest_taken
 from torchtune_adaptive.tune.rl.rollouts import REFERENCE, SCORE, Rollout, worst_rollout
-from torchtune_adaptive.tune.rl.room import longest_taken
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
+from torchtune_adaptive.tune.run.longest_sample import worst_sample
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
-from torchtune_adaptive.tune.run.worst_case import worst_sample
 from torchtune_adaptive.wording import in_columns
 
 logger = logging.getLogger(__name__)

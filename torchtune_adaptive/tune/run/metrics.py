@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.files import keep_file, reason
+from torchtune_adaptive.record.atomic_files import keep_file, reason
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.checkpoints.resuming import checkpoint_directory
-from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.run_journal import RunJournal
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 
 logger = logging.getLogger(__name__)

@@ -10,10 +10,10 @@ from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.samples import Sample
-from torchtune_adaptive.tune.run.dealer import Dealer
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
+from torchtune_adaptive.tune.run.longest_sample import longest_sample
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_long
-from torchtune_adaptive.tune.run.worst_case import longest_sample
+from torchtune_adaptive.tune.run.sample_exchange import Dealer
 from torchtune_adaptive.wording import count_of
 
 LONGEST_SAMPLE = 2**20

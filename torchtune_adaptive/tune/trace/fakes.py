@@ -19,7 +19,7 @@ from torchtune_adaptive.prediction.shims import CUDA_WORKSPACES, HOST, UPLOAD, D
 from torchtune_adaptive.prediction.work import WorkCounter
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
-from torchtune_adaptive.tune.parts.memory_limit import resident_tensors
+from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import give_gradients

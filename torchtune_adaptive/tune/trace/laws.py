@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError, PredictionError
+from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law, grows_faster_than_tokens, peak_of, sizes_of
 from torchtune_adaptive.prediction.recorder import Recording
 from torchtune_adaptive.prediction.roofline import WorkLaw, fit_work
-from torchtune_adaptive.sizes import format_bytes
 from torchtune_adaptive.tune.trace.fakes import FakeStep
 
 TRACED_ROWS = (2, 3)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils._mode_utils import no_dispatch
 from torchtune import training
 
+from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.prediction.shims import HOST, UPLOAD
-from torchtune_adaptive.replacing import replaced
 from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
@@ -24,8 +24,8 @@ from torchtune_adaptive.tune.rl import generation, passes
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_optimization
+from torchtune_adaptive.tune.rl.prompt_room import check_room
 from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, found_of, sequences_of, worst_rollout
-from torchtune_adaptive.tune.rl.room import check_room
 from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, VALUE, PPOSettings, read_ppo_settings
 from torchtune_adaptive.tune.rl.stages import (
     GENERATE,

@@ -28,7 +28,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.training import _activation_offloading, activations
 
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.parts.model import same_frequencies
 from torchtune_adaptive.tune.parts.unpadded import kernels

@@ -32,7 +32,7 @@ from torchtune_adaptive.tune.parts.model import (
     phase_boundaries,
 )
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
-from torchtune_adaptive.tune.parts.preference import (
+from torchtune_adaptive.tune.parts.preference_stages import (
     KEPT,
     PAIRS,
     POLICY,

@@ -20,7 +20,7 @@ from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.devices import device_named
-from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.parts.preference_stages import build_preference_loss
 from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
 

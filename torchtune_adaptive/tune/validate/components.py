@@ -25,9 +25,9 @@ from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST
 from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
 from torchtune_adaptive.tune.parts.loss import checked_loss
 from torchtune_adaptive.tune.parts.model import META, built_on
-from torchtune_adaptive.tune.parts.preference import build_preference_loss
+from torchtune_adaptive.tune.parts.preference_stages import build_preference_loss
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
-from torchtune_adaptive.tune.rl.room import check_room
+from torchtune_adaptive.tune.rl.prompt_room import check_room
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES, read_ppo_settings
 from torchtune_adaptive.tune.trace.shims import quantizing_at_once
 from torchtune_adaptive.tune.validate.findings import Findings

@@ -9,8 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory_sizes import size_for_rank
 from torchtune_adaptive.search.strategies import NEED_RECOVERY
-from torchtune_adaptive.sizes import size_for_rank
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
@@ -23,10 +23,10 @@ from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, Lengths, check_length, lengths, read_plan_settings
-from torchtune_adaptive.tune.rl.room import longest_taken
+from torchtune_adaptive.tune.rl.prompt_room import longest_taken
 from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
-from torchtune_adaptive.tune.run.dealer import obstacle_to_dealing
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
+from torchtune_adaptive.tune.run.sample_exchange import obstacle_to_dealing
 from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
 from torchtune_adaptive.tune.trace.which_recipe import TRAININGS, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.validate.components import (

@@ -9,7 +9,7 @@ from functools import partial
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import together
-from torchtune_adaptive.sizes import size_for_rank
+from torchtune_adaptive.memory_sizes import size_for_rank
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.microbatch import obstacle_to_recovery
 from torchtune_adaptive.tune.parts.process_group import mesh_shape

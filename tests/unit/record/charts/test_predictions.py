@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.capacity import Answer
 from torchtune_adaptive.record.charts.figures import new_figure
 from torchtune_adaptive.record.charts.predictions import check_drawable, draw_frontier
 

@@ -14,9 +14,9 @@ from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.record.charts.limits import Scale, legible
 from torchtune_adaptive.record.charts.panels import draw_imbalance
 from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
-from torchtune_adaptive.record.course import LimitCourse
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
+from torchtune_adaptive.record.limit_course import LimitCourse
 from torchtune_adaptive.record.timeline import read_timeline
 
 EARLIER_STAGES = Path(__file__).parent / "earlier_stages"

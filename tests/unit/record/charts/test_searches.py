@@ -14,7 +14,7 @@ from tests.unit.record.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.figures import BLUE
 from torchtune_adaptive.record.charts.searches import binding_phases, draw_profile, draw_search
-from torchtune_adaptive.search.probe import Room
+from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.rows import SearchResult, search
 
 

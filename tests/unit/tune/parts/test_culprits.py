@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples, too_long
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.tune.parts.unpadded.test_support import SETTINGS
-from torchtune_adaptive.sizes import parse_sizes
+from torchtune_adaptive.memory_sizes import parse_sizes
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.parts.devices import prepare
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.prediction.made_up import MIB, answer, filling_holes, outcome
-from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
+from torchtune_adaptive.prediction.capacity import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.tune.plan import printed
-from torchtune_adaptive.tune.plan.budgets import TokenBudget
+from torchtune_adaptive.tune.plan.asked_token_budget import TokenBudget
 
 
 def test_the_table_marks_the_answer_and_what_is_slow() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
-from torchtune_adaptive.tune.parts.preference import KEPT
+from torchtune_adaptive.tune.parts.preference_stages import KEPT
 from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run.reference_table import Table, mark_of, packed, unpacked
 

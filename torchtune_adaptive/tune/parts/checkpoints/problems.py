@@ -16,7 +16,7 @@ from torchtune.utils import get_logger
 
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, Remedy, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out, forget_frames, is_oom, release
-from torchtune_adaptive.sizes import format_bytes
+from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.tune.config.components import reason
 from torchtune_adaptive.tune.config.remedies import KEYS
 from torchtune_adaptive.tune.parts.checkpoints import folders

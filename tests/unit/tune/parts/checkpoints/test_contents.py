@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.memory.meter import MemoryMeter
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts.checkpoints.contents import make_ready, make_room_to_gather
 
 CPU = torch.device("cpu")

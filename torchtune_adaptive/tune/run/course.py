@@ -14,9 +14,8 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
-from torchtune_adaptive.tune.parts.preference import KEPT, POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
-from torchtune_adaptive.tune.run.dealer import dealer_of
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
 from torchtune_adaptive.tune.run.fitting import (
     FitRequest,
@@ -26,9 +25,10 @@ from torchtune_adaptive.tune.run.fitting import (
     say,
     training_step,
 )
-from torchtune_adaptive.tune.run.parts import RunParts
+from torchtune_adaptive.tune.run.longest_sample import worst_sample
+from torchtune_adaptive.tune.run.run_parts import RunParts
+from torchtune_adaptive.tune.run.sample_exchange import dealer_of
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
-from torchtune_adaptive.tune.run.worst_case import worst_sample
 from torchtune_adaptive.wording import count_of
 
 Steps = Iterator[tuple[list[Sample], list[Sample] | None]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtune_adaptive.prediction.answer import Answer
+from torchtune_adaptive.prediction.capacity import Answer
 
 
 @dataclass(frozen=True)

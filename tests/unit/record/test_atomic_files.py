@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.record import files
-from torchtune_adaptive.record.files import keep_file, read_json, replace_file
+from torchtune_adaptive.record import atomic_files
+from torchtune_adaptive.record.atomic_files import keep_file, read_json, replace_file
 
 WRITING_FOREVER = """
 import runpy, sys
@@ -28,7 +28,7 @@ def test_killed_at_any_moment_it_holds_the_old_content_or_the_new(tmp_path: Path
     path, seconds = tmp_path / "folder" / "file", random.Random(0)
     seen = set()
     for _ in range(12):
-        writer = subprocess.Popen([sys.executable, "-c", WRITING_FOREVER, files.__file__, str(path)])
+        writer = subprocess.Popen([sys.executable, "-c", WRITING_FOREVER, atomic_files.__file__, str(path)])
         try:
             deadline = time.monotonic() + 240
             while not path.exists() and time.monotonic() < deadline:

@@ -9,8 +9,8 @@ from functools import cached_property, lru_cache
 
 from torchtune_adaptive.bisecting import most_that_fit
 from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.prediction.allocator_replay import Reserved, replay
 from torchtune_adaptive.prediction.law import MemoryLaw
-from torchtune_adaptive.prediction.replay import Reserved, replay
 
 MOST_ROWS = 2**20
 """Looked at; where as many fit, memory is hardly what bounds them."""

@@ -1,6 +1,6 @@
 import pytest
 
-from torchtune_adaptive.replacing import replaced
+from torchtune_adaptive.patching import replaced
 
 
 class Parent:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.probe_result import Probe
 
 
 def phase_points(probes: Sequence[Probe]) -> dict[str, dict[tuple[int, int], int]]:

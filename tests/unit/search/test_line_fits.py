@@ -3,8 +3,8 @@ import pytest
 from tests.laws import MIB, Device, affine
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.lines import fit_line
-from torchtune_adaptive.search.probe import Probe
+from torchtune_adaptive.search.line_fits import fit_line
+from torchtune_adaptive.search.probe_result import Probe
 
 
 @pytest.mark.parametrize(

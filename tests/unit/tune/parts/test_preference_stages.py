@@ -18,10 +18,10 @@ from torchtune_adaptive.tune.config.per_recipe import read_full_dpo_settings
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import check_samples
-from torchtune_adaptive.tune.parts.preference import POLICY, build_preference_loss, sums_of_rows
+from torchtune_adaptive.tune.parts.preference_stages import POLICY, build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.parts.samples import PAIR
-from torchtune_adaptive.tune.run import preferences
-from torchtune_adaptive.tune.run.preferences import PreferenceFigures
+from torchtune_adaptive.tune.run import preference_metrics
+from torchtune_adaptive.tune.run.preference_metrics import PreferenceFigures
 from torchtune_adaptive.tune.start.command_line import locate
 from torchtune_adaptive.tune.trace.which_recipe import keeps_reference, read_settings, trains_on_pairs
 
@@ -107,7 +107,7 @@ def test_figures_are_means_over_pairs() -> None:
 
 def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(preferences, "say", said.append)
+    monkeypatch.setattr(preference_metrics, "say", said.append)
     figures = PreferenceFigures(Settings(**KEYS))
     assert figures.of({POLICY: RESULT})["logits/chosen"] == 3.0
     assert said == []
@@ -119,7 +119,7 @@ def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: p
 def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happens_to_be_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preferences, "say", lambda _: None)
+    monkeypatch.setattr(preference_metrics, "say", lambda _: None)
     figures = PreferenceFigures(Settings(**KEYS, adaptive=AdaptiveConfig(token_budget=700)))
     assert figures.of({POLICY: RESULT})["logits/chosen"] == 2.0
 
@@ -127,7 +127,7 @@ def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happen
 def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str]:
     """What is warned of in these steps, and at the end of two epochs."""
     said: list[str] = []
-    monkeypatch.setattr(preferences.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(preference_metrics.logger, "warning", lambda text, *values: said.append(text % values))
     figures = PreferenceFigures(Settings(**KEYS))
     for result in results:
         figures.of({POLICY: result})

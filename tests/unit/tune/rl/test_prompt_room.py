@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.rl.room import check_room, check_whole_length, longest_taken
+from torchtune_adaptive.tune.rl.prompt_room import check_room, check_whole_length, longest_taken
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
 

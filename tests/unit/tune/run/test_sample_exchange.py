@@ -14,8 +14,8 @@ from tests.unit.tune.parts.unpadded.test_support import BUDGET, SETTINGS
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.run import dealer as dealer_module
-from torchtune_adaptive.tune.run.dealer import dealer_of
+from torchtune_adaptive.tune.run import sample_exchange as dealer_module
+from torchtune_adaptive.tune.run.sample_exchange import dealer_of
 
 DATA: Any = SimpleNamespace(dataset="the dataset", packed=False)
 LIMIT = TokenLimit(4096)

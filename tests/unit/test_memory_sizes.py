@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.sizes import format_apart, format_bytes, parse_size, parse_sizes, size_for_rank
+from torchtune_adaptive.memory_sizes import format_apart, format_bytes, parse_size, parse_sizes, size_for_rank
 
 GIB = 2**30
 KEY = "adaptive.memory_limit"

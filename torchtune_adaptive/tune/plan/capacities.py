@@ -11,14 +11,14 @@ import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import PredictionError
-from torchtune_adaptive.limits.rungs import rungs_up_to
-from torchtune_adaptive.prediction.answer import MOST_ROWS, Answer, Budget
+from torchtune_adaptive.limits.rounding import rungs_up_to
+from torchtune_adaptive.prediction.capacity import MOST_ROWS, Answer, Budget
 from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.rules import MOST_TOKENS
 from torchtune_adaptive.tune.config.settings import on_gpu
-from torchtune_adaptive.tune.plan.budgets import TokenBudget
+from torchtune_adaptive.tune.plan.asked_token_budget import TokenBudget
 from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import (

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_iter
 
+from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
-from torchtune_adaptive.memory.meter import MemoryMeter
-from torchtune_adaptive.sizes import MemorySize, size_for_rank
+from torchtune_adaptive.memory_sizes import MemorySize, size_for_rank
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.prediction.made_up import MIB, POWERS, answer, filling_holes
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction.answer import Answer, Budget
+from torchtune_adaptive.prediction.capacity import Answer, Budget
 from torchtune_adaptive.prediction.cards import CARDS, limit_bytes
 
 

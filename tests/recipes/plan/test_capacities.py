@@ -15,7 +15,7 @@ from tests.pictures import cut_off, is_drawn, marked, names_of, pictures
 from tests.recipes.plan.test_plan import ON_GPU, ask
 from tests.recipes.running import STOCK
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.preference import POLICY, REFERENCE
+from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 
 
 def test_the_command_answers_with_a_table_and_what_to_run_next(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torchtune_adaptive.record.events import EPOCH, SCHEDULE
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes, Outline, double_every, simulate
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
-from torchtune_adaptive.tune.run.journal import RunJournal
+from torchtune_adaptive.tune.run.run_journal import RunJournal
 
 OUTLINE = Outline(epochs=2, samples_per_rank=8)
 

@@ -16,12 +16,12 @@ from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
-from torchtune_adaptive.tune.parts.memory_limit import limited_memory, resident_tensors
+from torchtune_adaptive.tune.parts.limited_memory import limited_memory, resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.process_group import Place
-from torchtune_adaptive.tune.run.journal import RunJournal
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.tune.run.run_journal import RunJournal
 
 
 @dataclass(frozen=True, kw_only=True)
