@@ -46,7 +46,7 @@ def law_and_rows(case: Trained) -> tuple[MemoryLaw, int]:
     cfg = OmegaConf.load(locate(case.config))
     assert isinstance(cfg, DictConfig)
     settings = PlanSettings(world_size=case.world_size, memory_limit=case.memory_limit, sequence_length=(case.tokens,))
-    answer = predict(cfg, settings, traced=lambda: None).answers[0]
+    answer = predict(cfg, settings, traced=lambda: None).capacities[0]
     return answer.law, answer.chosen_rows
 
 

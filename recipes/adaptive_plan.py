@@ -19,7 +19,7 @@ from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
-from torchtune_adaptive.tune.plan.capacities import Answers, frontier, predict, traces
+from torchtune_adaptive.tune.plan.capacities import Capacities, frontier, predict, traces
 from torchtune_adaptive.tune.plan.output import Output, heading, show_compared
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings
@@ -62,9 +62,9 @@ def answer_one(question: Question) -> None:
         picture(Path(question.plan.picture).resolve(), question, found, advice)
 
 
-def picture(path: Path, question: Question, found: Answers, advice: Advice | None) -> None:
+def picture(path: Path, question: Question, found: Capacities, advice: Advice | None) -> None:
     """Settings by their speed where that was asked for, else what fits."""
-    first = found.answers[0]
+    first = found.capacities[0]
     title = heading(question, first, found.trains)
     try:
         if advice is None or not advice.by_speed:

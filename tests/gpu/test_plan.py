@@ -76,7 +76,7 @@ def compare(name: str, case: Case) -> Compared:
     changes = (f"enable_activation_checkpointing={case.checkpointing}", f"dtype={DTYPE[name]}")
     cfg = demo(case.kind, name, *changes, **SIZES[name])
     plan = PlanSettings(world_size=case.world_size, memory_limit="100GiB", sequence_length=tokens)
-    planned = predict(cfg, plan, traced=lambda: None).answers[0].predict(rows)
+    planned = predict(cfg, plan, traced=lambda: None).capacities[0].predict(rows)
     device = use(name)
     with group_of(case.world_size, device):
         step = build(cfg, device)

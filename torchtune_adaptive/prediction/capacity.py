@@ -51,7 +51,7 @@ class Prediction:
         return max(self.peak.phase_bytes, key=self.peak.phase_bytes.__getitem__)
 
 
-class Answer:
+class Capacity:
     """Predictions for rows of one length, within one budget."""
 
     def __init__(self, law: MemoryLaw, tokens: int, budget: Budget, rungs: Sequence[int]) -> None:
@@ -64,7 +64,7 @@ class Answer:
 
     @property
     def counted_tokens(self) -> int:
-        """The length that is answered for: rounded up to what the loss cuts into equal chunks."""
+        """The length that this is about: rounded up to what the loss cuts into equal chunks."""
         return self.law.rounded_up(self.tokens)
 
     @cached_property
@@ -95,16 +95,16 @@ class Answer:
         """Whether one row runs, but has to flush the cache for it."""
         return not self._fits_at_once(1) and self._fits_somehow(1)
 
-    def at(self, tokens: int) -> Answer:
-        """The answer for rows of another length."""
-        return Answer(self.law, tokens, self.budget, self._rungs)
+    def at(self, tokens: int) -> Capacity:
+        """The capacity for rows of another length."""
+        return Capacity(self.law, tokens, self.budget, self._rungs)
 
-    def within(self, budget: Budget) -> Answer:
-        """The answer within another budget."""
-        return Answer(self.law, self.tokens, budget, self._rungs)
+    def within(self, budget: Budget) -> Capacity:
+        """The capacity of another budget."""
+        return Capacity(self.law, self.tokens, budget, self._rungs)
 
     def predictions(self) -> list[Prediction]:
-        """Predictions for powers of two up to what fits, and for whatever bounds the answer."""
+        """Predictions for powers of two up to what fits, and for whatever bounds the capacity."""
         bounds = {1, self.chosen_rows, self.most_rows, self.most_rows_with_retries} - {0}
         powers = {1 << exponent for exponent in range(max(bounds).bit_length())}
         return [self.predict(rows) for rows in sorted(bounds | powers)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torchtune_adaptive.prediction.capacity import Answer
+from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.prediction.roofline import Seconds, StepTime
 
 
@@ -49,18 +49,18 @@ class Outcome:
         return self.ranks * max(1, self.rows) * self.tokens
 
 
-def outcome_of(name: str, ranks: int, answer: Answer, time: StepTime | None, as_it_is: StepTime | None) -> Outcome:
-    rows = answer.chosen_rows
+def outcome_of(name: str, ranks: int, capacity: Capacity, time: StepTime | None, as_it_is: StepTime | None) -> Outcome:
+    rows = capacity.chosen_rows
     counted = max(1, rows)
-    seconds = time.seconds(counted, answer.tokens) if time else None
-    before = as_it_is.seconds(counted, answer.tokens) if as_it_is else None
+    seconds = time.seconds(counted, capacity.tokens) if time else None
+    before = as_it_is.seconds(counted, capacity.tokens) if as_it_is else None
     return Outcome(
         name=name,
         ranks=ranks,
-        tokens=answer.tokens,
+        tokens=capacity.tokens,
         rows=rows,
-        one_row_bytes=answer.reserved_bytes(1),
-        peak_bytes=answer.reserved_bytes(counted),
+        one_row_bytes=capacity.reserved_bytes(1),
+        peak_bytes=capacity.reserved_bytes(counted),
         seconds=seconds,
         slowdown=seconds.likely / before.likely if seconds and before else None,
     )

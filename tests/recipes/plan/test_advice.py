@@ -18,7 +18,7 @@ from torchtune_adaptive.prediction.capacity import Budget
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.tune.plan import advice
 from torchtune_adaptive.tune.plan.advice import Alternatives, what_fits, what_is_fastest
-from torchtune_adaptive.tune.plan.capacities import Answers, predict
+from torchtune_adaptive.tune.plan.capacities import Capacities, predict
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed
 from torchtune_adaptive.tune.plan.question import PlanSettings
 
@@ -132,11 +132,11 @@ def test_where_weights_alone_are_too_much_only_what_makes_them_smaller_is_tried(
 def test_what_is_not_traced_to_its_end_would_not_have_fitted(tmp_path: Path) -> None:
     cfg = demo_config("full", tmp_path / "run", *ON_GPU, "model.max_seq_len=4096")
 
-    def asked(limit_bytes: int, traced: Callable[[], None] = lambda: None) -> Answers:
+    def asked(limit_bytes: int, traced: Callable[[], None] = lambda: None) -> Capacities:
         plan = PlanSettings(world_size=2, memory_limit=f"{limit_bytes}B", memory_overhead=0, sequence_length=4096)
         return predict(cfg, plan, traced, check=False, if_it_fits=True)
 
-    answer = asked(2**40).answers[0]
+    answer = asked(2**40).capacities[0]
     one_row = answer.peak(1)
     without_activations, whole = one_row.phase_bytes["optimizer state"], one_row.peak_bytes or 0
     assert whole > 2.5 * without_activations
@@ -147,7 +147,7 @@ def test_what_is_not_traced_to_its_end_would_not_have_fitted(tmp_path: Path) -> 
         assert len(told) == traces
         assert answer.within(Budget(limit_bytes, 0)).most_rows_with_retries == 0
         assert limit_bytes < refused.value.need_bytes <= whole
-    fitting = asked(answer.reserved_bytes(1)).answers[0]
+    fitting = asked(answer.reserved_bytes(1)).capacities[0]
     assert fitting.most_rows == 1
 
 
@@ -175,19 +175,19 @@ def test_the_fastest_settings_are_what_is_known_of_them(tmp_path: Path) -> None:
     assert 1.1 < (checkpointed.slowdown or 0) < 1.4
     assert by_name["fsdp_reshard_after_forward=False"].peak_bytes > by_name[""].peak_bytes * 0.99
     cfg = changed(others.cfg, ("enable_activation_checkpointing=True",))
-    alone = predict(cfg, others.plan, lambda: None).answers[0]
+    alone = predict(cfg, others.plan, lambda: None).capacities[0]
     assert checkpointed.rows == alone.chosen_rows
     assert checkpointed.peak_bytes == alone.reserved_bytes(alone.chosen_rows)
 
 
 def test_eight_bit_states_are_predicted_with_the_kernels_that_they_compile(tmp_path: Path) -> None:
     others = alternatives(tmp_path, "1GiB")
-    first = others.found.answers[0].peak(4).phase_bytes
+    first = others.found.capacities[0].peak(4).phase_bytes
     eight = ("optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused")
     checked = predict(changed(others.cfg, eight), others.plan, lambda: None)
     assert abs(checked.largest_error) < 0.005
     states = first["optimizer state"] - first["weights"]
-    in_8_bits = checked.answers[0].peak(4).phase_bytes["optimizer state"] - first["weights"]
+    in_8_bits = checked.capacities[0].peak(4).phase_bytes["optimizer state"] - first["weights"]
     assert 0.5 * states <= in_8_bits < 0.62 * states, "one byte in place of the two of bf16, but for small tensors"
 
 

@@ -119,7 +119,7 @@ def test_compiled_steps_follow_a_law_and_need_less(kind: str, overrides: tuple[s
     def peak(compile_: bool) -> tuple[int, float]:
         cfg = demo_config(kind, tmp_path / "run", *ON_GPU, f"compile={compile_}", *overrides)
         plan = predict(cfg, PlanSettings(world_size=2, memory_limit="8GiB", sequence_length=512), traced=lambda: None)
-        return plan.answers[0].peak(8).peak_bytes or 0, plan.largest_error
+        return plan.capacities[0].peak(8).peak_bytes or 0, plan.largest_error
 
     (compiled, error), (eager, _) = peak(True), peak(False)
     assert abs(error) < 0.005

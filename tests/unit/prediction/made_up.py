@@ -1,10 +1,10 @@
-"""Answers under a law that is made up, and outcomes with figures that are."""
+"""Capacities under a law that is made up, and outcomes with figures that are."""
 
 from __future__ import annotations
 
 from array import array
 
-from torchtune_adaptive.prediction.capacity import Answer, Budget
+from torchtune_adaptive.prediction.capacity import Budget, Capacity
 from torchtune_adaptive.prediction.law import MemoryLaw, fit_law
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.prediction.recorder import Allocation, Recording
@@ -38,8 +38,8 @@ def filling_holes() -> MemoryLaw:
     return fit_law({size: recording(*size) for size in SIZES}, tokens_multiple=1, caches=True)
 
 
-def answer(limit_mib: int, *, overhead_mib: int = 0, caches: bool = False, tokens: int = 64) -> Answer:
-    return Answer(law(caches=caches), tokens, Budget(limit_mib * MIB, overhead_mib * MIB), POWERS)
+def capacity(limit_mib: int, *, overhead_mib: int = 0, caches: bool = False, tokens: int = 64) -> Capacity:
+    return Capacity(law(caches=caches), tokens, Budget(limit_mib * MIB, overhead_mib * MIB), POWERS)
 
 
 def outcome(name: str, *, rows: int = 4, seconds: float = 1.0, peak: int = 10, ranks: int = 1) -> Outcome:

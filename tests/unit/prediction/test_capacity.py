@@ -6,42 +6,42 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.unit.prediction.made_up import MIB, POWERS, answer, filling_holes
+from tests.unit.prediction.made_up import MIB, POWERS, capacity, filling_holes
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction.capacity import Answer, Budget
+from torchtune_adaptive.prediction.capacity import Budget, Capacity
 from torchtune_adaptive.prediction.cards import CARDS, limit_bytes
 
 
 @pytest.mark.parametrize(("limit_mib", "rows"), [(42, 0), (43, 1), (45, 1), (46, 2), (340, 100)])
 def test_without_a_cache_the_answer_is_where_the_peak_meets_the_budget(limit_mib: int, rows: int) -> None:
-    assert answer(limit_mib).most_rows == rows
-    assert answer(limit_mib + 5, overhead_mib=5).most_rows == rows
+    assert capacity(limit_mib).most_rows == rows
+    assert capacity(limit_mib + 5, overhead_mib=5).most_rows == rows
 
 
 def test_rows_halve_when_tokens_double() -> None:
-    assert answer(340, tokens=128).most_rows == 50
+    assert capacity(340, tokens=128).most_rows == 50
 
 
 def test_the_choice_is_the_largest_that_may_be_chosen() -> None:
-    assert answer(340).chosen_rows == 64
-    assert answer(42).chosen_rows == 0
+    assert capacity(340).chosen_rows == 64
+    assert capacity(42).chosen_rows == 0
 
 
 def test_an_allocator_reserves_more_than_tensors_need() -> None:
     """Where no cached block is large enough, the device has to have room for another, unless the cache is flushed."""
-    cached = answer(340, caches=True)
+    cached = capacity(340, caches=True)
     for each in cached.predictions():
         assert each.reserved_bytes >= (each.peak.peak_bytes or 0)
         assert each.fits
         assert (each.retries > 0) == (each.rows > cached.most_rows)
-    assert cached.most_rows < cached.most_rows_with_retries <= answer(340).most_rows
+    assert cached.most_rows < cached.most_rows_with_retries <= capacity(340).most_rows
 
 
 @pytest.mark.parametrize("limit_mib", range(20, 150, 3))
 @pytest.mark.parametrize("rungs", [range(1, 2**20), POWERS])
 def test_more_rows_may_fit_where_fewer_do_not(limit_mib: int, rungs: Sequence[int]) -> None:
     """A block of 48 MiB fits into what three rows of 16 MiB or more have left behind, and beside that of two not."""
-    cached = Answer(filling_holes(), 64, Budget(limit_mib * MIB, 0), rungs)
+    cached = Capacity(filling_holes(), 64, Budget(limit_mib * MIB, 0), rungs)
     reserved = [cached.reserved_bytes(rows) for rows in range(1, 20)]
     assert reserved != sorted(reserved)
     fitting = [rows for rows, need in enumerate(reserved, start=1) if need <= cached.budget.usable_bytes]
@@ -52,7 +52,7 @@ def test_more_rows_may_fit_where_fewer_do_not(limit_mib: int, rungs: Sequence[in
 @pytest.mark.parametrize(("limit_mib", "at_once", "flushing"), [(67, 0, False), (70, 0, True), (84, 1, False)])
 def test_a_row_that_runs_only_with_flushing_is_told_apart(limit_mib: int, at_once: int, flushing: bool) -> None:
     """20 MiB stay; 16 have to be returned before 48 are taken."""
-    one = Answer(filling_holes(), 64, Budget(limit_mib * MIB, 0), [1])
+    one = Capacity(filling_holes(), 64, Budget(limit_mib * MIB, 0), [1])
     assert (one.chosen_rows, one.fits_by_flushing) == (at_once, flushing)
 
 

@@ -1,4 +1,4 @@
-"""Draws an answer: memory over rows, and the rows that fit over the length of a row."""
+"""Draws a capacity: memory over rows, and the rows that fit over the length of a row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction.capacity import Answer
+from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.record.charts.figures import (
     ALARM,
     BLUE,
@@ -54,47 +54,47 @@ def check_drawable(path: Path, key: str) -> None:
         ) from error
 
 
-def draw(path: Path, answer: Answer, frontier: Sequence[Answer], title: str) -> Path | None:
-    """Draws `answer` and the answers for other lengths; without matplotlib, logs one line and returns None."""
+def draw(path: Path, capacity: Capacity, frontier: Sequence[Capacity], title: str) -> Path | None:
+    """Draws a capacity and those for other lengths; without matplotlib, logs one line and returns None."""
     if (figure := new_figure(path, 11, 4.2)) is None:
         return None
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_memory(left, answer)
+    _draw_memory(left, capacity)
     draw_frontier(right, frontier)
     return save(figure, path)
 
 
-def _draw_memory(axes: Axes, answer: Answer) -> None:
-    unit, unit_bytes = unit_of(answer.budget.usable_bytes)
-    last = max(2, round(1.15 * answer.most_rows_with_retries))
+def _draw_memory(axes: Axes, capacity: Capacity) -> None:
+    unit, unit_bytes = unit_of(capacity.budget.usable_bytes)
+    last = max(2, round(1.15 * capacity.most_rows_with_retries))
     rows = sorted({*range(1, last + 1, max(1, last // 60)), last})
-    peaks = [answer.peak(count).phase_bytes for count in rows]
+    peaks = [capacity.peak(count).phase_bytes for count in rows]
     phases = [phase for phase in peaks[0] if phase not in _RESIDENT]
     for colour, phase in zip(LINE_COLOURS, phases, strict=False):
         axes.plot(rows, [peak[phase] / unit_bytes for peak in peaks], color=colour, linewidth=1.4)
-    predictions = answer.predictions()
+    predictions = capacity.predictions()
     reserved = [each.reserved_bytes / unit_bytes for each in predictions]
     axes.plot([each.rows for each in predictions], reserved, "o", color=INK, markersize=4)
-    budget = answer.budget.usable_bytes / unit_bytes
+    budget = capacity.budget.usable_bytes / unit_bytes
     axes.axhline(budget, color=ALARM, linewidth=1.2, linestyle="--")
-    if answer.most_rows:
-        most = answer.reserved_bytes(answer.most_rows) / unit_bytes
-        axes.plot(answer.most_rows, most, "o", color="none", markeredgecolor=INK, markersize=11, mew=1.6, zorder=5)
+    if capacity.most_rows:
+        most = capacity.reserved_bytes(capacity.most_rows) / unit_bytes
+        axes.plot(capacity.most_rows, most, "o", color="none", markeredgecolor=INK, markersize=11, mew=1.6, zorder=5)
     axes.set_xlim(0, last)
     axes.set_ylim(0, 1.18 * budget)
     ends = [LineName(phase, peaks[-1][phase] / unit_bytes, c) for c, phase in zip(LINE_COLOURS, phases, strict=False)]
     # a phase that needs more than there is leaves the axes at their top
     inside = [name._replace(end=min(name.end, 1.18 * budget)) for name in ends]
     name_lines(axes, [*inside, LineName(f"usable, {budget:.1f} {unit}", budget, ALARM)])
-    fits = count_of(answer.most_rows, "row") if answer.most_rows else "not even one row"
-    verb = "fit" if answer.most_rows > 1 else "fits"
-    title = f"{fits} of {answer.tokens} tokens {verb}; dots: with what is reserved"
+    fits = count_of(capacity.most_rows, "row") if capacity.most_rows else "not even one row"
+    verb = "fit" if capacity.most_rows > 1 else "fits"
+    title = f"{fits} of {capacity.tokens} tokens {verb}; dots: with what is reserved"
     label(axes, title, "rows in a microbatch", f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
 
 
-def draw_frontier(axes: Axes, frontier: Sequence[Answer]) -> None:
+def draw_frontier(axes: Axes, frontier: Sequence[Capacity]) -> None:
     """Rows that fit over lengths, and those that fit with allocator retries where these are more."""
     fitting = [each for each in frontier if each.most_rows]
     tokens = [each.tokens for each in fitting]

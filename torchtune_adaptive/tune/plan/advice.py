@@ -9,14 +9,14 @@ from typing import NamedTuple
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.prediction.capacity import Answer
+from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
 from torchtune_adaptive.tune.config.components import reason
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.preference_stages import REFERENCE
 from torchtune_adaptive.tune.plan import printed
-from torchtune_adaptive.tune.plan.capacities import Answers, predict
+from torchtune_adaptive.tune.plan.capacities import Capacities, predict
 from torchtune_adaptive.tune.plan.overrides import (
     Overrides,
     changed,
@@ -65,17 +65,17 @@ class Advice:
         return [*heading, (printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
 
 
-def advised_length(question: Question, found: Answers) -> int | None:
+def advised_length(question: Question, found: Capacities) -> int | None:
     """The index of the length to advise on: the first where that is asked for, and, unless it is declined, the first of
     which not even one row fits; None where there is no advice."""
     if question.plan.advise is False or trains_with_ppo(question.cfg):
         return None
     if question.plan.advise:
         return 0
-    return next((at for at in range(len(found.answers)) if not found.batch_size(at)), None)
+    return next((at for at in range(len(found.capacities)) if not found.batch_size(at)), None)
 
 
-def ways_out(cfg: DictConfig, short: Mapping[str, Answer]) -> list[str]:
+def ways_out(cfg: DictConfig, short: Mapping[str, Capacity]) -> list[str]:
     """What to do where not even one row fits in some stages and nothing is tried: what costs least comes first."""
     found = []
     if all(each.within(replace(each.budget, expandable_segments=True)).most_rows for each in short.values()):
@@ -89,7 +89,7 @@ def ways_out(cfg: DictConfig, short: Mapping[str, Answer]) -> list[str]:
     return [*found, "train on more ranks"]
 
 
-def advise(question: Question, found: Answers, at: int, traced: Traced) -> Advice:
+def advise(question: Question, found: Capacities, at: int, traced: Traced) -> Advice:
     """What is asked for, or what fits where nothing does as it is, in rows of one of the lengths."""
     by_speed = bool(question.plan.advise and found.time)
     others = Alternatives(question.cfg, question.plan, found, at, traced, if_it_fits=not by_speed)
@@ -104,31 +104,31 @@ class Compared(NamedTuple):
 
     outcomes: Sequence[Outcome]
     """One for each number of ranks, length and stage."""
-    answers: Sequence[tuple[Question, Answers]]
+    capacities: Sequence[tuple[Question, Capacities]]
     notes: Sequence[str]
     """What this assumes."""
 
     @property
     def largest_error(self) -> float:
-        return max((found.largest_error for _, found in self.answers), key=abs)
+        return max((found.largest_error for _, found in self.capacities), key=abs)
 
 
 def on_ranks(question: Question, traced: Traced) -> Compared:
     """One config on each number of ranks that was asked for."""
-    outcomes, answers, notes = [], [], dict[str, None]()
+    outcomes, capacities, notes = [], [], dict[str, None]()
     for ranks in question.plan.several_ranks:
         one = question.on(ranks)
         found = predict(one.cfg, one.plan, traced)
-        answers.append((one, found))
-        for at in range(len(found.answers)):
+        capacities.append((one, found))
+        for at in range(len(found.capacities)):
             outcomes += [
                 outcome_of(stage, ranks, each, found.time, found.time) for stage, each in found.stages(at).items()
             ]
         notes.update(dict.fromkeys([*found.notes, *_notes(one.plan, found)]))
-    return Compared(outcomes, answers, list(notes))
+    return Compared(outcomes, capacities, list(notes))
 
 
-def _notes(plan: PlanSettings, found: Answers) -> list[str]:
+def _notes(plan: PlanSettings, found: Capacities) -> list[str]:
     if found.trains:
         return ["times of several stages are not told"]
     if found.time is None:
@@ -147,7 +147,7 @@ class Alternatives:
 
     cfg: DictConfig
     plan: PlanSettings
-    found: Answers
+    found: Capacities
     at: int
     """Index of the length that this is about."""
     traced: Traced
@@ -158,8 +158,8 @@ class Alternatives:
     """Why some cannot be predicted, by their name."""
 
     @property
-    def as_it_is(self) -> Answer:
-        return self.found.answers[self.at]
+    def as_it_is(self) -> Capacity:
+        return self.found.capacities[self.at]
 
     def notes(self) -> list[str]:
         """What could not be compared, in a note."""
@@ -187,7 +187,7 @@ class Alternatives:
         except Exception as error:  # noqa: BLE001 - what torch fails on does not stand in the way of other settings
             self.failed[name or f"on {count_of(ranks, 'rank')}"] = reason(error)
             return None
-        return self._named(outcome_of(name, ranks, other.answers[0], other.time, self.found.time))
+        return self._named(outcome_of(name, ranks, other.capacities[0], other.time, self.found.time))
 
     def _named(self, outcome: Outcome) -> Outcome:
         """The outcome, with a batch size or a token budget in its name where the config's is more than fits."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtune_adaptive.prediction.capacity import Answer
+from torchtune_adaptive.prediction.capacity import Capacity
 
 
 @dataclass(frozen=True)
@@ -16,8 +16,8 @@ class TokenBudget:
     samples: int
     """What a rank has of them in a step: no microbatch has more, however large the budget."""
 
-    def fits(self, answer: Answer, row_tokens: int) -> bool:
+    def fits(self, capacity: Capacity, row_tokens: int) -> bool:
         """Whether microbatches of such rows fit; auto does, as far as one row does."""
         if not isinstance(self.asked, int):
-            return answer.most_rows > 0
-        return self.asked // row_tokens >= 1 and min(self.samples, self.asked // row_tokens) <= answer.most_rows
+            return capacity.most_rows > 0
+        return self.asked // row_tokens >= 1 and min(self.samples, self.asked // row_tokens) <= capacity.most_rows

@@ -1,4 +1,4 @@
-"""From a config to what fits: trace, fit, answer, check."""
+"""From a config to what fits: trace a step, fit a law, see how many rows fit, check against another trace."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import PredictionError
 from torchtune_adaptive.limits.rounding import rungs_up_to
-from torchtune_adaptive.prediction.capacity import MOST_ROWS, Answer, Budget
+from torchtune_adaptive.prediction.capacity import MOST_ROWS, Budget, Capacity
 from torchtune_adaptive.prediction.law import MemoryLaw, peak_of, sizes_of
 from torchtune_adaptive.prediction.roofline import StepTime, Timing, WorkLaw
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.rules import MOST_TOKENS
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.plan.asked_token_budget import TokenBudget
-from torchtune_adaptive.tune.plan.notes import notes_on_answer, notes_on_question
+from torchtune_adaptive.tune.plan.notes import notes_on_capacity, notes_on_question
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.plan.settings import (
     ASSUMED_TOKENS,
@@ -42,8 +42,8 @@ TOLERANCE = 0.005
 
 
 @dataclass(frozen=True)
-class Answers:
-    by_stage: Mapping[str, Sequence[Answer]]
+class Capacities:
+    by_stage: Mapping[str, Sequence[Capacity]]
     """One for each length, of every stage; a step of one has no name."""
     trains: str
     """The stage that updates the model."""
@@ -56,22 +56,22 @@ class Answers:
     largest_error: float
     """Largest error of the law against a step that was traced directly, as a share."""
     notes: Sequence[str]
-    """What the answer assumes, and what is not modelled."""
+    """What was assumed, and what is not modelled."""
     time: StepTime | None
     """How long a step takes, where its kernels follow a law and all of them are in one stage."""
 
     @property
-    def answers(self) -> Sequence[Answer]:
-        """Answers for the stage that updates the model."""
+    def capacities(self) -> Sequence[Capacity]:
+        """Those of the stage that updates the model."""
         return self.by_stage[self.trains]
 
-    def stages(self, at: int) -> dict[str, Answer]:
-        """The answers for one of the lengths, by stage."""
-        return {stage: answers[at] for stage, answers in self.by_stage.items()}
+    def stages(self, at: int) -> dict[str, Capacity]:
+        """Those for one of the lengths, by stage."""
+        return {stage: capacities[at] for stage, capacities in self.by_stage.items()}
 
     def batch_size(self, at: int) -> int:
         """What the config says for all stages together; 0 where nothing fits."""
-        return min(answer.chosen_rows for answer in self.stages(at).values())
+        return min(capacity.chosen_rows for capacity in self.stages(at).values())
 
     def row_tokens(self, stage: str, at: int) -> int:
         """Tokens of a row of one of the lengths."""
@@ -85,10 +85,10 @@ class Answers:
 
 def predict(
     cfg: DictConfig, plan: PlanSettings, traced: Traced, *, check: bool = True, if_it_fits: bool = False
-) -> Answers:
+) -> Capacities:
     """What fits at each length; `traced` is called after each of `traces(...)` traces.
 
-    Without `check`, the first answer is not traced itself, and only the stage that updates the model is answered for.
+    Without `check`, the first capacity is not traced itself, and only the stage that updates the model is looked at.
     With `if_it_fits` there is no check, and OneRowDoesNotFitError as soon as it is certain that not even one row does.
     """
     settings, _ = read_settings(cfg)
@@ -104,14 +104,14 @@ def predict(
         asked = _Asked(wanted, have, traced, check=check, counting=len(steps) == 1, one_row=one_row)
         found = {stage: asked.of(step) for stage, step in steps.items() if check or stage == trains}
         notes = [*notes_on_question(plan, given, wanted), *asked.changed]
-        return Answers(
-            by_stage={stage: each.answers for stage, each in found.items()},
+        return Capacities(
+            by_stage={stage: each.capacities for stage, each in found.items()},
             trains=trains,
             longest=longest,
             tokens_of_row={stage: step.tokens_of_row for stage, step in steps.items()},
             token_budgets=_token_budgets(steps, adaptive),
             largest_error=max((each.error for each in found.values()), key=abs),
-            notes=[*notes, *notes_on_answer(cfg, training, have, wanted)],
+            notes=[*notes, *notes_on_capacity(cfg, training, have, wanted)],
             time=_time(training, plan, found[trains].work) if len(steps) == 1 else None,
         )
 
@@ -131,13 +131,13 @@ class _Asked:
     changed: list[str] = field(default_factory=list)
     """What stages had to do without so that one row fits."""
 
-    def of(self, step: FakeStep) -> _StageAnswers:
+    def of(self, step: FakeStep) -> _StageCapacities:
         first_length, traced = self.wanted[0], self.traced
-        answer_by = partial(Answer, tokens=first_length, budget=self.have, rungs=_rungs(step))
+        capacity_by = partial(Capacity, tokens=first_length, budget=self.have, rungs=_rungs(step))
         law, work = laws_of(step, first_length, traced, counting=self.counting, one_row=self.one_row)
-        first, error = _checked(step, answer_by, law, traced) if self.check else (answer_by(law), 0.0)
-        found = _StageAnswers([first, *map(first.at, self.wanted[1:])], error, work)
-        too_long = [each.tokens for each in found.answers if not each.most_rows_with_retries]
+        first, error = _checked(step, capacity_by, law, traced) if self.check else (capacity_by(law), 0.0)
+        found = _StageCapacities([first, *map(first.at, self.wanted[1:])], error, work)
+        too_long = [each.tokens for each in found.capacities if not each.most_rows_with_retries]
         if step.otherwise is None or not too_long:
             return found
         whole = len(too_long) == len(self.wanted)
@@ -163,19 +163,19 @@ def _rungs(step: FakeStep) -> Sequence[int]:
     return rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
 
 
-class _StageAnswers(NamedTuple):
+class _StageCapacities(NamedTuple):
     """One stage of a step."""
 
-    answers: list[Answer]
+    capacities: list[Capacity]
     error: float
     """Error of the law against a step that was traced directly, as a share."""
     work: WorkLaw | None
 
-    def where_it_fits(self, otherwise: _StageAnswers) -> _StageAnswers:
-        """These answers, and those of another way to run the stage for lengths of which not even one row fits."""
-        both = zip(self.answers, otherwise.answers, strict=True)
+    def where_it_fits(self, otherwise: _StageCapacities) -> _StageCapacities:
+        """These, and for lengths of which not even one row fits those of another way to run the stage."""
+        both = zip(self.capacities, otherwise.capacities, strict=True)
         error = max(self.error, otherwise.error, key=abs)
-        return otherwise._replace(answers=[a if a.most_rows_with_retries else b for a, b in both], error=error)
+        return otherwise._replace(capacities=[a if a.most_rows_with_retries else b for a, b in both], error=error)
 
 
 def _time(step: FakeStep, plan: PlanSettings, work: WorkLaw | None) -> StepTime | None:
@@ -188,31 +188,31 @@ def _time(step: FakeStep, plan: PlanSettings, work: WorkLaw | None) -> StepTime 
 
 
 def _checked(
-    step: FakeStep, answer_by: Callable[[MemoryLaw], Answer], law: MemoryLaw, traced: Traced
-) -> tuple[Answer, float]:
-    """An answer, and how far it is from the step itself."""
-    answer = answer_by(law)
-    error = _error(step, answer)
+    step: FakeStep, capacity_by: Callable[[MemoryLaw], Capacity], law: MemoryLaw, traced: Traced
+) -> tuple[Capacity, float]:
+    """A capacity, and how far it is from the step itself."""
+    capacity = capacity_by(law)
+    error = _error(step, capacity)
     traced()
     if abs(error) > TOLERANCE and step.settings.compile:  # the program is another for as few rows, or as many
-        answer = answer_by(law_of(step, answer.tokens, traced, rows=_checked_rows(answer)))
-        error = _error(step, answer)
+        capacity = capacity_by(law_of(step, capacity.tokens, traced, rows=_checked_rows(capacity)))
+        error = _error(step, capacity)
     if abs(error) > TOLERANCE:
         raise PredictionError(
-            f"the prediction for {_checked_rows(answer)} rows of {answer.tokens} tokens is {100 * error:+.1f} % off "
-            f"what that step allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the "
+            f"the prediction for {_checked_rows(capacity)} rows of {capacity.tokens} tokens is {100 * error:+.1f} % "
+            f"off what that step allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the "
             "device instead, with use_maximum_batch_size: True"
         )
-    return answer, error
+    return capacity, error
 
 
 def traces(cfg: DictConfig) -> int:
     return (2 * len(TRACED_ROWS) + 1) * (len(STAGES) if trains_with_ppo(cfg) else 2 if trains_on_pairs(cfg) else 1)
 
 
-def frontier(found: Answers) -> list[Answer]:
-    """Answers from an eighth of the first length to eight times as long, as far as the model goes."""
-    first = found.answers[0]
+def frontier(found: Capacities) -> list[Capacity]:
+    """Capacities from an eighth of the first length to eight times as long, as far as the model goes."""
+    first = found.capacities[0]
     lengths = (int(first.tokens * 2.0**exponent) for exponent in range(-3, 4))
     return [first.at(tokens) for tokens in lengths if 1 <= tokens <= found.longest]
 
@@ -225,16 +225,16 @@ def _longest(steps: Iterable[FakeStep], given: Lengths | None) -> int:
     return allowed
 
 
-def _checked_rows(answer: Answer) -> int:
+def _checked_rows(capacity: Capacity) -> int:
     """What fits, or as many rows as can be traced."""
-    return max(2, min(answer.most_rows, CHECKED_TOKENS // answer.tokens))
+    return max(2, min(capacity.most_rows, CHECKED_TOKENS // capacity.tokens))
 
 
-def _error(step: FakeStep, answer: Answer) -> float:
-    """How far an answer is from the step itself, of the length that the law knows, compiled anew for just this size."""
-    rows = _checked_rows(answer)
+def _error(step: FakeStep, capacity: Capacity) -> float:
+    """How far a capacity is from the step itself, of a length that the law knows, compiled anew for just this size."""
+    rows = _checked_rows(capacity)
     if step.settings.compile:
         torch.compiler.reset()
-    recording = step.record(rows, min(answer.counted_tokens, step.most_tokens(MOST_TOKENS)))
+    recording = step.record(rows, min(capacity.counted_tokens, step.most_tokens(MOST_TOKENS)))
     direct = peak_of(recording.phases, sizes_of(recording), caches=step.on_gpu).peak_bytes or 0
-    return (answer.peak(rows).peak_bytes or 0) / direct - 1
+    return (capacity.peak(rows).peak_bytes or 0) / direct - 1

@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.plan.capacities import Answers
+from torchtune_adaptive.tune.plan.capacities import Capacities
 from torchtune_adaptive.tune.plan.overrides import Overrides, changed, joined
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
@@ -34,10 +34,10 @@ class Wanted:
     """Whether it may keep the token budget of its config."""
 
     @classmethod
-    def of(cls, found: Answers, at: int) -> Wanted:
+    def of(cls, found: Capacities, at: int) -> Wanted:
         """The answer for one of the lengths."""
         fits = all(found.budget_fits(stage, at) for stage in found.by_stage)
-        return cls(found.batch_size(at), found.answers[at].tokens, fits)
+        return cls(found.batch_size(at), found.capacities[at].tokens, fits)
 
 
 def command(question: Question, wanted: Wanted) -> str:
@@ -48,7 +48,7 @@ def command(question: Question, wanted: Wanted) -> str:
     return f"{_environment(question, os.environ)}tune run {' '.join(parts)}".rstrip()
 
 
-def command_for_length(question: Question, found: Answers, at: int) -> str | None:
+def command_for_length(question: Question, found: Capacities, at: int) -> str | None:
     """What trains with the answer for a length; None where nothing fits."""
     return command(question, Wanted.of(found, at)) if found.batch_size(at) else None
 

@@ -27,7 +27,7 @@ def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequenc
     return notes
 
 
-def notes_on_answer(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Sequence[int]) -> list[str]:
+def notes_on_capacity(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Sequence[int]) -> list[str]:
     """What the answer assumes and what it does not cover, said with it."""
     notes = []
     if any(tokens % step.tokens_multiple for tokens in wanted):

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.prediction.capacity import Answer
+from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, Compared, advised_length, ways_out
-from torchtune_adaptive.tune.plan.capacities import Answers
+from torchtune_adaptive.tune.plan.capacities import Capacities
 from torchtune_adaptive.tune.plan.commands import advised_command, command_for_length, notes_on_samples
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.trace.which_recipe import is_lora, trains_with_ppo
 from torchtune_adaptive.wording import count_of
 
 
-def heading(question: Question, answer: Answer, stage: str = "") -> str:
+def heading(question: Question, capacity: Capacity, stage: str = "") -> str:
     """A line that says what an answer is about."""
-    cfg, have, length = question.cfg, answer.budget, f"{answer.tokens} tokens"
+    cfg, have, length = question.cfg, capacity.budget, f"{capacity.tokens} tokens"
     if trains_with_ppo(cfg):
         length = f"prompts of {length}, answers of {cfg.max_generated_tokens}"
     parts = [
@@ -43,7 +43,7 @@ class Output:
     """The answer to a question about one number of ranks."""
 
     question: Question
-    found: Answers
+    found: Capacities
     advise_on: Callable[[int], Advice]
     """Advice on one of the lengths."""
 
@@ -55,7 +55,7 @@ class Output:
     def _as_table(self) -> Advice | None:
         """The answer before the advice, which may take longer."""
         advice, advised = None, advised_length(self.question, self.found)
-        for at in range(len(self.found.answers)):
+        for at in range(len(self.found.capacities)):
             if trains_with_ppo(self.question.cfg):
                 lines = self._of_rollouts(at)
             else:
@@ -88,7 +88,7 @@ class Output:
     def _of_rollouts(self, at: int) -> list[str]:
         """A line for each stage."""
         stages = self.found.stages(at)
-        parts = [heading(self.question, self.found.answers[at]), printed.stages(stages)]
+        parts = [heading(self.question, self.found.capacities[at]), printed.stages(stages)]
         if not self.found.batch_size(at):
             short = {stage: each for stage, each in stages.items() if not each.chosen_rows}
             return [*parts, printed.no_row(next(iter(short.values())), ways_out(self.question.cfg, short))]
@@ -110,8 +110,8 @@ class Output:
     def _as_json(self) -> Advice | None:
         advised = advised_length(self.question, self.found)
         advice = None if advised is None else self.advise_on(advised)
-        commands = [command_for_length(self.question, self.found, at) for at in range(len(self.found.answers))]
-        of_length = {answer.tokens: one for answer, one in zip(self.found.answers, commands, strict=True)}
+        commands = [command_for_length(self.question, self.found, at) for at in range(len(self.found.capacities))]
+        of_length = {capacity.tokens: one for capacity, one in zip(self.found.capacities, commands, strict=True)}
         told = printed.as_json(
             [{**row, "command": of_length[row["tokens"]]} if row["chosen"] else row for row in self._rows()],
             self._notes(advice),
@@ -127,7 +127,7 @@ class Output:
         """Figures for programs, a row for each length and stage."""
         return [
             {**({"stage": stage} if stage else {}), **row}
-            for at in range(len(self.found.answers))
+            for at in range(len(self.found.capacities))
             for stage, each in self.found.stages(at).items()
             for row in printed.figures(each)
         ]
@@ -142,9 +142,9 @@ def show_compared(compared: Compared, form: str) -> None:
     rows = printed.by_ranks_for_programs(compared.outcomes)
     if form == "json":
         commands = {
-            (one.plan.ranks, found.answers[at].tokens): command_for_length(one, found, at)
-            for one, found in compared.answers
-            for at in range(len(found.answers))
+            (one.plan.ranks, found.capacities[at].tokens): command_for_length(one, found, at)
+            for one, found in compared.capacities
+            for at in range(len(found.capacities))
         }
         of_outcomes = [commands[each.ranks, each.tokens] for each in compared.outcomes]
         rows = [{**row, "command": one} for row, one in zip(rows, of_outcomes, strict=True)]

@@ -9,79 +9,79 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtune_adaptive.memory_sizes import format_apart, format_bytes
-from torchtune_adaptive.prediction.capacity import MOST_ROWS, Answer, Prediction
+from torchtune_adaptive.prediction.capacity import MOST_ROWS, Capacity, Prediction
 from torchtune_adaptive.prediction.outcome import Outcome
 from torchtune_adaptive.tune.plan.asked_token_budget import TokenBudget
-from torchtune_adaptive.tune.plan.capacities import Answers
+from torchtune_adaptive.tune.plan.capacities import Capacities
 from torchtune_adaptive.wording import count_of, in_columns
 
 
-def table(answer: Answer) -> str:
+def table(capacity: Capacity) -> str:
     """Predictions for the rows that matter, with what they mean."""
     heading = ("rows", "allocated", "reserved", "bound by", "")
-    return in_columns([heading, *(_cells(prediction, answer) for prediction in answer.predictions())])
+    return in_columns([heading, *(_cells(prediction, capacity) for prediction in capacity.predictions())])
 
 
-def stages(answers: Mapping[str, Answer]) -> str:
+def stages(capacities: Mapping[str, Capacity]) -> str:
     """What fits in each of several stages, a line each: the rows to run, and how many would fit."""
     heading = ("stage", "rows", "fit", "allocated", "reserved", "of budget", "bound by")
-    return in_columns([heading, *(_cells_of_stage(name, answer) for name, answer in answers.items())])
+    return in_columns([heading, *(_cells_of_stage(name, capacity) for name, capacity in capacities.items())])
 
 
-def _cells_of_stage(name: str, answer: Answer) -> tuple[str, ...]:
-    prediction = answer.predict(answer.chosen_rows or 1)
+def _cells_of_stage(name: str, capacity: Capacity) -> tuple[str, ...]:
+    prediction = capacity.predict(capacity.chosen_rows or 1)
     bound_by = prediction.phase
-    if not answer.chosen_rows:
-        bound_by = "fits only by flushing the cache (slow)" if answer.fits_by_flushing else "one row does not fit"
+    if not capacity.chosen_rows:
+        bound_by = "fits only by flushing the cache (slow)" if capacity.fits_by_flushing else "one row does not fit"
     return (
         name,
-        str(answer.chosen_rows or "-"),
-        f"{MOST_ROWS}+" if answer.most_rows == MOST_ROWS else str(answer.most_rows),
+        str(capacity.chosen_rows or "-"),
+        f"{MOST_ROWS}+" if capacity.most_rows == MOST_ROWS else str(capacity.most_rows),
         format_bytes(prediction.peak.peak_bytes or 0),
         format_bytes(prediction.reserved_bytes),
-        f"{100 * prediction.reserved_bytes / answer.budget.usable_bytes:5.0f} %",
+        f"{100 * prediction.reserved_bytes / capacity.budget.usable_bytes:5.0f} %",
         bound_by,
     )
 
 
-def choice(answer: Answer, key: str = "batch_size", at_most: int | None = None) -> str:
+def choice(capacity: Capacity, key: str = "batch_size", at_most: int | None = None) -> str:
     """The batch size to train with, or the rows of one of several stages, where at least one fits. `at_most` is
     `adaptive.max_batch_size`."""
-    if answer.chosen_rows == answer.most_rows:
-        return f"{key}: {answer.chosen_rows}"
+    if capacity.chosen_rows == capacity.most_rows:
+        return f"{key}: {capacity.chosen_rows}"
     why = "rounded down as adaptive.round_to says"
-    if answer.passed_over is not None:
-        why = f"but not {answer.passed_over}, which leave holes in the cache that nothing fills"
-    elif at_most is not None and at_most < answer.most_rows:
+    if capacity.passed_over is not None:
+        why = f"but not {capacity.passed_over}, which leave holes in the cache that nothing fills"
+    elif at_most is not None and at_most < capacity.most_rows:
         why = f"adaptive.max_batch_size is {at_most}"
-    return f"{key}: {answer.chosen_rows} ({answer.most_rows} fit, {why})"
+    return f"{key}: {capacity.chosen_rows} ({capacity.most_rows} fit, {why})"
 
 
-def choice_of_tokens(answer: Answer, row_tokens: int, budget: TokenBudget, stage: str = "") -> str:
+def choice_of_tokens(capacity: Capacity, row_tokens: int, budget: TokenBudget, stage: str = "") -> str:
     """The token budget to train with, where at least one row fits, which has so many tokens."""
     key, where = "adaptive.token_budget", f" in {stage}" if stage else ""
-    most = answer.most_rows * row_tokens
-    rows = f"{count_of(answer.most_rows, 'row')} of {row_tokens} tokens"
+    most = capacity.most_rows * row_tokens
+    rows = f"{count_of(capacity.most_rows, 'row')} of {row_tokens} tokens"
     if not isinstance(budget.asked, int):
         return f"{key}: {most} fit{where} ({rows}); auto measures it on the device"
     if budget.asked < row_tokens:
         return f"{key}: {budget.asked} has no room for a row of {row_tokens} tokens{where}; {most} fit ({rows})"
-    fits = "fits" if budget.fits(answer, row_tokens) else "does not fit"
+    fits = "fits" if budget.fits(capacity, row_tokens) else "does not fit"
     return f"{key}: {budget.asked} {fits}{where}; the most is {most} ({rows})"
 
 
-def shortfall(answer: Answer) -> str:
+def shortfall(capacity: Capacity) -> str:
     """What is missing for even one row."""
-    need, have = format_apart(answer.reserved_bytes(1), answer.budget.usable_bytes)
-    row = f"one row of {answer.tokens} tokens"
-    if answer.fits_by_flushing:
+    need, have = format_apart(capacity.reserved_bytes(1), capacity.budget.usable_bytes)
+    row = f"one row of {capacity.tokens} tokens"
+    if capacity.fits_by_flushing:
         return f"{row} fits in {have} only by flushing the cache, which is slow: without that it needs {need}"
     return f"does not fit in {have}: {row} needs {need}"
 
 
-def no_row(answer: Answer, ways_out: Sequence[str]) -> str:
+def no_row(capacity: Capacity, ways_out: Sequence[str]) -> str:
     """A line for where not even one row fits, with what to do about it."""
-    fact = shortfall(answer) if answer.fits_by_flushing else "one row does not fit"
+    fact = shortfall(capacity) if capacity.fits_by_flushing else "one row does not fit"
     *others, last = ways_out
     return f"{fact}: {', '.join(others)}, or {last}"
 
@@ -155,21 +155,21 @@ def name_of(outcome: Outcome, ranks: int) -> str:
     return name if outcome.ranks == ranks else f"{name}  (on {count_of(outcome.ranks, 'rank')})"
 
 
-def figures(answer: Answer) -> list[dict[str, object]]:
+def figures(capacity: Capacity) -> list[dict[str, object]]:
     """Figures for programs, in bytes."""
     return [
         {
-            "tokens": answer.tokens,
+            "tokens": capacity.tokens,
             "rows": prediction.rows,
             "allocated_bytes": prediction.peak.peak_bytes,
             "reserved_bytes": prediction.reserved_bytes,
-            "usable_bytes": answer.budget.usable_bytes,
+            "usable_bytes": capacity.budget.usable_bytes,
             "bound_by": prediction.phase,
             "fits": prediction.fits,
             "allocator_retries": prediction.retries,
-            "chosen": prediction.rows == answer.chosen_rows,
+            "chosen": prediction.rows == capacity.chosen_rows,
         }
-        for prediction in answer.predictions()
+        for prediction in capacity.predictions()
     ]
 
 
@@ -179,18 +179,18 @@ def by_ranks_for_programs(outcomes: Sequence[Outcome]) -> list[dict[str, object]
     return [{"stage": row.pop("overrides")} | row for row in rows]
 
 
-def budgets(found: Answers) -> list[dict[str, object]]:
+def budgets(found: Capacities) -> list[dict[str, object]]:
     """What a token budget comes to at each length and in each stage, for programs."""
     return [
         {
             **({"stage": stage} if stage else {}),
-            "tokens": answer.tokens,
+            "tokens": capacity.tokens,
             "token_budget": budget.asked,
             "fits": found.budget_fits(stage, at),
-            "most_tokens": answer.most_rows * found.row_tokens(stage, at),
+            "most_tokens": capacity.most_rows * found.row_tokens(stage, at),
         }
         for stage, budget in found.token_budgets.items()
-        for at, answer in enumerate(found.by_stage[stage])
+        for at, capacity in enumerate(found.by_stage[stage])
     ]
 
 
@@ -218,18 +218,18 @@ def as_json(rows: Sequence[dict[str, object]], notes: Sequence[str], **beside: o
     return json.dumps({"predictions": list(rows), **said, "notes": list(notes)}, indent=2)
 
 
-def _cells(prediction: Prediction, answer: Answer) -> tuple[str, ...]:
+def _cells(prediction: Prediction, capacity: Capacity) -> tuple[str, ...]:
     allocated, reserved = format_bytes(prediction.peak.peak_bytes or 0), format_bytes(prediction.reserved_bytes)
-    return str(prediction.rows), allocated, reserved, prediction.phase, _remark(prediction, answer)
+    return str(prediction.rows), allocated, reserved, prediction.phase, _remark(prediction, capacity)
 
 
-def _remark(prediction: Prediction, answer: Answer) -> str:
+def _remark(prediction: Prediction, capacity: Capacity) -> str:
     if not prediction.fits:
         return "does not fit"
     if prediction.retries:
         return "fits only by flushing the cache (slow)"
     if prediction.rows == MOST_ROWS:
         return f"<- at least {MOST_ROWS} rows fit, the search stops here"
-    if prediction.rows == answer.most_rows:
+    if prediction.rows == capacity.most_rows:
         return "<- most without allocator retries"
     return ""

@@ -8,7 +8,7 @@ import sys
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.prediction.capacity import Answer, Budget
+from torchtune_adaptive.prediction.capacity import Budget, Capacity
 from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.trace.laws import law_of
 from torchtune_adaptive.tune.trace.steps import fake_steps
@@ -30,7 +30,7 @@ def most_rows(
         if fallen_back and (change := steps[stage].otherwise) is not None:
             change()
         law = law_of(steps[stage], tokens, traced=lambda: None)
-    return Answer(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
+    return Capacity(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows
 
 
 if __name__ == "__main__":

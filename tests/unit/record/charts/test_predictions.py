@@ -10,18 +10,18 @@ from typing import Any, cast
 import pytest
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.prediction.capacity import Answer
+from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.record.charts.figures import new_figure
 from torchtune_adaptive.record.charts.predictions import check_drawable, draw_frontier
 
 
-def frontier(most: list[int], with_retries: list[int]) -> list[Answer]:
+def frontier(most: list[int], with_retries: list[int]) -> list[Capacity]:
     """Of rows twice as long each time."""
-    answers: list[Any] = [
+    capacities: list[Any] = [
         SimpleNamespace(tokens=256 << index, most_rows=rows, most_rows_with_retries=retried)
         for index, (rows, retried) in enumerate(zip(most, with_retries, strict=True))
     ]
-    return cast("list[Answer]", answers)
+    return cast("list[Capacity]", capacities)
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.prediction.made_up import MIB, answer, filling_holes, outcome
-from torchtune_adaptive.prediction.capacity import MOST_ROWS, Answer, Budget
+from tests.unit.prediction.made_up import MIB, capacity, filling_holes, outcome
+from torchtune_adaptive.prediction.capacity import MOST_ROWS, Budget, Capacity
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.asked_token_budget import TokenBudget
 
 
 def test_the_table_marks_the_answer_and_what_is_slow() -> None:
-    cached = answer(340, caches=True)
+    cached = capacity(340, caches=True)
     lines = printed.table(cached).splitlines()
     marked = [line for line in lines if "<- most without allocator retries" in line]
     assert [int(line.split()[0]) for line in marked] == [cached.most_rows]
@@ -25,12 +25,12 @@ def test_the_table_marks_the_answer_and_what_is_slow() -> None:
 
 
 def test_a_table_says_that_one_row_does_not_fit() -> None:
-    _, line = printed.table(answer(42)).splitlines()
+    _, line = printed.table(capacity(42)).splitlines()
     assert line.split() == ["1", "43.0", "MiB", "43.0", "MiB", "update", "does", "not", "fit"]
 
 
 def test_figures_are_the_same_in_csv_and_json() -> None:
-    figures = printed.figures(answer(340))
+    figures = printed.figures(capacity(340))
     from_csv = list(csv.DictReader(io.StringIO(printed.as_csv(figures))))
     from_json = json.loads(printed.as_json(figures, ["a note"]))
     assert from_json == {"predictions": figures, "notes": ["a note"]}
@@ -39,10 +39,10 @@ def test_figures_are_the_same_in_csv_and_json() -> None:
 
 
 def test_the_table_goes_on_until_memory_is_full_or_says_where_it_stops() -> None:
-    full = answer(40 + 3 * 9000)
+    full = capacity(40 + 3 * 9000)
     assert full.most_rows == 9000
     assert "<- most without allocator retries" in printed.table(full).splitlines()[-1]
-    endless = printed.table(answer(2**30)).splitlines()[-1]
+    endless = printed.table(capacity(2**30)).splitlines()[-1]
     assert endless.split()[0] == str(MOST_ROWS)
     assert endless.endswith(f"<- at least {MOST_ROWS} rows fit, the search stops here")
 
@@ -58,9 +58,9 @@ def test_where_nothing_fits_the_remedies_left_are_named() -> None:
     assert "lower sequence_length" in printed.what_fits([], ranks=1)
 
 
-def flushing() -> Answer:
+def flushing() -> Capacity:
     """One row that fits only after the cache is flushed."""
-    return Answer(filling_holes(), 64, Budget(70 * MIB, 0), [1])
+    return Capacity(filling_holes(), 64, Budget(70 * MIB, 0), [1])
 
 
 def test_a_row_that_fits_only_by_flushing_is_not_said_not_to_fit() -> None:
@@ -73,19 +73,19 @@ def test_a_row_that_fits_only_by_flushing_is_not_said_not_to_fit() -> None:
     assert all("only by flushing the cache" in text and "not fit" not in text for text in texts)
     assert "one row of 64 tokens fits in 70.0 MiB only by flushing" in texts[2]
     assert texts[3].endswith("it needs 84.0 MiB: do this, or do that")
-    assert printed.no_row(answer(42), ["do this", "do that"]) == "one row does not fit: do this, or do that"
+    assert printed.no_row(capacity(42), ["do this", "do that"]) == "one row does not fit: do this, or do that"
 
 
 def test_the_choice_says_what_bounds_it() -> None:
-    holes = Answer(filling_holes(), 64, Budget(90 * MIB, 0), [1, 2, 5])
+    holes = Capacity(filling_holes(), 64, Budget(90 * MIB, 0), [1, 2, 5])
     assert (holes.most_rows, holes.chosen_rows) == (4, 1)
     assert (
         printed.choice(holes) == "batch_size: 1 (4 fit, but not 2, which leave holes in the cache that nothing fills)"
     )
-    assert printed.choice(answer(340)) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
-    assert printed.choice(answer(340), at_most=64) == "batch_size: 64 (100 fit, adaptive.max_batch_size is 64)"
+    assert printed.choice(capacity(340)) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
+    assert printed.choice(capacity(340), at_most=64) == "batch_size: 64 (100 fit, adaptive.max_batch_size is 64)"
     assert (
-        printed.choice(answer(340), at_most=100) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
+        printed.choice(capacity(340), at_most=100) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
     )
 
 
@@ -105,7 +105,7 @@ MOST = "(100 rows of 64 tokens)"
 )
 def test_a_token_budget_is_answered_in_tokens(budget: int | str, samples: int, told: str) -> None:
     asked = TokenBudget(budget, samples)
-    assert printed.choice_of_tokens(answer(340), 64, asked) == f"adaptive.token_budget: {told}"
+    assert printed.choice_of_tokens(capacity(340), 64, asked) == f"adaptive.token_budget: {told}"
 
 
 def test_a_time_that_is_not_told_is_no_number() -> None:
