@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
 
+import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -61,6 +62,12 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+def say(line: str) -> None:
+    """Logs a line, on rank 0 only."""
+    if dist.get_rank() == 0:
+        logger.info("%s", line)
 
 
 def tell_error(message: str, where: str = "") -> None:

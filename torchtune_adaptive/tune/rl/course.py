@@ -11,12 +11,12 @@ from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.rl.stages import RolloutStages
-from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.run.oversize import Admission
 from torchtune_adaptive.tune.run.run_parts import RunParts
 from torchtune_adaptive.wording import count_of

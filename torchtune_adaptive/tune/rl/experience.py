@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.rl.arithmetic import (
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
     LOG_PROBS,
-    REFERENCE,
+    REFERENCE_LOG_PROBS,
     RETURNS,
     SCORE,
     VALUES,
@@ -41,7 +41,7 @@ def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Seque
         shorter_than=ppo.min_response_length,
         penalty=ppo.reward_penalty,
     )
-    reference = found_of(everything, REFERENCE)
+    reference = found_of(everything, REFERENCE_LOG_PROBS)
     _check_finite(scores, everything[0].iteration, "reward model's score", REWARD_FILES)
     _check_finite(reference, everything[0].iteration, "reference's log-probability", REFERENCE_FILES)
     rewards = rewards_of(scores, found_of(everything, LOG_PROBS), reference, ends, ppo.kl_coeff)

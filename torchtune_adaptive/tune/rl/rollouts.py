@@ -20,7 +20,7 @@ from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 
-LOG_PROBS, REFERENCE, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
+LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
 ADVANTAGES, RETURNS, COUNTS, VALUED = "advantages", "returns", "counts", "valued"
 """What is found for a rollout: a number for each token of its answer, except for the score."""
 

@@ -28,12 +28,13 @@ from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.rl.course import RolloutParts
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.rl.prompt_room import longest_taken
-from torchtune_adaptive.tune.rl.rollouts import REFERENCE, SCORE, Rollout, worst_rollout
+from torchtune_adaptive.tune.rl.rollouts import REFERENCE_LOG_PROBS, SCORE, Rollout, worst_rollout
 from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
-from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
+from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.run.longest_sample import worst_sample
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.run.token_budget import LONGEST_SAMPLE, admission_of
@@ -138,7 +139,7 @@ def _rollouts_of_an_iteration(parts: RolloutParts) -> list[Rollout]:
     """As many as lie on the host in training: this rank's, and those that it has gathered from all ranks. Where the
     host is what is measured, as on a CPU, they take room from every stage."""
     worst = _worst_rollout(parts)
-    worst.found |= {REFERENCE: torch.zeros(len(worst.answer)), SCORE: torch.zeros(())}
+    worst.found |= {REFERENCE_LOG_PROBS: torch.zeros(len(worst.answer)), SCORE: torch.zeros(())}
     return [deepcopy(worst) for _ in range(parts.settings.batch_size * (1 + dist.get_world_size()))]
 
 

@@ -24,6 +24,7 @@ from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
@@ -31,9 +32,9 @@ from torchtune_adaptive.tune.parts.microbatch import recovers
 from torchtune_adaptive.tune.rl.generation import Answering
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
-from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE, SCORE, VALUES, Rollout
+from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
-from torchtune_adaptive.tune.run.fitting import restore_limits, say
+from torchtune_adaptive.tune.run.run_parts import restore_limits
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 GENERATE = "generate"
@@ -193,7 +194,7 @@ def passes_of(
     return {
         GENERATE: (models.policy, generate),
         FORWARD[0]: (models.policy, Ask(model=models.policy, ask=score.log_probs, name=LOG_PROBS)),
-        FORWARD[1]: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE)),
+        FORWARD[1]: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE_LOG_PROBS)),
         FORWARD[2]: (models.value, Ask(model=models.value, ask=score.values, name=VALUES)),
         FORWARD[3]: (models.reward, Ask(model=models.reward, ask=score.scores, name=SCORE)),
         TRAIN_VALUE: (models.value, TrainValue(model=models.value, score=score, loss=loss)),

@@ -13,20 +13,14 @@ from torchtune_adaptive.limits.limit import Limit, RowLimit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe_runner import TrainingStep
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.preference_stages import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
-from torchtune_adaptive.tune.run.fitting import (
-    FitRequest,
-    forward_step,
-    restore_limits,
-    rows_that_fit,
-    say,
-    training_step,
-)
+from torchtune_adaptive.tune.run.fitting import FitRequest, forward_step, rows_that_fit, training_step
 from torchtune_adaptive.tune.run.longest_sample import worst_sample
-from torchtune_adaptive.tune.run.run_parts import RunParts
+from torchtune_adaptive.tune.run.run_parts import RunParts, restore_limits
 from torchtune_adaptive.tune.run.sample_exchange import dealer_of
 from torchtune_adaptive.tune.run.token_budget import Microbatches, budget_limit, microbatches_of
 from torchtune_adaptive.wording import count_of

@@ -10,23 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import torch
 import torch.distributed as dist
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.record.tables import (
-    SEARCH_FILE,
     from_earlier_run,
     profile_event,
     profile_table,
-    read_search,
     search_event,
     search_table,
     write_search,
@@ -36,51 +31,18 @@ from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.stages import Stages
-from torchtune_adaptive.tune.config.settings import Settings, on_gpu
-from torchtune_adaptive.tune.console import progress_bar
-from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
+from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.console import progress_bar, say
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
+from torchtune_adaptive.tune.run.search_record import found_before, what_it_depends_on
 from torchtune_adaptive.tune.run.static import predicted_rows
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result", SearchResult, Profile)
-
-CUDA_BUDGET_GRAIN = 2**28
-"""Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
-
-SEARCHED = (
-    "model",
-    "optimizer",
-    "loss",
-    "dtype",
-    "compile",
-    "enable_activation_checkpointing",
-    "enable_activation_offloading",
-    "ac_mode",
-    "ac_option",
-    "optimizer_in_bwd",
-    "clip_grad_norm",
-    "custom_sharded_layers",
-    "fsdp_cpu_offload",
-    "fsdp_reshard_after_forward",
-    "tensor_parallel_dim",
-)
-"""Keys of the config that change what a microbatch needs."""
-SEARCHED_WHERE_GIVEN = (
-    "data_parallel_replicate_dim",
-    "data_parallel_shard_dim",
-    "policy_model",
-    "reward_and_value_model",
-    "max_generated_tokens",
-    "temperature",
-    "top_k",
-)
-"""Further such keys, which count where a config has them, so that records from before they were known stay valid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +156,7 @@ def measured(request: FitRequest, memory: MemorySource, length: int, search: Mea
     directory = Path(request.settings.output_dir) / request.folder
     stage = {"stage": request.stage} if request.stage else {}
     fingerprint = what_it_depends_on(request.settings.config, length, memory, {**search.options, **stage})
-    if request.settings.adaptive.reuse_search and (known := _found_before(directory, fingerprint, search.kind)):
+    if request.settings.adaptive.reuse_search and (known := found_before(directory, fingerprint, search.kind)):
         request.found(from_earlier_run(search.event(known)))
         return known
     try:
@@ -238,38 +200,6 @@ def forward_step(
     )
 
 
-def _found_before(directory: Path, fingerprint: Mapping[str, object], kind: type[Result]) -> Result | None:
-    """Collective: what rank 0 finds in its record, on every rank."""
-    found: Result | None = None
-    if dist.get_rank() == 0:
-        try:
-            found = read_search(directory, fingerprint, kind)
-        except ValueError as error:
-            logger.warning("%s; searching again", error)
-        if found is not None:
-            logger.info(
-                "batch search · as in %s (adaptive.reuse_search: False searches again)", directory / SEARCH_FILE
-            )
-    return from_rank_0(found)
-
-
-def what_it_depends_on(
-    cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
-) -> dict[str, object]:
-    """Collective: all that the answer depends on."""
-    budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
-    keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
-    return {
-        **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in keys},  # type: ignore[index, call-overload]
-        **options,
-        "sequence_length": length,
-        "world_size": dist.get_world_size(),
-        "device": torch.get_device_module(cfg.device).get_device_name() if on_gpu(cfg) else "cpu",
-        "torch": torch.__version__,
-        "budgets": [budget // CUDA_BUDGET_GRAIN for budget in budgets] if on_gpu(cfg) else budgets,
-    }
-
-
 @contextmanager
 def _probe_bar() -> Iterator[OnProbe]:
     with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as shows:
@@ -281,18 +211,3 @@ def _probe_bar() -> Iterator[OnProbe]:
                 shows.update()
 
         yield on_probe
-
-
-def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
-    """Restores a checkpoint's limits, by stage; says so where one differs from what was just found or configured."""
-    for stage in (name for name in saved if name in stages):
-        runner, found = stages[stage], stages[stage].limit
-        runner.load_state_dict(saved[stage])
-        if runner.limit != found:
-            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)")
-
-
-def say(line: str) -> None:
-    """Logs a line, on rank 0 only."""
-    if dist.get_rank() == 0:
-        logger.info("%s", line)

@@ -12,9 +12,9 @@ from torchtune_adaptive.errors import Remedy, SampleTooLargeError
 from torchtune_adaptive.tune.config.remedies import KEYS
 from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
-from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.wording import count_of
 
 Item = TypeVar("Item")

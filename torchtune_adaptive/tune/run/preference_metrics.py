@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.preference_stages import ANSWERS, EMPTY, IDENTICAL, PAIRS, POLICY, REFERENCE
-from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)

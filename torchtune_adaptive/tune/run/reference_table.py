@@ -33,14 +33,13 @@ from torchtune_adaptive.memory.oom import release
 from torchtune_adaptive.record.atomic_files import keep_file, reason
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.console import progress_bar
+from torchtune_adaptive.tune.console import progress_bar, say
 from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, check_sample
 from torchtune_adaptive.tune.parts.preference_stages import KEPT, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample
 from torchtune_adaptive.tune.run.course import Parts, open_record, reference_limit
-from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from torch import nn
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import Data
@@ -91,3 +92,12 @@ class RunParts(ABC):
         self.stages.training.close()
         self.metrics.close()
         self.journal.close()
+
+
+def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
+    """Restores a checkpoint's limits, by stage; says so where one differs from what was just found or configured."""
+    for stage in (name for name in saved if name in stages):
+        runner, found = stages[stage], stages[stage].limit
+        runner.load_state_dict(saved[stage])
+        if runner.limit != found:
+            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)")

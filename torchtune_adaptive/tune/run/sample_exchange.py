@@ -27,11 +27,11 @@ from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.tune.config.components import reason
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.cost import Cost, cost_of
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.samples import Sample
-from torchtune_adaptive.tune.run.fitting import say
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 READ_AHEAD = 2

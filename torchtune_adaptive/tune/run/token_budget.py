@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.samples import Sample
-from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, say, search_batch_size
+from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.run.longest_sample import longest_sample
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_long
 from torchtune_adaptive.tune.run.sample_exchange import Dealer

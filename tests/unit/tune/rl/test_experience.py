@@ -10,7 +10,7 @@ import torch
 from tests.unit.tune.rl.test_settings import DEMO, config
 from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.tune.rl.experience import estimate
-from torchtune_adaptive.tune.rl.rollouts import REFERENCE, SCORE, Rollout, worst_rollout
+from torchtune_adaptive.tune.rl.rollouts import REFERENCE_LOG_PROBS, SCORE, Rollout, worst_rollout
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 
 NEW, STOP = 4, 257
@@ -21,7 +21,7 @@ def answered(score: float, reference: float = 0.0, *, ends: bool = True) -> Roll
     rollout.iteration = 5
     if ends:
         rollout.answer[2] = STOP
-    rollout.found |= {SCORE: torch.tensor(score), REFERENCE: torch.full((NEW,), reference)}
+    rollout.found |= {SCORE: torch.tensor(score), REFERENCE_LOG_PROBS: torch.full((NEW,), reference)}
     return rollout
 
 

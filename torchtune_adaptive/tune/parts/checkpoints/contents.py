@@ -50,7 +50,7 @@ class Contents(Protocol):
         """On rank 0: what was gathered, as torchtune's checkpointer takes it."""
 
 
-def is_lora(recipe: str) -> bool:
+def saves_adapters(recipe: str) -> bool:
     """Whether a recipe trains adapters: a checkpoint of one is no place to go on from for another."""
     return recipe in ("lora", "lora_dpo")
 

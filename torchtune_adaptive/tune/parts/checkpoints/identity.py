@@ -12,7 +12,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.signatures import COMPONENT, default_of
-from torchtune_adaptive.tune.parts.checkpoints.contents import is_lora
+from torchtune_adaptive.tune.parts.checkpoints.contents import saves_adapters
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
 
 RUN_KEYS = (
@@ -66,7 +66,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
         flat |= _flat({key: _plain(cfg, key) for key in PPO_RUN_KEYS})
         flat |= weights_in("reference weights", cfg.get("ref_policy_checkpointer"))
         flat |= weights_in("reward weights", cfg.get("reward_checkpointer"))
-    if is_lora(recipe):
+    if saves_adapters(recipe):
         flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     if recipe == "full_dpo":
         flat |= weights_in("reference weights", cfg.get("ref_checkpointer"))

@@ -27,7 +27,7 @@ from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, is_lora
+from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, saves_adapters
 from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
 from torchtune_adaptive.tune.parts.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
@@ -37,7 +37,7 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN
 Value = TypeVar("Value")
 
 KEEP_LAST = "keep_last_n_checkpoints"
-REFERENCE = "ref_checkpointer"
+REFERENCE_SECTION = "ref_checkpointer"
 
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
@@ -62,7 +62,7 @@ def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> C
     )
 
 
-def load_reference(settings: Settings, key: str = REFERENCE) -> State:
+def load_reference(settings: Settings, key: str = REFERENCE_SECTION) -> State:
     """Collective: the weights that a section names, which never change."""
     section = components.require(settings.config, key)
     _check_directory(section, key)
@@ -159,7 +159,7 @@ def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
 
 def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     """Refuses a state that was saved after another epoch than these weights, where no manifest vouches for them."""
-    if is_lora(recipe) and training.ADAPTER_KEY not in state:
+    if saves_adapters(recipe) and training.ADAPTER_KEY not in state:
         raise ConfigError(
             "resume_from_checkpoint is True, but no adapter weights were found: "
             "give checkpointer.adapter_checkpoint or the output_dir of the run to go on with"

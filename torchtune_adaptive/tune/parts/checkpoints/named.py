@@ -13,7 +13,7 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.checkpoints.contents import is_lora
+from torchtune_adaptive.tune.parts.checkpoints.contents import saves_adapters
 from torchtune_adaptive.tune.parts.checkpoints.folders import RECIPE_STATE, RECIPE_STATE_FILE, Found
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, changed_file
 from torchtune_adaptive.tune.parts.checkpoints.sources import ADAPTER_FILE, EPOCH_FOLDER, Files
@@ -35,7 +35,7 @@ def named_files(
     try:
         if asynchronous:
             files = _newest_distributed(directory, found)
-        elif is_lora(recipe):
+        elif saves_adapters(recipe):
             files = _adapter(section, directory, found)
         else:
             files = _weights(section, directory)
