@@ -172,7 +172,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
 def config_of(shape: Shape, folder: Path) -> DictConfig:
     cfg = ppo_config(folder, *shape.config)
     for key in ("checkpointer", "ref_policy_checkpointer"):
-        del cfg[key]["memory_sizes"]  # those of weights that the demo makes
+        del cfg[key]["sizes"]  # those of weights that the demo makes
     return cfg
 
 

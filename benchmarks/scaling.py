@@ -78,7 +78,7 @@ class Curve:
         sizes = list(self.ms)
         return {
             "what": self.name,
-            "memory_sizes": f"{sizes[0]} to {sizes[-1]} {self.of}",
+            "sizes": f"{sizes[0]} to {sizes[-1]} {self.of}",
             "ms, smallest": self.ms[sizes[0]],
             "ms, largest": self.ms[sizes[-1]],
             "us each, largest": 1e3 * self.ms[sizes[-1]] / sizes[-1],

@@ -54,7 +54,7 @@ def rows_by_card(name: str) -> dict[str, int]:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
     assert isinstance(cfg, DictConfig)
     settings = PlanSettings(world_size=RANKS, memory_limit=CARDS[-1], sequence_length=(TOKENS,))
-    answer = predict(cfg, settings, traced=lambda: None).answers[0]
+    answer = predict(cfg, settings, traced=lambda: None).capacities[0]
     overhead_bytes = limit_bytes(MANY_RANKS_OVERHEAD, "memory_overhead")
     return {card: answer.within(Budget(limit_bytes(card, "card"), overhead_bytes)).chosen_rows for card in CARDS}
 
@@ -91,7 +91,7 @@ def rows_with(cfg: DictConfig, ranks: int) -> int:
         return 0
     settings = PlanSettings(world_size=ranks, memory_limit=CARDS[0], sequence_length=(TOKENS,))
     try:
-        return predict(cfg, settings, traced=lambda: None, check=False, if_it_fits=True).answers[0].chosen_rows
+        return predict(cfg, settings, traced=lambda: None, check=False, if_it_fits=True).capacities[0].chosen_rows
     except AdaptiveError as error:  # that not even one does, that it cannot be predicted, or leaves nothing for tensors
         print(f"  {error}", flush=True)
         return 0

@@ -101,6 +101,7 @@ ROOMS: dict[str, set[str]] = {
         "record/charts",
     },
     "tune/rl": {
+        "tune.console",
         "tune/config",
         "tune/start",
         "tune/parts",

@@ -21,6 +21,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Imported when it is first used: a `Peak` needs no torch, and is what searches and records are about."""
     if name in __all__:
-        homes = {"MemoryMeter": "meter", "CudaMemory": "device", "MemorySource": "device"}
+        homes = {"MemoryMeter": "cpu_meter", "CudaMemory": "device", "MemorySource": "device"}
         return getattr(import_module(f"{__name__}.{homes.get(name, 'oom')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -173,7 +173,7 @@ def test_settings_of_ppo_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "memory_sizes"),
+    ("budget", "sizes"),
     [("null", "use_maximum_batch_size=True"), ("400", "adaptive.token_budget=auto")],
 )
 def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, sizes: str) -> None:

@@ -268,7 +268,7 @@ def checkpointer_in(directory, **arguments):
     return demo_checkpointer(str(directory / "weights"), str(directory / "out"), **arguments)
 
 
-@pytest.mark.parametrize("memory_sizes", [{}, {"num_layers": 1, "embed_dim": 64}])
+@pytest.mark.parametrize("sizes", [{}, {"num_layers": 1, "embed_dim": 64}])
 def test_the_first_weights_fit_the_model(tmp_path, sizes):
     checkpoint = checkpointer_in(tmp_path, sizes=sizes).load_checkpoint()
     demo_model(**sizes).load_state_dict(checkpoint["model"])

@@ -33,7 +33,7 @@ def plans_of(function: Increase, epochs: int = 6, batch_size: int = 2, **options
 
 
 @pytest.mark.parametrize(
-    ("function", "memory_sizes"),
+    ("function", "sizes"),
     [
         (double_every(2), [2, 2, 4, 4, 8, 8]),
         (double_every(1), [2, 4, 8, 16, 32, 64]),

@@ -62,11 +62,11 @@ class Capacities:
 
     @property
     def capacities(self) -> Sequence[Capacity]:
-        """Those of the stage that updates the model."""
+        """Capacities of the stage that updates the model."""
         return self.by_stage[self.trains]
 
     def stages(self, at: int) -> dict[str, Capacity]:
-        """Those for one of the lengths, by stage."""
+        """Capacities for one of the lengths, by stage."""
         return {stage: capacities[at] for stage, capacities in self.by_stage.items()}
 
     def batch_size(self, at: int) -> int:

@@ -98,7 +98,7 @@ def test_a_key_of_the_plan_is_the_plans_where_it_is_one_of_the_section_too() -> 
         {"dataset": {"_component_": "mine.pairs", "search": "bm25", "sequence_length": 8}},
         {"reward": {"_component_": "mine.Reward", "memory_limit": 3}},
         {"sequence_length": 512, "tokenizer": {"_component_": "mine.Tokenizer", "max_seq_len": "${sequence_length}"}},
-        {"memory_sizes": {"search": 7}, "dataset": {"_component_": "mine.pairs", "hits": "${sizes.search}"}},
+        {"sizes": {"search": 7}, "dataset": {"_component_": "mine.pairs", "hits": "${sizes.search}"}},
         {"limit": "8GiB", "adaptive": {"memory_limit": "${limit}", "search": "binary"}},
         {"training": None},
         {"training": ["search"]},
