@@ -33,7 +33,7 @@ def keep_gloo_busy():
 
 TRAINED = """
 from torch.distributed.fsdp import fully_shard
-from torchtune_adaptive import RowLimit, StepRunner, Totals
+from torchtune_adaptive import RowLimit, SampleKind, StepRunner, Totals
 
 dist.init_process_group("gloo")
 model = torch.nn.Linear(8, 8)
@@ -46,7 +46,8 @@ def forward_backward(samples):
     return Totals(loss.detach(), len(samples))
 
 
-runner = StepRunner(model, forward_backward, limit=RowLimit(2), length_of=len, stand_in=lambda sample: sample)
+kind = SampleKind(length_of=len, stand_in=lambda sample: sample)
+runner = StepRunner(model, forward_backward, limit=RowLimit(2), kind=kind)
 runner.run([torch.ones(8)], step=1)
 keep_gloo_busy()
 runner.close()
