@@ -45,73 +45,75 @@ class AdaptiveConfig:
     recover_from_oom: bool | None = option(
         BOOL | NULL,
         None,
-        means="`True`: run a step again that ran out of memory. `False`: let it end the run. null: on wherever it is "
-        "possible unasked, that is without `optimizer_in_bwd` and with `tensor_parallel_dim: 1`",
+        means="`True`: repeat a step that ran out of memory. `False`: let it end the run. null: repeat it, except "
+        "with `optimizer_in_bwd` or tensor parallelism",
     )
     recover_untested: bool = option(
         BOOL,
         False,
-        means="`True`: recovery also where it has not been tested: under tensor parallelism on anything but CPUs",
+        means="`True`: recover even where that has not been tested: under tensor parallelism on anything but CPUs",
     )
     regrow_after: int = option(
         COUNT_OR_0,
         200,
-        means="steps without trouble after which a size that has shrunk tries the next larger one; 0: never",
+        means="steps without trouble after which a limit that has shrunk tries the next larger size; 0: never",
     )
     on_nan_loss: str = option(
         one_of("warn", "stop"),
         "warn",
-        means="the first step whose loss, or norm of the gradient, is NaN or infinite: `warn` says so and goes on, "
-        "`stop` ends the run on all ranks",
+        means="what to do about the first step whose loss or gradient norm is NaN or infinite: `warn` and go on, or "
+        "`stop` the run on all ranks",
     )
     silent_rank_timeout: float | None = option(
         TO_A_DAY | Rule(NULL.accepts, "null, for never"),
         120,
-        means="seconds after which the other ranks end, with its name, when one has stopped answering: a process that "
-        "is stopped, a machine that hangs. One that is only busy, with a save, a compilation or its dataset, answers. "
-        "null: they wait until the process group gives up",
+        means="seconds without an answer from a rank (its process is stopped, its machine hangs) after which the "
+        "others end and name it. A rank that is only busy with a save, a compilation or its dataset still "
+        "answers. null: wait until the process group gives up",
     )
     memory_limit: tuple[MemorySize, ...] | None = option(
         SIZES,
         None,
         convert=_sizes,
-        means="what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction `0.9`, or a list with one for each rank. "
-        "On CUDA the allocator enforces it, on a CPU a meter does; without it a CPU has nothing to search",
+        means="what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one for each "
+        "rank. On CUDA the allocator enforces it, on a CPU a meter does; a CPU without a limit has nothing to "
+        "search",
     )
 
     token_budget: int | str | None = option(
         COUNT | one_of("auto") | NULL,
         None,
-        means="microbatches by tokens, whichever samples of a step share one. A number: no microbatch has more. "
-        "`auto`: as many as a few probes before training have shown to fit. null: by rows. In PPO, for each stage",
+        means="limit microbatches by tokens in place of rows. A number: the most tokens of a microbatch. `auto`: as "
+        "many as a few probes before training show to fit. null: limit by rows. In PPO, each stage has its own",
     )
     padding: bool | None = option(
         BOOL | NULL,
         None,
         means="under a token budget, `False`: samples stand one after another, without padding, and attention sees "
-        "each alone; where that is not possible, an error. `True`: rows padded to the longest, samples of like length "
-        "together. null: without wherever possible, else one line says why not",
+        "each alone; an error where that is not possible. `True`: rows are padded to the longest, and samples "
+        "of like length share a microbatch. null: no padding wherever possible; where not, a line of the log "
+        "says why",
     )
     deal: bool | None = option(
         BOOL | NULL,
         None,
         means="under a token budget, `True`: the samples of a step are dealt to the ranks by what they cost, so that "
-        "none waits for the fullest; a step has the same samples as before. null: wherever that is possible, that is "
-        "for models of text without tensor parallelism, and not of packs. `False`: each rank runs what it has read",
+        "none waits for the fullest; a step has the same samples as before. null: wherever that is possible: "
+        "for models of text, without tensor parallelism or packs. `False`: each rank runs what it has read",
     )
     oversize: str = option(
         one_of("error", "truncate", "skip"),
         "error",
-        means="a sample that is too long for any microbatch: an error that names it; or `truncate`, `skip` (left out "
-        "of the loss); how many that were is told at the end of each epoch",
+        means="what to do with a sample that is too long for any microbatch: `error` (which names it), `truncate`, or "
+        "`skip` (leave it out of the loss). The end of each epoch tells how many there were",
     )
 
     precompute_reference: bool = option(
         BOOL,
         False,
-        means="preference training: ask the reference once for the whole dataset, before training, and free it. What "
-        "it says is kept in `output_dir/reference` with a fingerprint of model, weights, tokenizer and dataset, and a "
-        "checksum of each pair",
+        means="preference training: ask the reference once for the whole dataset, before training, and free it. Its "
+        "log-probabilities are kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer "
+        "and dataset, and a checksum of each pair",
     )
 
     search: str = option(
@@ -124,9 +126,14 @@ class AdaptiveConfig:
     round_to: str = option(
         one_of(*ROUNDINGS),
         "power_of_two",
-        means="what the answer is rounded down to: or `divisor` (of the configured samples per step), `none`",
+        means="what the result of a search is rounded down to: `power_of_two`, `divisor` (of the configured samples "
+        "per step) or `none`",
     )
-    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None, means="no more rows than that; by rows only")
+    max_batch_size: int | None = option(
+        count_up_to(2**20) | NULL,
+        None,
+        means="the most rows that a search or an increase may come to; not for token budgets",
+    )
     sequence_length: int | None = option(
         count_up_to(MOST_TOKENS) | NULL,
         None,
@@ -142,23 +149,25 @@ class AdaptiveConfig:
     lr_scaling: str = option(
         one_of(*LR_SCALINGS),
         "none",
-        means="what growth of the samples per step does to the learning rate: or `sqrt`, `linear`",
+        means="how the learning rate follows the samples per step when they grow: `none` (it stays), `sqrt` or "
+        "`linear`",
     )
     reuse_search: bool = option(
         BOOL,
         True,
-        means="take the answer from `batch_search.json` if it was found under the same circumstances",
+        means="take the result of an earlier search from `batch_search.json` if nothing has changed that it depends on",
     )
 
     on_save_error: str = option(
         one_of("stop", "continue"),
         "stop",
-        means="a checkpoint that cannot be written ends the run; or `continue`",
+        means="what to do when a checkpoint cannot be written: `stop` the run, or `continue`",
     )
     beyond_memory: str = option(
         one_of(*BEYOND_MEMORY),
         "skip",
-        means="an increase beyond what fits is skipped; or `accumulate` (taken, in more microbatches), `error`",
+        means="what to do with an increase beyond what fits: `skip` it, `accumulate` (take it, in more microbatches), "
+        "or `error`",
     )
 
 
