@@ -27,7 +27,7 @@ class LossWatch:
         self._steps = 0
         self._learning_steps = 0
         self._nan_steps = 0
-        self._said = False
+        self._said = self._said_why_not_saved = False
 
     def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None = None) -> None:
         """Warns, or raises NotLearningError, when the loss or the gradient norm is NaN or infinite."""
@@ -57,9 +57,11 @@ class LossWatch:
         Steps without a label look like progress to whoever resumes, and are none.
         """
         self.check_finite()
-        if self._learning_steps == 0 and dist.get_rank() == 0:
-            logger.warning("step %d: no checkpoint, since no sample so far has had a token to learn", step)
-        return self._learning_steps > 0
+        worth = self._learning_steps > 0
+        if not worth and not self._said_why_not_saved and dist.get_rank() == 0:
+            logger.warning("step %d: no checkpoint until a sample has a token to learn, as none so far has had", step)
+        self._said_why_not_saved = not worth
+        return worth
 
     def check(self) -> None:
         """Raises NotLearningError if no step so far has trained anything. Call it before weights are saved."""
