@@ -58,8 +58,8 @@ class DemoDataset(Dataset[DemoSample]):
     """So many samples, each made from its index when asked for."""
 
     def __init__(self, samples: int, make: Callable[[int], DemoSample]) -> None:
-        if samples < 1:
-            raise ConfigError(f"dataset.samples is {samples}; it must be at least 1")
+        if type(samples) is not int or samples < 1:
+            raise ConfigError(f"dataset.samples is {samples!r}: allowed is a whole number of at least 1")
         self._samples = samples
         self._make = make
 
@@ -94,6 +94,8 @@ def demo_dataset(
     packed: bool = False,
 ) -> DemoDataset | PackedDataset:
     """Component for a config's `dataset:`. A larger dataset begins with the samples of a smaller one."""
+    if not isinstance(packed, bool):
+        raise ConfigError(f"dataset.packed is {packed!r}: allowed is True or False")
     dataset = DemoDataset(samples, partial(demo_sample, tokenizer, seed, train_on_input=train_on_input))
     if not packed:
         return dataset

@@ -54,6 +54,9 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
     [
         ("adaptive=[]", ["adaptive=[]", "Cannot merge"]),
         ("adaptive=3", ["adaptive is 3", "a section"]),
+        ("=3", ["=3 sets no key", "give key=value"]),
+        ("dataset.samples=2.5", ["dataset.samples is 2.5", "a whole number of at least 1"]),
+        ("dataset.packed=maybe", ["dataset.packed is 'maybe'", "True or False"]),
         ("epochs=1000000000", ["epochs is 1000000000", "from 1 to 100000"]),
         ("adaptive.sequence_length=4096", ["adaptive.sequence_length is 4096", "at most 2048 (its max_seq_len)"]),
         ("adaptive.sequence_length=1000000000", ["adaptive.sequence_length is 1000000000", "from 1 to 16777216"]),

@@ -97,7 +97,8 @@ class PlanSettings:
 
     @property
     def several_ranks(self) -> tuple[int, ...]:
-        return (self.world_size,) if isinstance(self.world_size, int) else self.world_size
+        """Each number of ranks that is asked about, once."""
+        return (self.world_size,) if isinstance(self.world_size, int) else tuple(dict.fromkeys(self.world_size))
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ def read_command_line(argv: list[str]) -> DictConfig:
     at = _position_of_config(argv)
     argv[at] = str(locate(argv[at]))
     _check_yaml(Path(argv[at]))
+    if nameless := [word for word in argv if word.startswith("=")]:
+        raise ConfigError(f"{nameless[0]} sets no key: give key=value, without a space before the =")
     cfg = _parse()
     _check_interpolations(cfg)
     return cfg

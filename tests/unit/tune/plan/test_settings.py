@@ -86,3 +86,7 @@ def test_settings_are_compared_for_one_number_of_ranks() -> None:
     assert read_plan_settings(OmegaConf.merge(several, {"advise": None})).several_ranks == (1, 2)
     assert read_plan_settings(OmegaConf.merge(several, {"world_size": 2})).several_ranks == (2,)
     assert read_plan_settings(OmegaConf.merge(several, {"world_size": [2]})).several_ranks == (2,)
+
+
+def test_a_number_of_ranks_that_is_given_twice_is_asked_about_once() -> None:
+    assert PlanSettings(world_size=(2, 4, 2)).several_ranks == (2, 4)
