@@ -64,10 +64,10 @@ def retries(law: MemoryLaw, rows: int, lengths: Sequence[int], capacity_bytes: i
     run = Run(law.program, capacity_bytes)
     counts = []
     for tokens in lengths:
-        before = run.retries
+        before = run.reserved.retries
         if not run.step(law.sizes(rows, tokens).tolist()):
             return None
-        counts.append(run.retries - before)
+        counts.append(run.reserved.retries - before)
     return counts
 
 

@@ -44,7 +44,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-LIMITED_MEMORY = "torchtune_adaptive.tune.run.course.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.run.run_parts.limited_memory"
 
 
 @dataclass(frozen=True)
@@ -294,9 +294,9 @@ def _balance(recipe: Any) -> float:
     course, runner = recipe.course, recipe.runner
     fullest = mean = 0.0
     for samples, _ in course.microbatches.steps(recipe.data.loader, course.epochs[0]):
-        lengths = [runner.length_of(sample) for sample in samples]
-        split = _split(lengths, runner.limit, padded=runner.padded)
-        tokens_of = padded_tokens if runner.padded else tokens_of_joined
+        lengths, padded = runner.kind.lengths(samples), runner.kind.padded
+        split = _split(lengths, runner.limit, padded=padded)
+        tokens_of = padded_tokens if padded else tokens_of_joined
         sizes = _everywhere([tokens_of(rows, lengths) for rows in split])
         fullest += sum(map(max, zip(*sizes, strict=True)))
         mean += sum(map(sum, sizes)) / len(sizes)

@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
-LIMITED_MEMORY = "torchtune_adaptive.tune.run.course.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.run.run_parts.limited_memory"
 FOLDERS = {POLICY: "", REFERENCE: "reference"}
 """Where the record of each stage's search lies."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib
+import pkgutil
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -68,3 +70,35 @@ def test_the_package_names_what_the_readme_imports_from_it() -> None:
     }
     assert {"StepRunner", "RowLimit"} <= shown <= set(torchtune_adaptive.__all__)
     assert all(hasattr(torchtune_adaptive, name) for name in torchtune_adaptive.__all__)
+
+
+WRITTEN = re.compile(r"(?<![\w/.-])torchtune_adaptive(?:\.\w+)+")
+MEANT_NOT_TO_BE = {"torchtune_adaptive.tune.plan.no_such_module"}
+
+
+def dotted_paths() -> Iterator[tuple[str, str]]:
+    """Every dotted path of the package in a string, a config or a page, with where it stands."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in listed.split("\0"):
+        path = ROOT / name
+        if path.suffix in {".md", ".toml", ".yaml"} and name not in {"docs/log.md", "CHANGELOG.md"}:
+            yield from ((name, found) for found in WRITTEN.findall(path.read_text(encoding="utf-8")))
+        elif path.suffix == ".py":
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield from ((name, found) for found in WRITTEN.findall(node.value))
+
+
+def leads_somewhere(path: str) -> bool:
+    try:
+        pkgutil.resolve_name(path)
+    except (AttributeError, ImportError):
+        return False
+    return True
+
+
+def test_a_dotted_path_that_is_written_somewhere_leads_somewhere() -> None:
+    """What is replaced in a test or a benchmark, or named in a config, is seen by no import."""
+    written = list(dotted_paths())
+    assert ("benchmarks/packing.py", "torchtune_adaptive.tune.run.run_parts.limited_memory") in written
+    assert {path for _, path in written if not leads_somewhere(path)} == MEANT_NOT_TO_BE

@@ -13,7 +13,7 @@ from torchtune_adaptive.tune.start.catalogue import RECIPES, stock_configs, take
 from torchtune_adaptive.wording import did_you_mean
 
 HEADING = ("RECIPE", "CONFIG")
-ANY_OF_THEM = "<any of finetuning and preference training, but for images and tensor parallelism>"
+ANY_OF_THEM = "<any of finetuning, preference training or PPO, except with images or tensor parallelism>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

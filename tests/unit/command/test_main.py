@@ -60,7 +60,7 @@ def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes
     assert "knowledge_distillation_distributed" in told(capsys, "ls", "--all")[1]
     assert lines[-1] == (
         "adaptive_plan",
-        "<any of finetuning and preference training, but for images and tensor parallelism>",
+        "<any of finetuning, preference training or PPO, except with images or tensor parallelism>",
     )
 
 
