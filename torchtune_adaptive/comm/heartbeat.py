@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtune_adaptive.comm.collectives import from_rank_0
+from torchtune_adaptive.wording import ranks_named
 
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0
@@ -44,10 +45,8 @@ class Silent(NamedTuple):
                 f"the store where all ranks meet, rank 0's ({self.where}) or its launcher's, has not answered for "
                 f"{self.seconds:.0f} s"
             )
-        ranks = "rank" if len(self.ranks) == 1 else "ranks"
-        named = ", ".join(map(str, self.ranks))
         has = "has" if len(self.ranks) == 1 else "have"
-        return f"{ranks} {named} ({self.where}) {has} not answered for {self.seconds:.0f} s"
+        return f"{ranks_named(self.ranks)} ({self.where}) {has} not answered for {self.seconds:.0f} s"
 
 
 class Silence:

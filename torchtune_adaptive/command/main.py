@@ -10,7 +10,7 @@ from types import ModuleType
 from torchtune_adaptive.command import cp, keys, ls, show, status, validate
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.config.remedies import in_keys
-from torchtune_adaptive.tune.start.endings import answering
+from torchtune_adaptive.tune.start.endings import INTERRUPTED, answering
 
 COMMANDS: dict[str, ModuleType] = {
     "ls": ls,
@@ -23,8 +23,7 @@ COMMANDS: dict[str, ModuleType] = {
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status.
 One that takes any number of words has them in `options.words`."""
 
-FAILED, INTERRUPTED = 1, 130
-"""Exit statuses: the second is what shells give for Ctrl-C."""
+FAILED = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

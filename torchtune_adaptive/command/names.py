@@ -37,4 +37,4 @@ def _named(name: str, known: dict[str, Path]) -> Path:
         return known[name]
     if not name.startswith(PREFIX) and Path(name).is_file():
         return Path(name)
-    raise ConfigError(f"{name} is neither a file nor a name that is known{near_names(name, known)}")
+    raise ConfigError(f"{name} is neither a file nor a known config or recipe{near_names(name, known)}")

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 MIB = 2**20
 GRAIN = 512
+"""Bytes; sizes are rounded up to this."""
 SMALL = MIB
 SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB

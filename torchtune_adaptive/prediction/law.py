@@ -15,11 +15,8 @@ from torch import Tensor
 
 from torchtune_adaptive.errors import PredictionError, Remedy
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.prediction.allocator import rounded_up
+from torchtune_adaptive.prediction.allocator import GRAIN, rounded_up
 from torchtune_adaptive.prediction.recorder import Recording
-
-GRAIN_BYTES = 512
-"""CUDA's caching allocator rounds up to this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +61,7 @@ def sizes_of(recording: Recording) -> Tensor:
 
 
 def peak_of(phases: Mapping[str, int], sizes: Tensor, *, caches: bool) -> Peak:
-    grain_bytes = GRAIN_BYTES if caches else 1
+    grain_bytes = GRAIN if caches else 1
     rounded = (sizes.abs() + grain_bytes - 1) // grain_bytes * grain_bytes * sizes.sign()
     alive = rounded.cumsum(0)
     ends = [0, *phases.values()]
@@ -81,7 +78,7 @@ def grows_faster_than_tokens(recordings: Mapping[tuple[int, int], Recording]) ->
     _check_alike(recordings)
     short, short_and_row, long, long_and_row = (sizes_of(recording) for recording in recordings.values())
     of_short, of_long = (short_and_row - short).abs(), (long_and_row - long).abs()
-    return bool((of_long > 2.02 * of_short + GRAIN_BYTES).any())
+    return bool((of_long > 2.02 * of_short + GRAIN).any())
 
 
 def units_of(rows: int, tokens: int, degree: int) -> Tensor:

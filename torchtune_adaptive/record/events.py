@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtune_adaptive.limits.change import Change
-
 EVENTS_FILE = "adaptive_events.jsonl"
 STEPS_FILE = "adaptive_steps.jsonl"
 
@@ -38,8 +36,3 @@ class Event:
     lost_seconds: float | None = None
     peak_bytes: int | None = None
     budget_bytes: int | None = None
-
-
-def event_of(change: Change) -> Event:
-    """A change of the limit, for the record."""
-    return Event(**vars(change))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtune_adaptive.limits.change import Change
 from torchtune_adaptive.record.atomic_files import reason, replace_file
 from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
 from torchtune_adaptive.record.timeline import Record, read_steps
@@ -43,7 +44,7 @@ class Journal:
         if _has_content(self._directory / STEPS_FILE):
             self._cut_back(event.step)
 
-    def event(self, event: Event) -> None:
+    def event(self, event: Event | Change) -> None:
         self._append(EVENTS_FILE, {name: value for name, value in asdict(event).items() if value is not None})
 
     def step(self, step: int, figures: Mapping[str, object]) -> None:

@@ -118,6 +118,6 @@ def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
         raise ValueError("a search needs at least 1 training step, but was given none")
     if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in steps.values()):
         raise ConfigError(
-            f"the strategy {strategy!r} runs out of memory on its way, but this step cannot be run again after that",
+            f"the strategy {strategy!r} runs out of memory on purpose, but this step cannot be run again after that",
             Remedy.MEASURING_STRATEGY,
         )

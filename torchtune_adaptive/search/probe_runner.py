@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from operator import attrgetter
 from time import perf_counter
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from torch import nn
 from torch.optim import Optimizer
@@ -25,9 +25,8 @@ from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, one_row_error
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.step.samples import Sample
 from torchtune_adaptive.wording import count_of
-
-Sample = TypeVar("Sample")
 
 _UNLIMITED_ROWS = 2
 """Up to here a need above the limit is measured: one row tells the user what it takes, two make a line."""

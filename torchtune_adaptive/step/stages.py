@@ -1,15 +1,13 @@
 """The stages of a step, over the same samples: each has a runner of its own, with its limit and its recoveries."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
 
 from torchtune_adaptive.limits.governor import LimitState
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.step.runner import StepRunner
-
-Sample = TypeVar("Sample")
+from torchtune_adaptive.step.samples import Sample
 
 
 class Stages(dict[str, StepRunner[Sample]]):

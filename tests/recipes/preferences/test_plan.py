@@ -189,4 +189,4 @@ def test_where_nothing_fits_doing_without_the_reference_is_advised(capsys: pytes
     assert (
         output.index(f" · {REFERENCE} · ") < output.index(f"\nfor {POLICY}:\n") < output.index("precompute_reference=")
     )
-    assert "note: times of several stages are not told" in output
+    assert "note: step times are not predicted for steps of several stages" in output

@@ -99,7 +99,8 @@ def check_token_budget(settings: Settings) -> None:
 def check_offloading(settings: Settings) -> None:
     if settings.fsdp_cpu_offload and not on_gpu(settings):
         raise ConfigError(
-            f"fsdp_cpu_offload is True and device is {settings.device!r}: weights are there already, set it to False"
+            f"fsdp_cpu_offload is True and device is {settings.device!r}: the weights are on the CPU anyway, "
+            "set it to False"
         )
     if not settings.enable_activation_offloading:
         return
@@ -114,7 +115,7 @@ def check_offloading(settings: Settings) -> None:
         )
 
 
-def check_no_clipping(settings: Settings) -> None:
+def check_clipping(settings: Settings) -> None:
     if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
         raise ConfigError(
             f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
@@ -122,7 +123,7 @@ def check_no_clipping(settings: Settings) -> None:
         )
 
 
-def check_no_accumulation(settings: Settings) -> None:
+def check_accumulation(settings: Settings) -> None:
     if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
         raise ConfigError(
             f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "

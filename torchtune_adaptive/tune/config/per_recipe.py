@@ -9,9 +9,9 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.tune.config import rules
 from torchtune_adaptive.tune.config.contradictions import (
+    check_accumulation,
+    check_clipping,
     check_defaults,
-    check_no_accumulation,
-    check_no_clipping,
     check_no_reference,
     check_offloading,
     check_preference,
@@ -31,8 +31,8 @@ def read_full_settings(cfg: DictConfig) -> Settings:
     refuse(
         settings,
         check_offloading,
-        check_no_clipping,
-        check_no_accumulation,
+        check_clipping,
+        check_accumulation,
         check_tensor_parallel,
         check_token_budget,
         check_no_reference,

@@ -12,6 +12,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.rules import keys_of
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.wording import nearest
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ SECTIONS = (
     "tensor_parallel_plan",
     "batch_increase_function",
 )
-COMPONENT = "_component_"
 OF_PPO = "policy_model"
 MISSPELT = 0.8
 """Similarity, from 0 to 1, at which a key counts as a typo."""

@@ -29,7 +29,7 @@ from torchtune_adaptive.wording import shown
 
 MOST_REMEMBERED = 2**17
 """Samples, by index: more than the last steps have, and a megabyte."""
-SEE_THE_DATASET = "see whether the dataset's columns and its transform are those of the data"
+SEE_THE_DATASET = "check that the dataset's columns and transform match the data"
 
 
 class NamedSamples(Dataset[Sample]):

@@ -165,8 +165,8 @@ def _check_alike(samples_by_rank: Sequence[int]) -> None:
     for rank, samples in enumerate(samples_by_rank):
         if samples != first:
             raise ConfigError(
-                f"dataset has {count_of(first, 'sample')} on rank 0 and {samples} on rank {rank}, and ranks share out "
-                "one dataset: see that its files, and what filters them, are alike on every node"
+                f"dataset has {count_of(first, 'sample')} on rank 0 and {samples} on rank {rank}, but all ranks must "
+                "read the same dataset: check that its files and filters are the same on every node"
             )
 
 
@@ -176,10 +176,7 @@ def build_step_loader(dataset: NamedSamples, settings: Settings, mesh: Meshes) -
     ranks, samples = mesh["dp"].size(), len(dataset)
     _check_alike(from_all_ranks(samples))
     if not samples:
-        raise ConfigError(
-            "dataset is empty: it has no sample to train on; see whether its source, split and filter are those that "
-            "were meant"
-        )
+        raise ConfigError("dataset is empty: check its source, split and filter")
     loader = StepLoader(dataset, rank=mesh["dp"].get_local_rank(), world_size=ranks, shuffle=settings.shuffle)
     if loader.samples_per_rank < settings.samples_per_step:
         raise ConfigError(

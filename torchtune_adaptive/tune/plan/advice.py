@@ -130,9 +130,9 @@ def on_ranks(question: Question, traced: Traced) -> Compared:
 
 def _notes(plan: PlanSettings, found: Capacities) -> list[str]:
     if found.trains:
-        return ["times of several stages are not told"]
+        return ["step times are not predicted for steps of several stages"]
     if found.time is None:
-        return ["times are not told: other numbers of rows run other kernels"]
+        return ["step times are not predicted: other numbers of rows run other kernels"]
     timing = found.time.timing
     whose = f"of {plan.memory_limit}" if card_named(plan.memory_limit) else "of an a100 (memory_limit names no card)"
     link = f", a link of {timing.link_bytes_per_s / 1e9:.0f} GB/s (link_bandwidth)" if plan.ranks > 1 else ""

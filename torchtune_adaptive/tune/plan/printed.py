@@ -91,11 +91,10 @@ def checked(largest_error: float) -> str:
 
 
 def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
-    """Changes after which a step fits, a line each; what stands in front of a line is given as it is."""
+    """Changes after which a step fits, a line each."""
     if not outcomes:
-        return (
-            "  nothing that was tried fits, nor on 8 times as many ranks: lower sequence_length, or take a larger card"
-        )
+        fact = "nothing that was tried fits, not even on 8 times as many ranks"
+        return f"  {fact}: lower sequence_length, or take a larger card"
     lines = []
     for each in outcomes:
         time = "" if each.slowdown is None else f"about {each.slowdown:.2f} × the time of a step"
@@ -126,7 +125,7 @@ def by_ranks(outcomes: Sequence[Outcome]) -> str:
 def _speed(outcome: Outcome) -> tuple[str, str]:
     """Tokens a second, and the range in which they are expected."""
     if outcome.seconds is None or not outcome.fits:
-        return "not told" if outcome.fits else "does not fit", ""
+        return "unknown" if outcome.fits else "does not fit", ""
     slow, fast = outcome.range_of_tokens_per_s
     return f"{outcome.tokens_per_s:.0f}", f"{slow:.0f} and {fast:.0f}"
 

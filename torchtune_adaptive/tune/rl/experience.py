@@ -68,7 +68,7 @@ def _check_finite(said: Tensor, iteration: int, what: str, files: str) -> None:
         answers = int(wrong.reshape(len(said), -1).any(1).sum())
         raise NotLearningError(
             f"iteration {iteration}: the {what} is {float(said[wrong][0])} for {answers} of "
-            f"{count_of(len(said), 'answer')}, which would make every weight NaN: see whether the weights in "
+            f"{count_of(len(said), 'answer')}, which would make every weight NaN: check that the weights in "
             f"{files}.checkpoint_files are sound, or set dtype: fp32 where bf16 is too narrow for them"
         )
 

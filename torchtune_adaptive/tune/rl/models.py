@@ -89,7 +89,7 @@ class _Builder:
         shape = model.state_dict()[HEAD].shape
         if shape[0] != 1:
             raise ConfigError(
-                f"{VALUE} says {shape[0]} numbers of a token, but a value and a reward are one: set num_classes: 1"
+                f"{VALUE} gives {shape[0]} numbers a token, but a value or a reward is a single one: set num_classes: 1"
             )
         kept = {name: weight for name, weight in weights.items() if name != "output.bias"}
         if kept[HEAD].shape[0] != shape[0]:

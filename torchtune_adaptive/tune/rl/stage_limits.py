@@ -68,7 +68,7 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
         return _by_rows(parts, configured)
     if memory is None:
         what, remedy = ("batch search", "") if budget is None else ("token budget", ", or a number")
-        say(f"{what} · nothing to find on a CPU, which has no limit: set adaptive.memory_limit{remedy}")
+        say(f"{what} · skipped, as a CPU has no limit to search within: set adaptive.memory_limit{remedy}")
         return _by_rows(parts, configured)
     with _as_in_training(parts, memory):
         if budget is None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +19,7 @@ from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.events import Event
 from torchtune_adaptive.record.tables import (
+    Result,
     from_earlier_run,
     profile_event,
     profile_table,
@@ -41,8 +42,6 @@ from torchtune_adaptive.tune.run.search_record import found_before, what_it_depe
 from torchtune_adaptive.tune.run.static import predicted_rows
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result", SearchResult, Profile)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ def rows_that_fit(request: FitRequest, most_samples: int | None = None) -> int |
     if not request.settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
         return None
     if request.memory is None:
-        say("batch search · nothing to find on a CPU, which has no limit: set adaptive.memory_limit")
+        say("batch search · skipped, as a CPU has no limit to search within: set adaptive.memory_limit")
         return None
     return search_batch_size(request, request.memory, min(most, adaptive.max_batch_size or most))
 

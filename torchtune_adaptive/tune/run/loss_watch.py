@@ -70,9 +70,8 @@ class LossWatch:
         if self._learning_steps == 0:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn, all labels "
-                "are masked; see whether the dataset's columns and its prompt template are those of the data, and "
-                "whether tokenizer.max_seq_len, "
-                "or adaptive.oversize under a token budget, leaves nothing of the answers"
+                "are masked; check that the dataset's columns and prompt template match the data, and that "
+                "tokenizer.max_seq_len, or adaptive.oversize under a token budget, does not cut off the answers"
             )
         self.check_finite()
 
@@ -81,5 +80,5 @@ class LossWatch:
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: the loss was NaN or infinite every time: "
-                f"lower optimizer.lr, or check {self._files}, whose weights may have been so before the run began"
+                f"lower optimizer.lr, or check {self._files}, whose weights may already have been NaN"
             )

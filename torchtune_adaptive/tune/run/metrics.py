@@ -45,7 +45,7 @@ class Metrics:
         self._memory: MemorySource | None = None
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
-        self._course: tuple[str, float, float] | None = None
+        self._trend: tuple[str, float, float] | None = None
         """What is shown of the training, and its first and last value."""
         self._checkpoints_in = checkpoint_directory(settings)
         self._logger_failed = False
@@ -82,36 +82,8 @@ class Metrics:
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
         now = time.perf_counter()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
-        if self._shown:
-            self._came_to("loss", loss)
-            self._bar.update(note=f"loss {loss:.4f}")
-        if step % self._every != 0:
-            return loss
-        if self._shown:
-            norm = {} if grad_norm is None else {"grad_norm": grad_norm}
-            figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
-            figures = {**figures, **(more or {}), "oom_recoveries": recoveries}
-            self._log(figures, step, result, tokens_per_second)
-        if self._memory is not None:
-            self._memory.reset_peak()
-        return loss
-
-    def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
-        """Logs an iteration of several steps: `run` are figures that only the record has."""
-        if self._shown:
-            self._came_to("reward", figures["scores"])
-            self._bar.update(note=f"reward {figures['scores']:.3f}")
-        if step % self._every != 0:
-            return
-        if self._shown:
-            self._to_logger({**figures, **self._peak_memory()}, step)
-            self._journal.step(step, {**figures, **run})
-        if self._memory is not None:
-            self._memory.reset_peak()
-
-    def _log(self, figures: Mapping[str, float], step: int, result: StepResult, tokens_per_second: float) -> None:
-        """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
-        self._to_logger({**figures, **self._peak_memory()}, step)
+        norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+        figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
         memory = {} if result.memory is None else result.memory._asdict()
         sharing = self._sharing_ranks
         run = {
@@ -119,11 +91,31 @@ class Metrics:
             "target_tokens": result.target_tokens // sharing,
             "target_tokens_per_second": tokens_per_second / sharing,
             **memory,
+            **result.sent.figures,
         }
-        self._journal.step(step, {**figures, **run, **result.sent.figures})
+        self._show("loss", loss, decimals=4)
+        self._log(step, {**figures, **(more or {}), "oom_recoveries": recoveries}, run)
+        return loss
 
-    def _came_to(self, figure: str, value: float) -> None:
-        self._course = (figure, self._course[1] if self._course else value, value)
+    def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
+        """Logs an iteration of several steps: `run` are figures that only the record has."""
+        self._show("reward", figures["scores"], decimals=3)
+        self._log(step, figures, run)
+
+    def _show(self, figure: str, value: float, *, decimals: int) -> None:
+        if self._shown:
+            self._trend = (figure, self._trend[1] if self._trend else value, value)
+            self._bar.update(note=f"{figure} {value:.{decimals}f}")
+
+    def _log(self, step: int, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
+        """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
+        if step % self._every != 0:
+            return
+        if self._shown:
+            self._to_logger({**figures, **self._peak_memory()}, step)
+            self._journal.step(step, {**figures, **run})
+        if self._memory is not None:
+            self._memory.reset_peak()
 
     def _to_logger(self, figures: Mapping[str, float], step: int) -> None:
         """Logs to the config's logger. A full disk must not end the run here: the next checkpoint says it better."""
@@ -137,9 +129,9 @@ class Metrics:
     def close(self) -> None:
         if not self._shown:
             return
-        if self._course:
+        if self._trend:
             what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
-            logger.info("%s: %s %.4f -> %.4f, checkpoints in %s", what, *self._course, self._checkpoints_in)
+            logger.info("%s: %s %.4f -> %.4f, checkpoints in %s", what, *self._trend, self._checkpoints_in)
         with suppress(OSError):
             self._logger.close()
 

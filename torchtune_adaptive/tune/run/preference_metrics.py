@@ -48,8 +48,8 @@ class PreferenceFigures:
         new = sum(sums[flaw] for flaw in FLAWS)
         if new and not any(self._seen[flaw] for flaw in FLAWS) and rank() == 0:
             logger.warning(
-                "a pair of the dataset has %s: such pairs are trained on, as in torchtune, and teach nothing or one "
-                "answer alone; how many there are is told at the end of the epoch",
+                "a pair of the dataset has %s: as in torchtune, such pairs are trained on, though they teach little or "
+                "nothing; the end of the epoch tells how many there are",
                 " or ".join(what for flaw, what in FLAWS.items() if sums[flaw]),
             )
         self._seen = {name: count + sums[name] for name, count in self._seen.items()}

@@ -9,9 +9,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from torchtune_adaptive.limits.change import Change
 from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.record.charts.run import draw_run
-from torchtune_adaptive.record.events import EPOCH, SCHEDULE, START, Event, event_of
+from torchtune_adaptive.record.events import EPOCH, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.timeline import read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes
@@ -29,14 +30,14 @@ class RunJournal:
         self._steps_before = 0
         self._started = False
 
-    def event(self, event: Event) -> None:
+    def event(self, event: Event | Change) -> None:
         if self._journal is not None:
             self._journal.event(event)
 
     def follow(self, *runners: StepRunner[Any]) -> None:
         """Records what becomes of their limits."""
         for runner in runners:
-            runner.on_change = lambda change: self.event(event_of(change))
+            runner.on_change = self.event
 
     def step(self, step: int, figures: Mapping[str, object]) -> None:
         if self._journal is not None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
+from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.tables import SEARCH_FILE, read_search
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.record.tables import SEARCH_FILE, Result, read_search
 from torchtune_adaptive.tune.config.settings import on_gpu
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result", SearchResult, Profile)
 
 CUDA_BUDGET_GRAIN = 2**28
 """Free memory of a GPU differs by a few MiB from start to start: budgets this close count as the same."""
@@ -74,7 +70,7 @@ def what_it_depends_on(
     cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: all that the answer depends on."""
-    budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
+    budgets = from_all_ranks(memory.budget_bytes)
     keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
     return {
         **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in keys},  # type: ignore[index, call-overload]

@@ -23,6 +23,8 @@ UNTIL_ENDED_S = 10.0
 """How long a rank without a message waits to be ended by the launcher, so that the rank that spoke ends first."""
 NOBODY_READS = 141
 """The exit status that shells give to a command whose pipe was closed."""
+INTERRUPTED = 130
+"""The exit status that shells give to a command ended by Ctrl-C."""
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
@@ -39,13 +41,17 @@ def speaks_first(wait_s: float) -> bool:
     until = time.monotonic() + wait_s
     while time.monotonic() < until and not (told and told.exists()):
         time.sleep(_POLL_S)
+    return told is None or makes_first(told)
+
+
+def makes_first(file: Path) -> bool:
+    """Makes a file; whether nobody had before, or that cannot be told: a message twice is better than none."""
     try:
-        if told is not None:
-            told.touch(exist_ok=False)
+        file.touch(exist_ok=False)
     except FileExistsError:
         return False
     except OSError:
-        pass  # a message twice is better than none
+        pass
     return True
 
 

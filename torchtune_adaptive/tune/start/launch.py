@@ -40,6 +40,7 @@ from torchtune_adaptive.tune.start.command_line import read_command_line
 from torchtune_adaptive.tune.start.endings import (
     FOR_THE_CAUSE_S,
     HEAD_START_S,
+    INTERRUPTED,
     answering,
     end_silently,
     end_with_the_launcher,
@@ -49,11 +50,9 @@ from torchtune_adaptive.tune.start.endings import (
 from torchtune_adaptive.tune.start.signals import listen, stop_listening
 from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, saved_and_what_next
+from torchtune_adaptive.wording import ranks_named
 
 logger = logging.getLogger(__name__)
-
-INTERRUPTED = 130
-"""The exit status that shells give to a command ended by Ctrl-C."""
 
 
 class Recipe(Protocol):
@@ -145,8 +144,7 @@ def _live(recipe: Recipe) -> None:
 def _who_was_asked() -> str:
     """Collective: the signal that ends the run, and which ranks have heard it, unless rank 0 has."""
     by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
-    ranks = ", ".join(str(rank) for rank in sorted(by_rank))
-    where = "" if 0 in by_rank else f" on {'rank' if len(by_rank) == 1 else 'ranks'} {ranks}"
+    where = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
     return f"{by_rank[min(by_rank)]}{where}"
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from torchtune_adaptive.tune.start import run_file
-from torchtune_adaptive.tune.start.endings import attempt_folder, somebody_told, speaks_first
+from torchtune_adaptive.tune.start.endings import attempt_folder, makes_first, somebody_told, speaks_first
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, launcher_waits_s
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -136,13 +136,7 @@ def _hears_first(environment: Mapping[str, str]) -> bool:
     folder = attempt_folder(environment)
     if folder is None:
         return environment.get("RANK", "0") == "0"
-    try:
-        (folder / ASKED_FILE).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass  # a line twice is better than none
-    return True
+    return makes_first(folder / ASKED_FILE)
 
 
 def _end_at_once(asked_by: signal.Signals) -> None:

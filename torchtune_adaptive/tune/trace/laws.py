@@ -97,5 +97,5 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
             return int(length)
     raise PredictionError(
         f"model takes at most {allowed} tokens (its max_seq_len), too few to see how memory grows: "
-        f"needed are {4 * multiple}"
+        f"at least {4 * multiple} are needed"
     )

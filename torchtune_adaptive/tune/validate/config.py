@@ -117,7 +117,7 @@ def _check_search(settings: Settings, model: nn.Module | None) -> None:
     why = "adaptive.recover_from_oom is False" if recover is False else obstacle_to_recovery(settings, model)
     if why is not None:
         raise ConfigError(
-            f"adaptive.search is {search}, which runs out of memory on its way, but {why}: set adaptive.search: linear"
+            f"adaptive.search is {search}, which runs out of memory on purpose, but {why}: set adaptive.search: linear"
         )
 
 

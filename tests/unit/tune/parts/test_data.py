@@ -51,6 +51,6 @@ def test_a_dataset_of_one_step_is_taken() -> None:
 def test_ranks_that_have_other_datasets_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "from_all_ranks", lambda mine: [mine, mine, mine + 8])
     with pytest.raises(
-        ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2, .* alike on every node"
+        ConfigError, match=r"^dataset has 12 samples on rank 0 and 20 on rank 2, .* the same on every node"
     ):
         load(12, 2)

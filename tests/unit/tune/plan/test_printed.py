@@ -112,8 +112,8 @@ def test_a_time_that_is_not_told_is_no_number() -> None:
     unknown = replace(outcome(""), seconds=None)
     (row,) = printed.alternatives([unknown])
     assert (row["tokens_per_s"], row["tokens_per_s_between"]) == (None, None)
-    assert printed.by_ranks([unknown]).endswith("not told")
-    assert "not told" in printed.speeds([unknown], ranks=1)
+    assert printed.by_ranks([unknown]).endswith("unknown")
+    assert "unknown" in printed.speeds([unknown], ranks=1)
 
 
 def test_a_range_is_two_columns() -> None:

@@ -78,8 +78,8 @@ def test_a_pair_comes_with_what_was_found_for_it() -> None:
 
 
 NO_PAIRS = {
-    "no labels": ({key: SAMPLE[key] for key in list(SAMPLE)[:3]}, "no rejected_input_ids or no rejected_labels: see"),
-    "no pair": (None, "no chosen_input_ids or no chosen_labels: see"),
+    "no labels": ({key: SAMPLE[key] for key in list(SAMPLE)[:3]}, "no rejected_input_ids or no rejected_labels: check"),
+    "no pair": (None, "no chosen_input_ids or no chosen_labels: check"),
     "words": ({**SAMPLE, "chosen_labels": ["a"] * 3}, "chosen_labels that are not a list of integers"),
     "large": ({**SAMPLE, "rejected_input_ids": [10**30, 4]}, "rejected_input_ids that are not a list of integers"),
 }

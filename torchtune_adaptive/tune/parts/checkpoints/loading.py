@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import cast
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
+from torchtune_adaptive.comm.collectives import Value, from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
 from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.config import components
@@ -33,8 +33,6 @@ from torchtune_adaptive.tune.parts.checkpoints.resuming import checkpoint_direct
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
 from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
-
-Value = TypeVar("Value")
 
 KEEP_LAST = "keep_last_n_checkpoints"
 REFERENCE_SECTION = "ref_checkpointer"
@@ -110,7 +108,7 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, gr
 def _read(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
     state = checkpointer.load_checkpoint()
     if not isinstance(weights := state[training.MODEL_KEY], Mapping):
-        raise ConfigError(f"{key}.checkpoint_files: a {type(weights).__name__} is in the file, not weights by name")
+        raise ConfigError(f"{key}.checkpoint_files: the file holds a {type(weights).__name__}, not weights by name")
     return state
 
 

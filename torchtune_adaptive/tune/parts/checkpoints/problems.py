@@ -94,7 +94,7 @@ def _last_good() -> str:
 
 
 def _once_mended() -> str:
-    return f"once that is mended, {_AUTO} {'goes on' if _is_there() else 'starts anew'}"
+    return f"once that is fixed, {_AUTO} {'goes on' if _is_there() else 'starts over'}"
 
 
 def _is_there() -> bool:

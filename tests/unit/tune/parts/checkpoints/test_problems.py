@@ -44,9 +44,9 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
 
     advice = "train on more ranks or raise adaptive.memory_limit if that is the bound"
     again = "the same command with resume_from_checkpoint=auto"
-    assert told().endswith(f"there is no earlier checkpoint, and once that is mended, {again} starts anew; {advice}")
+    assert told().endswith(f"there is no earlier checkpoint, and once that is fixed, {again} starts over; {advice}")
     monkeypatch.setattr(problems.THIS_RUN, "newest", tmp_path)
-    assert told().endswith(f"the last good one is {tmp_path}, and once that is mended, {again} goes on; {advice}")
+    assert told().endswith(f"the last good one is {tmp_path}, and once that is fixed, {again} goes on; {advice}")
     assert problems.cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
     assert problems.cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: leave it more"
 
@@ -72,7 +72,7 @@ class Reader:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        ([1, 2], "a list is in the file"),
+        ([1, 2], "the file holds a list"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory while loading the weights on rank 1"),
         (MemoryError(), "out of memory while loading the weights on rank 1"),
         (ValueError("Unable to load"), "loading the weights failed on rank 1"),
