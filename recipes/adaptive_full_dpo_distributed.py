@@ -19,7 +19,7 @@ from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
 from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
 from torchtune_adaptive.tune.parts.data import build_pairs
-from torchtune_adaptive.tune.parts.model import build_full_model, build_reference_model, drop_nothing
+from torchtune_adaptive.tune.parts.model import build_frozen_model, build_full_model, drop_nothing
 from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
 from torchtune_adaptive.tune.parts.preference_stages import (
     PAIRS,
@@ -90,7 +90,7 @@ class AdaptiveFullDPODistributed:
         """Collective: the model of the reference, where an earlier run has not left what it says."""
         if is_known(self._settings, self.data.dataset):
             return None
-        return build_reference_model(self._settings, self._place, load_reference(self._settings))
+        return build_frozen_model(self._settings, self._place, load_reference(self._settings))
 
     def train(self) -> None:
         devices.start_clean(self._place.device)

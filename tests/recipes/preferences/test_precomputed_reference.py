@@ -46,11 +46,11 @@ def set_up(kind: str, cfg: Any) -> tuple[list[float], list[str], list[bool]]:
     built: list[weakref.ref[Any]] = []
     if kind == "full_dpo":
         module = recipe.setup.__func__.__globals__
-        build = module["build_reference_model"]
-        module["build_reference_model"] = lambda *args: _noted(build(*args), built)
+        build = module["build_frozen_model"]
+        module["build_frozen_model"] = lambda *args: _noted(build(*args), built)
     recipe.setup()
     if built:
-        module["build_reference_model"] = build
+        module["build_frozen_model"] = build
     kept = torch.stack([recipe.data.dataset[index][KEPT] for index in range(len(recipe.data.dataset))])
     recipe.cleanup()
     logger.removeHandler(handler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec
@@ -109,6 +109,15 @@ def tidy(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(color="#DDDDDD", linewidth=0.6)
     axes.set_axisbelow(True)
+
+
+def legible(sizes: Iterable[float], apart: float, height: Callable[[float], float] = float) -> list[float]:
+    """The sizes that can be written beside an axis, from the largest on: the next one this much below it."""
+    shown: list[float] = []
+    for size in sorted({*sizes}, reverse=True):
+        if not shown or height(shown[-1]) - height(size) >= apart:
+            shown.append(size)
+    return shown
 
 
 def name_lines(axes: Axes, names: Sequence[LineName]) -> None:

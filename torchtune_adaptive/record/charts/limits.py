@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,7 @@ from torchtune_adaptive.record.charts.figures import (
     SKY,
     TEXT,
     heading,
+    legible,
     unit_of,
 )
 from torchtune_adaptive.record.limit_course import AFTER, LimitCourse
@@ -162,22 +163,13 @@ def _draw_course(axes: Axes, course: LimitCourse, end: float, scale: Scale, apar
     if scale.logarithmic:
         axes.set_yscale("log", base=2)
     axes.set_ylim(scale.size(0), scale.size(1))
-    axes.set_yticks(legible(sizes, scale, apart))
+    axes.set_yticks(legible(sizes, apart, scale.share))
     axes.minorticks_off()
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:.4g}" if per == 1 else f"{value:.3g}")
     for kind, (_, colour, marker) in SIGNS.items():
         marks = [(mark.at, mark.size / per) for mark in course.marks if mark.kind == kind]
         if marks:
             axes.plot(*zip(*marks, strict=True), marker, color=colour, markersize=7, zorder=4, clip_on=False)
-
-
-def legible(sizes: Iterable[float], scale: Scale, apart: float) -> list[float]:
-    """The sizes that can be written beside the axis, from the largest on: the next one this share of it below."""
-    shown: list[float] = []
-    for size in sorted({*sizes}, reverse=True):
-        if not shown or scale.share(shown[-1]) - scale.share(size) >= apart:
-            shown.append(size)
-    return shown
 
 
 def _say_spell(axes: Axes, course: LimitCourse, end: float, scale: Scale, low: float) -> bool:

@@ -15,6 +15,7 @@ from torchtune_adaptive.record.charts.figures import (
     ORANGE,
     TEXT,
     heading,
+    legible,
     percent_of,
     unit_of,
 )
@@ -43,22 +44,13 @@ def draw_samples(axes: Axes, *, timeline: Timeline) -> None:
     highest = max(samples)
     axes.set_ylim(0, 1.3 * highest)
     if len({*samples}) <= 4:
-        axes.set_yticks(sorted(_apart({*samples}, 0.13 * highest)))
+        axes.set_yticks(sorted(legible(samples, 0.13 * highest)))
     rises = [event for event in timeline.events if event["kind"] == SCHEDULE and event["step"] + 1 in steps]
     if rises:
         at = [event["step"] + AFTER for event in rises]
         sizes = [samples[steps.index(event["step"] + 1)] for event in rises]
         axes.plot(at, sizes, "o", color=ORANGE, markersize=6, zorder=4, linestyle="none")
         _say(axes, f"changed by the batch schedule, {times(len(rises))}", ORANGE)
-
-
-def _apart(sizes: set[float], least: float) -> list[float]:
-    """The sizes from the largest on, without those that are too near to the one before."""
-    shown: list[float] = []
-    for size in sorted(sizes, reverse=True):
-        if not shown or shown[-1] - size >= least:
-            shown.append(size)
-    return shown
 
 
 def draw_memory(axes: Axes, *, timeline: Timeline) -> None:

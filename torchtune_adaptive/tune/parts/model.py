@@ -81,10 +81,12 @@ def same_frequencies(_: object, frequencies: torch.Tensor, *__: object) -> torch
     return frequencies.clone()
 
 
-def build_reference_model(settings: Settings, place: Place, weights: Weights) -> nn.Module:
-    """Collective: the model of the config, frozen and without dropout, filled with the weights of a reference."""
+def build_frozen_model(
+    settings: Settings, place: Place, weights: Weights, key: str = "model", files: str = "ref_checkpointer"
+) -> nn.Module:
+    """Collective: the model of a section that is only asked, without dropout: a reference, by default."""
     no_checkpoints = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
-    model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, files="ref_checkpointer")
+    model = build_full_model(no_checkpoints, place, {training.MODEL_KEY: weights}, key, files)
     drop_nothing(model)
     return model.requires_grad_(False).eval()
 

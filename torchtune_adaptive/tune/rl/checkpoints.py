@@ -7,7 +7,6 @@ epoch_0/value/      the value model as its own checkpointer writes it
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from torchtune import training
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State
-from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer
+from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer, read_weights
 from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
 
@@ -59,10 +58,7 @@ class TwoCheckpointers:
 
     def load_checkpoint(self) -> State:
         state = self._policy.load_checkpoint()
-        value = self._value.load_checkpoint()[training.MODEL_KEY]
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{VALUE_FILES}.checkpoint_files: a {type(value).__name__} is in the file, not weights")
-        return {**state, VALUE_MODEL: value}
+        return {**state, VALUE_MODEL: read_weights(self._value, VALUE_FILES)[training.MODEL_KEY]}
 
     def save_checkpoint(self, state: State, *, epoch: int, intermediate_checkpoint: bool, **options: bool) -> None:
         """Writes both, and moves the value model to where the policy is."""

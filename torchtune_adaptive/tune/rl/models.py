@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -19,7 +20,15 @@ from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
 from torchtune_adaptive.tune.parts.culprits import vocabulary_of
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.model import META, Checkpoint, Weights, build_full_model, built_on, drop_nothing
+from torchtune_adaptive.tune.parts.model import (
+    META,
+    Checkpoint,
+    Weights,
+    build_frozen_model,
+    build_full_model,
+    built_on,
+    drop_nothing,
+)
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, one_optimizer
 from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
@@ -53,49 +62,36 @@ def build_models(
     frozen: Callable[[Settings, str], Weights] = load_reference,
 ) -> Models:
     """Collective: policy and value model from the checkpoint, the others from files that no run changes."""
-    builder = _Builder(settings, place, seed)
+    classifier = partial(_classifier, settings, place, seed)
+    value = {training.MODEL_KEY: classifier(checkpoint[VALUE_MODEL], VALUE_FILES)}
     models = Models(
-        policy=builder.build(POLICY, POLICY_FILES, checkpoint[training.MODEL_KEY], trained=True),
-        value=builder.build(VALUE, VALUE_FILES, checkpoint[VALUE_MODEL], trained=True),
-        reference=builder.build(POLICY, REFERENCE_FILES, frozen(settings, REFERENCE_FILES), trained=False),
-        reward=builder.build(VALUE, REWARD_FILES, frozen(settings, REWARD_FILES), trained=False),
+        policy=build_full_model(settings, place, checkpoint, POLICY, POLICY_FILES),
+        value=build_full_model(settings, place, value, VALUE, VALUE_FILES),
+        reference=build_frozen_model(settings, place, frozen(settings, REFERENCE_FILES), POLICY, REFERENCE_FILES),
+        reward=build_frozen_model(
+            settings, place, classifier(frozen(settings, REWARD_FILES), REWARD_FILES), VALUE, REWARD_FILES
+        ),
     )
+    drop_nothing(models.trained)  # what the models say is compared
     _check_vocabularies(models)
     return models
 
 
-@dataclass(frozen=True)
-class _Builder:
-    settings: Settings
-    place: Place
-    seed: int
-
-    def build(self, key: str, files: str, weights: Weights, *, trained: bool) -> nn.Module:
-        """Collective: one model. Without dropout: what the models say is compared."""
-        settings = self.settings
-        if not trained:
-            settings = replace(settings, enable_activation_checkpointing=False, ac_mode=None)
-        if key == VALUE:
-            weights = self._of_classifier(weights, files)
-        model = build_full_model(settings, self.place, {training.MODEL_KEY: weights}, key, files)
-        drop_nothing(model)
-        return model if trained else model.requires_grad_(False).eval()
-
-    def _of_classifier(self, weights: Weights, files: str) -> Weights:
-        """Weights for a model of one number a token. A language model's head is replaced by a new one."""
-        if HEAD not in weights:
-            raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
-        model = built_on(META, self.settings.config, dtype_of(self.settings, self.place.device), VALUE)
-        shape = model.state_dict()[HEAD].shape
-        if shape[0] != 1:
-            raise ConfigError(
-                f"{VALUE} gives {shape[0]} numbers a token, but a value or a reward is a single one: set num_classes: 1"
-            )
-        kept = {name: weight for name, weight in weights.items() if name != "output.bias"}
-        if kept[HEAD].shape[0] != shape[0]:
-            drawn = torch.rand(shape, generator=torch.Generator().manual_seed(self.seed))  # the same on all ranks
-            kept[HEAD] = ((2 * drawn - 1) / math.sqrt(shape[1])).to(kept[HEAD].dtype)
-        return kept
+def _classifier(settings: Settings, place: Place, seed: int, weights: Weights, files: str) -> Weights:
+    """Weights for a model of one number a token. A language model's head is replaced by a new one."""
+    if HEAD not in weights:
+        raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
+    model = built_on(META, settings.config, dtype_of(settings, place.device), VALUE)
+    shape = model.state_dict()[HEAD].shape
+    if shape[0] != 1:
+        raise ConfigError(
+            f"{VALUE} gives {shape[0]} numbers a token, but a value or a reward is a single one: set num_classes: 1"
+        )
+    kept = {name: weight for name, weight in weights.items() if name != "output.bias"}
+    if kept[HEAD].shape[0] != shape[0]:
+        drawn = torch.rand(shape, generator=torch.Generator().manual_seed(seed))  # the same on all ranks
+        kept[HEAD] = ((2 * drawn - 1) / math.sqrt(shape[1])).to(kept[HEAD].dtype)
+    return kept
 
 
 def _check_vocabularies(models: Models) -> None:

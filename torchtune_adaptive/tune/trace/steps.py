@@ -25,9 +25,9 @@ from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_g
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
 from torchtune_adaptive.tune.parts.model import (
+    build_frozen_model,
     build_full_model,
     build_lora_model,
-    build_reference_model,
     drop_nothing,
     phase_boundaries,
 )
@@ -137,7 +137,7 @@ def _build(settings: Settings, lora: LoraSettings | None, place: Place) -> dict[
         if pairs and lora is None:
             drop_nothing(model)
             weights = made_up_checkpoint(settings)[training.MODEL_KEY]
-            reference = build_reference_model(settings, place, weights)
+            reference = build_frozen_model(settings, place, weights)
         optimization = build_optimization(settings, model, {}, HOST)
     if settings.compile:
         for each in {model, reference}:

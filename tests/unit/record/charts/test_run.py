@@ -11,7 +11,8 @@ import pytest
 from tests.pictures import cut_off, line_of, marked, overlapping, pictures
 from tests.unit.record.test_tables import GIB
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
-from torchtune_adaptive.record.charts.limits import Scale, legible
+from torchtune_adaptive.record.charts.figures import legible
+from torchtune_adaptive.record.charts.limits import Scale
 from torchtune_adaptive.record.charts.panels import draw_imbalance
 from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
@@ -232,9 +233,9 @@ def test_an_epoch_of_an_earlier_record_which_names_no_stage_is_that_of_the_polic
 
 
 def test_sizes_that_are_close_to_each_other_are_not_written_over_each_other() -> None:
-    assert legible([256, 512, 1024, 1200], Scale(256, 1200, 0, 1), apart=0.2) == [1200, 512, 256]
-    assert legible([8, 4, 8, 16], Scale(4, 16, 0, 1), apart=0.2) == [16, 8, 4]
-    assert legible([7], Scale(7, 7, 0, 1), apart=0.2) == [7]
+    assert legible([256, 512, 1024, 1200], 0.2, Scale(256, 1200, 0, 1).share) == [1200, 512, 256]
+    assert legible([8, 4, 8, 16], 0.2, Scale(4, 16, 0, 1).share) == [16, 8, 4]
+    assert legible([7], 0.2, Scale(7, 7, 0, 1).share) == [7]
 
 
 def test_a_scale_is_logarithmic_where_the_lower_sizes_would_lie_on_each_other_and_the_panel_says_so(

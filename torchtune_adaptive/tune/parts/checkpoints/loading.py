@@ -68,17 +68,17 @@ def load_reference(settings: Settings, key: str = REFERENCE_SECTION) -> State:
     assert isinstance(plain, dict)
     plain["output_dir"] = str(checkpoint_directory(settings) / folders.SAVING)  # it writes nothing there
     checkpointer = components.build_section(key, OmegaConf.create(plain), should_load_recipe_state=False)
-    weights: State = _on_all_ranks(partial(_read, checkpointer, key), "the weights", key)[training.MODEL_KEY]
+    weights: State = _on_all_ranks(partial(read_weights, checkpointer, key), "the weights", key)[training.MODEL_KEY]
     return weights
 
 
 def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
     """Collective: the weights to start from and, when resuming, the state that belongs to them."""
     if files is None or files.distributed:
-        return _on_all_ranks(partial(_read, checkpointer), "the weights")
+        return _on_all_ranks(partial(read_weights, checkpointer), "the weights")
 
     def read() -> State:
-        state = _read(checkpointer)
+        state = read_weights(checkpointer)
         _check_belongs_together(state, files, recipe)
         return state
 
@@ -105,7 +105,7 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, gr
     return state
 
 
-def _read(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
+def read_weights(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
     state = checkpointer.load_checkpoint()
     if not isinstance(weights := state[training.MODEL_KEY], Mapping):
         raise ConfigError(f"{key}.checkpoint_files: the file holds a {type(weights).__name__}, not weights by name")
