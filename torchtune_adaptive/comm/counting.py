@@ -39,7 +39,7 @@ class Collective:
     group: dist.ProcessGroup
     # Some reductions compare by identity; which one it is follows from the dtype and the group.
     op: Reduction | None = field(compare=False)
-    # How it is issued is nothing that peers could tell: a shadow's modules have communicators of their own.
+    # Not compared: peers cannot see which object issues it, and a shadow's modules have their own.
     comm: Communicator = field(compare=False)
 
     @property

@@ -38,7 +38,7 @@ class CollectiveLedger:
 
     tensor_position = 0
     tensor_groups: tuple[tuple[int, ...], ...] = ()
-    """Where there is tensor parallelism, another ledger counts."""
+    """Empty: under tensor parallelism a TensorLedger counts."""
     why_recovery_is_off = staticmethod(fsdp.why_recovery_is_off)
 
     def __init__(self, *roots: object, watches: bool = True) -> None:

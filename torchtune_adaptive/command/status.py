@@ -114,7 +114,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
             yield f"  its {size} were not compared with what was saved, as a run does before it goes on"
     for each in left.found:
         if each.manifest is None:
-            yield f"passed over: {each.path} {each.fault}"
+            yield f"skipped: {each.path} {each.fault}"
     if running:
         return
     if left.run is not None and left.run.ended in (run_file.ASKED, run_file.STOPPED):

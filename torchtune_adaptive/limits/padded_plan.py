@@ -62,7 +62,7 @@ def _filled(order: tuple[int, ...], lengths: Sequence[int], limit: Fits) -> Plan
 
 
 def _starts(order: Sequence[int], lengths: Sequence[int], limit: Fits) -> list[int]:
-    """Where each microbatch begins; it looks at no sample but those."""
+    """Places in `order` at which microbatches begin. Only those samples' lengths are read, so it is cheap."""
     starts = []
     start = 0
     while start < len(order):

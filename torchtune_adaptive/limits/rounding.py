@@ -11,7 +11,7 @@ ROUNDINGS = ("power_of_two", "none", "divisor")
 
 
 def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | None = None) -> Sequence[int]:
-    """The rows that may be the answer, ascending: all of them, powers of two, or divisors of the step."""
+    """The rows that may be chosen, ascending: all of them, powers of two, or divisors of the step."""
     most = MAX_ROWS if max_rows is None else max_rows
     if most < 1:
         raise ConfigError(f"max_rows: {most} leaves nothing to search; allowed: 1 or more, or None")

@@ -57,7 +57,7 @@ def profile_table(result: Profile, stage: str = "", together: str = "") -> str:
 
 
 def search_event(result: SearchResult, sequence_length: int, stage: str = "") -> Event:
-    """The answer of a search, for the record of the run."""
+    """The result of a search, for the record of the run."""
     peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
     reason = (
         f"batch search{_named(stage)}: {count_of(result.rows, 'row')} of {sequence_length} tokens ({result.reason})"
@@ -75,7 +75,7 @@ def search_event(result: SearchResult, sequence_length: int, stage: str = "") ->
 
 
 def profile_event(result: Profile, stage: str = "") -> Event:
-    """The answer of a profile, for the record of the run."""
+    """A profile, for the record of the run."""
     fits = f"any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
     limit_bytes, budget_bytes = result.limit_bytes, result.budget_bytes
     return Event(
@@ -94,7 +94,7 @@ def _named(stage: str) -> str:
 
 
 def from_earlier_run(event: Event) -> Event:
-    """A search whose answer was taken from its record."""
+    """A search whose result was taken from its record."""
     return replace(event, reason=f"{event.reason}, as found before")
 
 
@@ -134,7 +134,7 @@ def write_search(
 
 
 def read_search(directory: Path, fingerprint: Mapping[str, object], kind: type[Result]) -> Result | None:
-    """The answer of an earlier search under the same fingerprint.
+    """The result of an earlier search under the same fingerprint.
 
     None if there is none, or one of another fingerprint. Raises ValueError for a file that cannot be read, or that
     `write_search` did not write.

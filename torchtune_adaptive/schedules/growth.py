@@ -72,7 +72,7 @@ class EpochSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A run without its batch sizes."""
+    """What is fixed about a run before its batch sizes are known."""
 
     epochs: int
     samples_per_rank: int

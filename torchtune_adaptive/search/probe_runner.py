@@ -194,7 +194,7 @@ class Prober:
         self.exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks))
 
     def _own_room(self) -> Room:
-        """The warm-up's room: other processes come and go on a GPU, but an answer is for one budget."""
+        """The warm-up's room: other processes come and go on a GPU, but a search is for one budget."""
         if self._room is not None:
             return self._room
         self._memory.reset_peak()

@@ -67,7 +67,7 @@ _JOINED = (
 
 @dataclass(frozen=True)
 class Profile:
-    """What a profile measured and answered."""
+    """What a profile measured and found."""
 
     budget_bytes: int
     points: tuple[Probe, ...]
@@ -231,7 +231,7 @@ def profile(
 
 
 def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
-    """The answer, after probes of what it allows where that is far from what was measured."""
+    """The profile, after probes of what it allows where that is far from what was measured."""
     found, trusted = _fitted(known, refused), _FAR
     while (at := known.next_check(found.limit, trusted)) is not None and len(known.checks) < MOST_CHECKS:
         check = Probe(rows=at[0], length=at[1], peak=measure(*at))
@@ -243,7 +243,7 @@ def _checked(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, 
 
 
 def _bounded(known: _Known, refused: tuple[Probe, ...], measure: Callable[[int, int], Peak]) -> Profile:
-    """The answer, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
+    """The profile, where surfaces were off or are still far from what was measured: no more than that, in tokens."""
     knee = known.lengths.knee
     if knee:
         rows, length = known.short_check()

@@ -2,7 +2,7 @@
 
 1. All ranks measure the same rows together and see the same agreed `Peak`.
 2. A strategy (strategies.py) names the rows to measure next, the same on every rank.
-3. The answer is the most rows, rounded down, that were measured themselves and accepted.
+3. The result is the most rows, rounded down, that were measured themselves and accepted.
 """
 
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ _OF_LENGTHS = ("length", "held_out", "bytes_per_token", "bytes_per_pair", *recor
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search measured and answered."""
+    """What a search measured and found."""
 
     strategy: str
     round_to: str
@@ -41,7 +41,7 @@ class SearchResult:
     """Before rounding: where the lines cross the budget (linear), what was predicted (static), else the most rows that
     fit."""
     rows: int
-    """The answer: rows of a microbatch."""
+    """Rows of a microbatch that were chosen."""
     reason: str
     """Why not more: what `rows` was rounded from, what did not fit, or which bound it met."""
 

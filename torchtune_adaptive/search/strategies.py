@@ -28,7 +28,7 @@ class History:
 
     budget_bytes: int
     rungs: Sequence[int]
-    """The rows that may be the answer, ascending, from 1."""
+    """The rows that may be chosen, ascending, from 1."""
     max_rows: int
     """Never more than this; the highest rung may be lower."""
     resident_bytes: int = 0
@@ -87,7 +87,7 @@ def binary(history: History) -> int | None:
 
 
 def decrease(history: History) -> int | None:
-    """Halves from the highest rung until it fits; what it answers may be half of what would have fit."""
+    """Halves from the highest rung until it fits; what it finds may be half of what would have fit."""
     if history.fit_rows:
         return None
     last_rejected = history.too_many
@@ -104,7 +104,7 @@ def linear(history: History) -> int | None:
         return rows if rows <= history.rungs[-1] else None
     low, goal = history.fit_rows, history.rung_at_most(history.predicted_rows)
     if history.rung_at_most(low) >= _CLOSE * goal:
-        # Any two sizes are on a line: where the answer is one of them, a third shows if the first row misled.
+        # Any two sizes are on a line: where the result is one of them, a third shows if the first row misled.
         unchecked = len(history.probes) == 2 and history.predicted_rows >= 3 and history.rung_above(low)
         return 3 if unchecked else None
     reach = _reach(history)

@@ -91,7 +91,7 @@ def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys
     (save(tmp_path, "step_2", serial=0) / "recipe_state.pt").unlink()
     code, told = status(tmp_path, capsys)
     assert code == BROKEN
-    assert f"passed over: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
+    assert f"skipped: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
 
 
 def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(
@@ -103,7 +103,7 @@ def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(
     code, told = status(tmp_path, capsys)
     assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
     assert f"newest complete checkpoint: {intact} " in told
-    assert f"passed over: {damaged} is damaged: the content of recipe_state.pt is not what was saved" in told
+    assert f"skipped: {damaged} is damaged: the content of recipe_state.pt is not what was saved" in told
     (intact / "recipe_state.pt").write_bytes(b"stata")
     assert status(tmp_path, capsys)[0] == BROKEN
 

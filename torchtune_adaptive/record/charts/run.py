@@ -49,7 +49,8 @@ Panel = tuple[Callable[["Axes"], None], float]
 
 @no_run_ends_over(REPORT_FILE)
 def draw_run(directory: Path, timeline: Timeline) -> Path | None:
-    """Draws the run into its directory; None, and a line that says why, without matplotlib, steps or luck."""
+    """Draws the run into its directory. None where there are no steps; None and a line of the log where matplotlib is
+    missing or drawing fails."""
     shown = panels_of(timeline)
     if not shown:
         return None

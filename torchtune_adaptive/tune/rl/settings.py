@@ -26,7 +26,7 @@ FINITE_OR_0 = Rule(lambda v: FINITE.accepts(v) and v >= 0, "a finite number of a
 FINITE_ABOVE_0 = Rule(lambda v: FINITE.accepts(v) and v > 0, "a finite number above 0")
 CLIP = Rule(lambda v: NUMBER.accepts(v) and v >= 0, "a number of at least 0, or .inf, which clips nothing")
 MOST_EPOCHS = 100_000
-"""What is read where PPO has `num_steps`."""
+"""Stands for `epochs`, which PPO's configs lack: they say `num_steps`."""
 
 NOT_FOR_PPO = (
     "tensor_parallel_dim",

@@ -68,13 +68,13 @@ class FitRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Measuring(Generic[Result]):
-    """One kind of search: how it measures, and how its answer is shown."""
+    """One kind of search: how it measures, and how its result is shown."""
 
     kind: type[Result]
     measure: Callable[[], Result]
     """Collective: searches, or profiles."""
     options: Mapping[str, object]
-    """What the answer depends on, besides config and memory."""
+    """What the result depends on, besides config and memory."""
     table: Callable[[Result], str]
     draw: Callable[[Path, Result], Path | None]
     event: Callable[[Result], Event]
@@ -151,7 +151,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
 
 
 def measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Result]) -> Result:
-    """Collective: the answer of an earlier run, or else of this search: measured, shown and recorded."""
+    """Collective: the result of an earlier run, or else of this search: measured, shown and recorded."""
     directory = Path(request.settings.output_dir) / request.folder
     stage = {"stage": request.stage} if request.stage else {}
     fingerprint = what_it_depends_on(request.settings.config, length, memory, {**search.options, **stage})
@@ -159,15 +159,15 @@ def measured(request: FitRequest, memory: MemorySource, length: int, search: Mea
         request.found(from_earlier_run(search.event(known)))
         return known
     try:
-        answer = search.measure()
+        result = search.measure()
     except OneRowDoesNotFitError as error:
         raise error.told_of(request.stage, request.kind.together.strip()) from None
     if dist.get_rank() == 0:
-        logger.info("%s", search.table(answer))
-        write_search(directory, answer, length, fingerprint)
-        search.draw(directory, answer)
-    request.found(search.event(answer))
-    return answer
+        logger.info("%s", search.table(result))
+        write_search(directory, result, length, fingerprint)
+        search.draw(directory, result)
+    request.found(search.event(result))
+    return result
 
 
 def training_step(

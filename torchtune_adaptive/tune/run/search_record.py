@@ -69,7 +69,7 @@ def found_before(directory: Path, fingerprint: Mapping[str, object], kind: type[
 def what_it_depends_on(
     cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
-    """Collective: all that the answer depends on."""
+    """Collective: all that the result depends on."""
     budgets = from_all_ranks(memory.budget_bytes)
     keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
     return {

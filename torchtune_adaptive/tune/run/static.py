@@ -31,7 +31,7 @@ def predicted_rows(
     cfg: DictConfig, tokens: int, budget_bytes: int, stage: str = "", *, fallen_back: bool = False
 ) -> int:
     """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
-    has several; `fallen_back`: as it runs where one row did not fit. 0 without a prediction."""
+    has several; with `fallen_back`, as it runs after one row did not fit. 0 where nothing could be predicted."""
     tightest_bytes = min(from_all_ranks(budget_bytes))
     answer = 0
     if dist.get_rank() == 0:

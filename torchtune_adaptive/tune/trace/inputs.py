@@ -46,7 +46,7 @@ def made_up_checkpoint(settings: Settings, key: str = "model") -> dict[str, Weig
 
 
 def on_host(collate: Collate) -> Collate:
-    """Batches are made on the host, of tensors that have data; what making them takes besides depends on the rows."""
+    """Collates on the host, outside of the trace: what collating needs besides its result depends on the rows."""
 
     def collate_on_host(samples: Sequence[Sample]) -> Batch:
         with no_dispatch():
@@ -58,5 +58,5 @@ def on_host(collate: Collate) -> Collate:
 
 
 def stacked(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    """Packed rows, without the mask: attention over blocks of it keeps next to nothing of it."""
+    """Packed rows as a batch, without their mask, whose memory is next to nothing."""
     return {key: torch.tensor([sample[key] for sample in samples]) for key in ("tokens", "labels", "input_pos")}

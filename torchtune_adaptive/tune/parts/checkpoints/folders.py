@@ -52,7 +52,7 @@ def find_checkpoints(directory: Path) -> list[Found]:
 
 
 def newest_intact(found: Iterable[Found]) -> tuple[Found | None, list[Found]]:
-    """The newest checkpoint whose files are what was saved, and those that were passed over for their faults."""
+    """The newest checkpoint whose files are what was saved, and those that were skipped for their faults."""
     everything = list(found)
     passed_over = [each for each in everything if each.manifest is None]
     for each in everything:

@@ -168,7 +168,7 @@ def _newest(
     """The newest intact checkpoint, if it is one of this run."""
     chosen, passed_over = folders.newest_intact(found)
     for each in passed_over:
-        logger.warning("passed over: %s %s", each.path, each.fault)
+        logger.warning("skipped: %s %s", each.path, each.fault)
     if chosen is None or chosen.manifest is None:
         if not found:
             logger.info("fresh start: %s holds no checkpoint yet", directory)

@@ -44,7 +44,7 @@ def test_a_torn_newer_one_is_passed_over_and_the_log_says_why(tmp_path: Path, ca
     begun = start(tmp_path)
     assert begun.files is not None
     assert begun.files.folder.name == "epoch_0"
-    assert sum("passed over" in line for line in caplog.messages) == 2
+    assert sum("skipped" in line for line in caplog.messages) == 2
     assert any("step_8" in line and "not what was saved" in line for line in caplog.messages)
     assert any("resuming from" in line and "epoch_0" in line for line in caplog.messages)
 
