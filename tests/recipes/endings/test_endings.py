@@ -255,7 +255,7 @@ def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkey
         ),
         ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs its label"),
         ("text", r"\(on rank 0\) has tokens that are not a list of integers \('aa"),
-        ("none", r"\(on rank 0\) has tokens that are not a list of integers \(null\): see whether"),
+        ("none", r"\(on rank 0\) has tokens that are not a list of integers \(null\): check that"),
         ("nested", r"\(on rank 0\) has tokens that are not a list of integers \(\[\["),
     ],
 )
