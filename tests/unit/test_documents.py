@@ -195,3 +195,10 @@ def test_a_link_by_name_has_its_address() -> None:
         used = set(re.findall(r"\]\[([^\]]+)\]", text)) | {each for each in defined if f"[{each}]" in text}
         assert used <= defined, page.name
         assert all(len(re.findall(rf"\[{re.escape(each)}\]", text)) > 1 for each in defined), page.name
+
+
+def test_every_promise_names_a_test_that_there_is() -> None:
+    """`make check` would run none of them."""
+    for promise in (ROOT / "tests" / "promises.txt").read_text(encoding="utf-8").splitlines():
+        file, _, test = promise.partition("::")
+        assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")

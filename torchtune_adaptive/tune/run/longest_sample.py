@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
+from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.record.atomic_files import keep_file, read_json
 from torchtune_adaptive.tune.config.rules import MOST_TOKENS
@@ -60,7 +60,7 @@ def longest_sample(cfg: DictConfig, dataset: NamedSamples, kind: Kind) -> Longes
     path = Path(cfg.output_dir) / LENGTHS_FILE
     key = _key(cfg, len(dataset), kind)
     known = _read(path, key)
-    if not all(each.length for each in from_all_ranks(known)):
+    if not all(length for length, _ in Agreement(2).gather(known)):
         known = _scan(dataset, kind)
         if dist.get_rank() == 0:
             record = {"key": key, "longest": known.length, "index": known.at}
@@ -76,7 +76,8 @@ def _scan(dataset: NamedSamples, kind: Kind) -> Longest:
         for index in range(rank, len(dataset), ranks):
             mine = max(mine, Longest(kind.length_of(dataset[index]), index), key=_by_length)
             shows.update(min(ranks, len(dataset) - shows.done))
-    return max(from_all_ranks(mine), key=_by_length)
+    everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
+    return max(everywhere, key=_by_length)
 
 
 def _by_length(sample: Longest) -> tuple[int, int]:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
+from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.record.tables import SEARCH_FILE, Result, read_search
 from torchtune_adaptive.tune.config.settings import on_gpu
@@ -70,7 +70,8 @@ def what_it_depends_on(
     cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: all that the result depends on."""
-    budgets = from_all_ranks(memory.budget_bytes)
+    # an Agreement allocates nothing, and there may be ranks that have no room for anything
+    budgets = [int(budget) for (budget,) in Agreement(1).gather([memory.budget_bytes])]
     keys = (*SEARCHED, *(key for key in SEARCHED_WHERE_GIVEN if key in cfg))
     return {
         **{key: OmegaConf.to_container(OmegaConf.create({"v": cfg.get(key)}), resolve=True)["v"] for key in keys},  # type: ignore[index, call-overload]

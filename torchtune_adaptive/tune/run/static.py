@@ -16,7 +16,7 @@ import time
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
+from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, PredictionError
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ def predicted_rows(
 ) -> int:
     """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
     has several; with `fallen_back`, as it runs after one row did not fit. 0 where nothing could be predicted."""
-    tightest_bytes = min(from_all_ranks(budget_bytes))
+    tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
     answer = 0
     if dist.get_rank() == 0:
         started = time.perf_counter()
