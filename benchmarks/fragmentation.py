@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save, table
-from torchtune_adaptive.prediction import MemoryLaw, Run
+from torchtune_adaptive.prediction import AllocatorRun, MemoryLaw
 from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.start.command_line import locate
@@ -61,7 +61,7 @@ def lengths_of_steps(longest: int, rows: int, steps: int) -> list[int]:
 
 def retries(law: MemoryLaw, rows: int, lengths: Sequence[int], capacity_bytes: int) -> list[int] | None:
     """Retries of each step; None where memory runs out."""
-    run = Run(law.program, capacity_bytes)
+    run = AllocatorRun(law.program, capacity_bytes)
     counts = []
     for tokens in lengths:
         before = run.reserved.retries

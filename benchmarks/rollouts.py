@@ -31,7 +31,7 @@ from tests.recipes.ppo.rollouts import load_ppo, ppo_config
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.rewards import demo_classifier
 from torchtune_adaptive.limits import RowLimit
-from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, SCORE_POLICY, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
 RANKS = 2
 ANSWERS = 32
@@ -160,7 +160,7 @@ def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     wall = compared([(each.wall_s, single.wall_s) for each, single in rounds])
     cpu = compared([(each.cpu_s, single.cpu_s) for each, single in rounds])
     return {
-        "rows": " ".join(str(own[stage]) for stage in (GENERATE, FORWARD[0], TRAIN_VALUE, TRAIN_POLICY)),
+        "rows": " ".join(str(own[stage]) for stage in (GENERATE, SCORE_POLICY, TRAIN_VALUE, TRAIN_POLICY)),
         "one number": min(own.values()),
         "iteration s": statistics.median(each.wall_s for each, _ in rounds),
         **wall,

@@ -114,7 +114,7 @@ class AdaptiveFullDPODistributed:
                         learning_rate=self.optimization.learning_rate(),
                         grad_norm=grad_norm,
                         samples=float(result.sums[PAIRS]),
-                        more=self._preferences.of(results),
+                        more=self._preferences.figures(results),
                     )
                     losses.record(step, loss, result.target_tokens, grad_norm)
                     self._profiler.step()

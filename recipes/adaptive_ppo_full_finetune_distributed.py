@@ -84,8 +84,8 @@ class AdaptivePPOFullFinetuneDistributed:
         self.epochs, self.progress = plot_epochs(self.parts, self.progress)
         journal.start(self.progress.step)
         with self.parts.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
-            self.fits = find_limits(self.parts, memory)
-        self.stages.runners.use_limits(self.fits.limits)
+            self.stage_limits = find_limits(self.parts, memory)
+        self.stages.runners.use_limits(self.stage_limits.limits)
         self.checkpoints.make_room()
         start_schedules(self.parts, self.progress)
 
@@ -95,7 +95,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self._profiler.start()
         with self.parts.training(suspects=2 * self._settings.batch_size):
             for sizes in self.epochs[self.progress.epochs_run :]:
-                steps = begin_epoch(self.parts, self.progress, sizes, self.fits.admission)
+                steps = begin_epoch(self.parts, self.progress, sizes, self.stage_limits.admission)
                 for prompts in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
                     began, iteration = time.perf_counter(), self.progress.step + 1
                     figures = self.iterate(prompts, iteration)
@@ -125,7 +125,7 @@ class AdaptivePPOFullFinetuneDistributed:
             tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
             with self.stages.committing(last_checkpoint=self.checkpoints.last):
                 grad_norm = self.optimization.update(tokens)
-            updates.saw(value, policy, grad_norm)
+            updates.add(value, policy, grad_norm)
         figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
         return figures | figures_of_stages(self.stages)
 

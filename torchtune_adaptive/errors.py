@@ -139,7 +139,7 @@ class OneRowDoesNotFitError(AdaptiveError):
         """What the probe measured; None where it ran out of memory, so that the need is unknown."""
         self.budget_bytes = budget_bytes
 
-    def told_of(self, *remarks: str) -> OneRowDoesNotFitError:
+    def with_remarks(self, *remarks: str) -> OneRowDoesNotFitError:
         """This shortage, with what else there is to say of the row."""
         said = "; ".join(filter(None, remarks))
         fact = f"{self.fact} ({said})" if said else self.fact

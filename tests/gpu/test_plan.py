@@ -16,7 +16,7 @@ import torch
 
 from tests.gpu.real_steps import build, demo, metered, side_by_side, use
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.prediction.allocator_replay import STEPS
+from torchtune_adaptive.prediction.allocator_replay import STEPS_UNTIL_STEADY
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.plan.capacities import predict
 from torchtune_adaptive.tune.plan.question import PlanSettings
@@ -81,7 +81,7 @@ def compare(name: str, case: Case) -> Compared:
     with group_of(case.world_size, device):
         step = build(cfg, device)
         with metered(step) as memory:
-            for _ in range(STEPS):
+            for _ in range(STEPS_UNTIL_STEADY):
                 step.train(rows, tokens)
             allocated_bytes = memory.peak_bytes
     reserved_bytes = torch.cuda.max_memory_reserved() if name == "cuda" else allocated_bytes

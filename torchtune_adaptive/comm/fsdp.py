@@ -206,6 +206,8 @@ def settle(root: FSDPModule) -> None:
 
     Unlike `reset` it waits for nothing: parameters are freed in the order of the stream that has used them.
     """
+    if not awaits_backward(root):
+        return
     for module in _modules(root):
         module.reshard()
         for group in _groups(module):

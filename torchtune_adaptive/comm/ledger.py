@@ -58,7 +58,7 @@ class CollectiveLedger:
         self._record = CollectiveRecord(trained=())  # of the stage that runs
         self._number = -1  # of the running microbatch
         self._current: list[Collective] = []  # what it has communicated
-        self._already_issued = 0  # collectives that a replay leaves out
+        self._already_issued = 0  # collectives that running a stand-in leaves out
         self._issuing = False
         self._messages = MessageCount()
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
@@ -110,7 +110,7 @@ class CollectiveLedger:
 
     def begin_microbatch(self, number: int) -> None:
         """Before each microbatch of a step, which count from 0. Only in the last are gradients summed over replicas."""
-        if number != self._number:  # else it goes on, as a replay
+        if number != self._number:  # else it goes on, as a stand-in
             self._messages_of = []
         self._current, self._number = [], number
         for root in self._replicated:
@@ -191,8 +191,7 @@ class CollectiveLedger:
         The next pass would communicate less than the record says, and whoever writes into parameters find none.
         """
         for root in self._roots:
-            if fsdp.awaits_backward(root):
-                fsdp.settle(root)
+            fsdp.settle(root)
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: runs `call`, and counts it from the moment that peers can match it."""
@@ -225,10 +224,10 @@ class CollectiveLedger:
         finally:
             self._issuing = False
 
-    def drain(self, replay: Callable[[], object]) -> None:
+    def drain(self, run_stand_in: Callable[[], object]) -> None:
         """Collective: issues all that is left of this step, so that every peer finishes it.
 
-        A microbatch without a record is run as `replay`, a forward and backward of any size.
+        A microbatch without a record is run as `run_stand_in`, a forward and backward of any size.
         """
         if not self._watches:
             return
@@ -247,19 +246,19 @@ class CollectiveLedger:
         for number in range(self._microbatches):
             schedule = self._record.schedules.get(self._is_last(number))
             if schedule is None:
-                schedule = self._record_by_replay(number, max(0, self.position - begins_at), replay)
+                schedule = self._record_by_stand_in(number, max(0, self.position - begins_at), run_stand_in)
             for collective in schedule.collectives[max(0, self.position - begins_at) :]:
                 issue_zeros(collective, self)
             begins_at += len(schedule.collectives)
 
-    def _record_by_replay(self, number: int, issued: int, replay: Callable[[], object]) -> Schedule:
+    def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
         """Collective: finishes a microbatch unlike any before, leaving out what of it has been issued already."""
         # The failed pass has issued the first of these, and peers have matched them: a second time nobody would.
         self._already_issued = issued
         self.begin_microbatch(number)
         try:
             with Listener(self._refuse):  # before it is issued: peers may be waiting for something else
-                replay()
+                run_stand_in()
         finally:
             self._already_issued = 0
         self._settle()

@@ -6,9 +6,8 @@ from pathlib import Path
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.catalogue import (
-    PREFIX,
     config_files,
-    near_names,
+    file_named,
     recipe_files,
     stock_configs,
     taken_by_ours,
@@ -17,24 +16,16 @@ from torchtune_adaptive.tune.start.catalogue import (
 
 def file_of(name: str) -> Path:
     """The file of a config, of a recipe, or at a path."""
-    return _named(name, config_files() | recipe_files())
+    return file_named(name, config_files() | recipe_files(), "config or recipe")
 
 
 def config_of(name: str) -> Path:
     """The file of a config, by its name or its path."""
     if name in recipe_files():
         raise ConfigError(f"{name} is a recipe: give one of its configs (tune-adaptive ls {name})")
-    return _named(name, config_files())
+    return file_named(name, config_files(), "config")
 
 
 def recipe_for(name: str) -> str | None:
     """The recipe that a config of this name is for, ours where there is one; None: a path does not say."""
     return next((each.recipe for each in (*taken_by_ours(), *stock_configs()) if each.name == name), None)
-
-
-def _named(name: str, known: dict[str, Path]) -> Path:
-    if name in known:
-        return known[name]
-    if not name.startswith(PREFIX) and Path(name).is_file():
-        return Path(name)
-    raise ConfigError(f"{name} is neither a file nor a known config or recipe{near_names(name, known)}")

@@ -13,7 +13,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.tune.parts.checkpoints.folders import Found, compared, find_checkpoints
+from torchtune_adaptive.tune.parts.checkpoints.folders import FoundCheckpoint, compared, find_checkpoints
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.run_file import RunFile
@@ -37,14 +37,14 @@ class Left:
 
     directory: Path
     run: RunFile | None
-    found: Sequence[Found]
+    found: Sequence[FoundCheckpoint]
     """Checkpoints, newest first; incomplete and damaged ones come last."""
     held_by: str | None
     was_compared: bool
     """Whether the contents of the newest complete one are known to be what was saved."""
 
     @property
-    def newest(self) -> Found | None:
+    def newest(self) -> FoundCheckpoint | None:
         return next((each for each in self.found if each.manifest), None)
 
 
@@ -69,9 +69,9 @@ def look(directory: Path) -> Left:
     return Left(directory=directory, run=run, found=found, held_by=held_by, was_compared=was_compared)
 
 
-def _compared(found: Sequence[Found]) -> tuple[list[Found], bool]:
+def _compared(found: Sequence[FoundCheckpoint]) -> tuple[list[FoundCheckpoint], bool]:
     """Reads what a run would read before it goes on, the newest first, as far as that is little."""
-    damaged: list[Found] = []
+    damaged: list[FoundCheckpoint] = []
     bytes_left = COMPARED_BYTES
     for place, each in enumerate(found):
         bytes_left -= each.manifest.bytes if each.manifest else 0
@@ -130,7 +130,7 @@ def _started_after(run: RunFile | None, serial: int) -> bool:
     return run is not None and run.serial > serial
 
 
-def _where(found: Found) -> str:
+def _where(found: FoundCheckpoint) -> str:
     return str(found.manifest.position) if found.manifest else ""
 
 

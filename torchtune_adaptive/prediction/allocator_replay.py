@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchtune_adaptive.prediction.allocator import Block, CachingAllocator
 from torchtune_adaptive.prediction.recorder import Recording
 
-STEPS = 3
+STEPS_UNTIL_STEADY = 3
 """Steps until nothing new happens: the first makes the optimizer's state, which is in the way of the second; the third
 is like all that follow."""
 
@@ -20,7 +20,7 @@ class Reserved:
     """Times that the cache had to be flushed to go on."""
 
 
-class Run:
+class AllocatorRun:
     """A run that goes through the allocator step by step."""
 
     def __init__(
@@ -76,5 +76,5 @@ def replay(
     expandable_segments: bool = False,
 ) -> Reserved | None:
     """What the first steps of a run reserve; None where they run out of memory."""
-    run = Run(program, capacity_bytes, expandable_segments=expandable_segments)
-    return run.reserved if all(run.step(sizes) for _ in range(STEPS)) else None
+    run = AllocatorRun(program, capacity_bytes, expandable_segments=expandable_segments)
+    return run.reserved if all(run.step(sizes) for _ in range(STEPS_UNTIL_STEADY)) else None

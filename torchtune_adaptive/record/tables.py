@@ -1,14 +1,10 @@
 """What a search and a batch schedule tell people: tables and `batch_search.json` (charts/searches.py: the picture)."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
-from typing import TypeVar
 
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.record.atomic_files import keep_file, read_json
 from torchtune_adaptive.record.events import SEARCH, Event
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochSizes
@@ -16,10 +12,6 @@ from torchtune_adaptive.search.probe_result import Probe
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of, in_columns, times
-
-SEARCH_FILE = "batch_search.json"
-
-Result = TypeVar("Result", SearchResult, Profile)
 
 MEASURED = ("peak", "of budget", "time", "")
 """Headings of what a probe measured; remarks have none."""
@@ -118,36 +110,6 @@ def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool 
     groups = [list(alike) for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None})]
     table = in_columns([heading, *(_schedule_cells(alike[0], alike[-1].epoch, ranks, by_tokens) for alike in groups)])
     return f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}\n{table}"
-
-
-def write_search(
-    directory: Path, result: SearchResult | Profile, sequence_length: int, fingerprint: Mapping[str, object]
-) -> None:
-    """Writes `batch_search.json`, for `read_search` and for people; a line says so where that is not possible."""
-    record = {
-        "fingerprint": dict(fingerprint),
-        "sequence_length": sequence_length,
-        "result": result.to_json(),
-    }
-    content = (json.dumps(record, indent=2) + "\n").encode()
-    keep_file(directory / SEARCH_FILE, content, "the next run will search again")
-
-
-def read_search(directory: Path, fingerprint: Mapping[str, object], kind: type[Result]) -> Result | None:
-    """The result of an earlier search under the same fingerprint.
-
-    None if there is none, or one of another fingerprint. Raises ValueError for a file that cannot be read, or that
-    `write_search` did not write.
-    """
-    path = directory / SEARCH_FILE
-    try:
-        record = read_json(path)
-        # The fingerprint first: a file of another version may hold a result that this one cannot read.
-        if record is None or record["fingerprint"] != json.loads(json.dumps(dict(fingerprint))):
-            return None
-        return kind.from_json(record["result"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the record of a search ({error}); delete it to search again") from error
 
 
 def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]:

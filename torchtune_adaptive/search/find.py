@@ -39,7 +39,7 @@ def find_max_batch_size(
     `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of
     `search`. Raises OneRowDoesNotFitError, the same on every rank.
     """
-    with _probing(steps, memory, strategy) as prober:
+    with _probing(_named(steps), memory, strategy) as prober:
         room = prober.warm_up()
         return search(
             partial(_measure, prober, progress),
@@ -65,7 +65,7 @@ def profile_memory(
 
     As `find_max_batch_size`, but every step needs a `cut`. `shorten` is that of `profile`.
     """
-    named = steps if isinstance(steps, Mapping) else {"": steps}
+    named = _named(steps)
     lengths = SampleLengths(
         longest=max(step.length for step in named.values()),
         shortest=max(step.shortest for step in named.values()),
@@ -85,20 +85,21 @@ def profile_memory(
         )
 
 
+def _named(steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]]) -> Mapping[str, TrainingStep[Any]]:
+    return steps if isinstance(steps, Mapping) else {"": steps}
+
+
 @contextmanager
-def _probing(
-    steps: TrainingStep[Any] | Mapping[str, TrainingStep[Any]], memory: MemorySource | None, strategy: str
-) -> Iterator[Prober]:
+def _probing(steps: Mapping[str, TrainingStep[Any]], memory: MemorySource | None, strategy: str) -> Iterator[Prober]:
     """Collective: a prober that leaves nothing behind."""
-    named = steps if isinstance(steps, Mapping) else {"": steps}
-    _check(named, strategy)
+    _check(steps, strategy)
     memory = CudaMemory() if memory is None else memory
-    run = [*named.values(), *(beside for step in named.values() for beside in step.beside)]
+    run = [*steps.values(), *(beside for step in steps.values() for beside in step.beside)]
     # Once each: stages may share a model.
     models = list({id(step.runner.model): step.runner.model for step in run}.values())
     optimizers = [optimizer for step in run for optimizer in step.optimizers]
     with leaving_no_trace(models, optimizers):
-        yield Prober(named, memory)
+        yield Prober(steps, memory)
     # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.
     memory.reset_peak()
 

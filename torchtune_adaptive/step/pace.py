@@ -15,7 +15,7 @@ from torchtune_adaptive.wording import ranks_named
 
 logger = logging.getLogger(__name__)
 
-STEPS = 20
+STEPS_LOOKED_AT = 20
 """As many are looked at together: what happens in few of them, a save say, changes nothing."""
 HELD_UP = 0.25
 """Share of the time that the others wait longer than the slowest rank, from which on it is told."""
@@ -34,7 +34,7 @@ class Pace:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS)
+        self._steps: deque[tuple[float, ...]] = deque(maxlen=STEPS_LOOKED_AT)
         self._told: frozenset[int] = frozenset()
         self._waits: list[Waits] = []
         self._reported_at_s = time.perf_counter()
@@ -43,7 +43,7 @@ class Pace:
         self._told_at_s = time.perf_counter()
         self._passed_s = 0.0
 
-    def counting(self, *waits: Waits) -> Pace:
+    def add_waits(self, *waits: Waits) -> Pace:
         """This pace, with those counters of waits: each once, however many stages share it."""
         for each in waits:
             if not any(each is known for known in self._waits):
@@ -51,13 +51,13 @@ class Pace:
                 self._waited_s += each.waited_s
         return self
 
-    def without(self, *waits: Waits) -> None:
+    def remove_waits(self, *waits: Waits) -> None:
         """No longer counts those, which may hold on to a whole model, of a stage that is over."""
         over = [each for each in self._waits if any(each is other for other in waits)]
         self._waits = [each for each in self._waits if not any(each is other for other in over)]
         self._waited_s -= sum(each.waited_s for each in over)
 
-    def worked(self) -> float:
+    def share_worked(self) -> float:
         """The share of this rank since it was last asked."""
         now_s, waited_s = time.perf_counter(), sum(each.waited_s for each in self._waits)
         waited, passed = waited_s - self._waited_s, now_s - self._reported_at_s
@@ -68,11 +68,11 @@ class Pace:
         """Logs on rank 0 who holds the others up, after a step or a stage of it with these shares of all ranks."""
         now_s = time.perf_counter()
         passed_s, self._told_at_s = now_s - self._told_at_s, now_s
-        slow = self.after(step, shares, passed_s) if rank() == 0 else None
+        slow = self.message_after(step, shares, passed_s) if rank() == 0 else None
         if slow is not None:
             logger.warning("%s: %s", in_step(step), slow)
 
-    def after(self, step: int, shares: Sequence[float], passed_s: float) -> str | None:
+    def message_after(self, step: int, shares: Sequence[float], passed_s: float) -> str | None:
         """What there is to tell after so many seconds of a step; of the same ranks again only after they have kept up
         in between."""
         if step == self._step != BEFORE_THE_FIRST:
@@ -82,7 +82,7 @@ class Pace:
         else:
             self._step, self._passed_s = step, passed_s
         self._steps.append(tuple(shares))
-        if len(shares) == 1 or len(self._steps) < STEPS:
+        if len(shares) == 1 or len(self._steps) < STEPS_LOOKED_AT:
             return None
         of_rank = [median(shares) for shares in zip(*self._steps, strict=True)]
         slow = _slow(of_rank, HELD_UP)
@@ -95,8 +95,8 @@ class Pace:
         holds, works = ("holds", "it worked") if len(slow) == 1 else ("hold", "they worked")
         least = min(of_rank[rank] for rank in slow)
         return (
-            f"{ranks_named(slow)} {holds} the others up: in the last {STEPS} steps {works} {least:.0%} of the time and "
-            f"the others {held_up:.0%}, waiting; look at their data, processors and network"
+            f"{ranks_named(slow)} {holds} the others up: in the last {STEPS_LOOKED_AT} steps {works} {least:.0%} of "
+            f"the time and the others {held_up:.0%}, waiting; look at their data, processors and network"
         )
 
 

@@ -83,16 +83,16 @@ class StepRunner(Generic[Sample]):
         """Told whenever the limit changes, on every rank."""
         self.on_plan: Callable[[int, Plan], object] | None = None
         """Told the step and the plan of every attempt before it begins."""
-        self.otherwise: Callable[[], str | None] = lambda: None
+        self.fall_back: Callable[[], str | None] = lambda: None
         """Called on every rank where what has failed cannot be made smaller. It may see to it that microbatches need
         less from then on, and says how. None, as by default: nothing can be done, so the run ends."""
-        self._plans = PlanRunner((model, *frozen), forward_backward, kind, ledger, recover=recover, stage=stage)
-        self.ledger = self._plans.ledger
+        self._plan_runner = PlanRunner((model, *frozen), forward_backward, kind, ledger, recover=recover, stage=stage)
+        self.ledger = self._plan_runner.ledger
         self._agreement, self._closed = Agreement(len(Report._fields)), False
         self._planner = Planner(self._agreement, padded=kind.padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge(shared=bool(stage))
-        self._pace = (pace or Pace()).counting(self.ledger, self._agreement)
+        self._pace = (pace or Pace()).add_waits(self.ledger, self._agreement)
 
     @property
     def limit(self) -> Limit:
@@ -109,11 +109,11 @@ class StepRunner(Generic[Sample]):
 
         Replace it while no step runs, to measure passes or to let them fail.
         """
-        return self._plans.around_pass
+        return self._plan_runner.around_pass
 
     @around_pass.setter
     def around_pass(self, around: AroundPass) -> None:
-        self._plans.around_pass = around
+        self._plan_runner.around_pass = around
 
     def use_limit(self, limit: Limit) -> None:
         """Sets the limit from the next step on; where recovery has come down to less, that stays."""
@@ -134,7 +134,7 @@ class StepRunner(Generic[Sample]):
         """Puts FSDP's own collectives back. Call it last: the process should end afterwards."""
         self._closed = True
         self.ledger.close()
-        self._pace.without(self.ledger, self._agreement)
+        self._pace.remove_waits(self.ledger, self._agreement)
         let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
@@ -162,7 +162,7 @@ class StepRunner(Generic[Sample]):
             plan = self._planner.plan(lengths, self.limit)
             if self.on_plan is not None:
                 self.on_plan(step, plan)
-            totals, failed = self._plans.run(samples, plan)
+            totals, failed = self._plan_runner.run(samples, plan)
             # Before the agreement, which tells all ranks how many microbatches the next step has: no further reduction.
             ahead = self._planner.look_ahead(None if upcoming is None else self.kind.lengths(upcoming), self.limit)
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
@@ -174,7 +174,7 @@ class StepRunner(Generic[Sample]):
                 return result_of(totals, reports, len(plan), recoveries, self.ledger.sent)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
-            lost_seconds = self._plans.discard()
+            lost_seconds = self._plan_runner.discard()
             rng.restore()
             self._tell(replace(self._shrink(reports, step), lost_seconds=lost_seconds), reports)
             recoveries += 1
@@ -184,7 +184,7 @@ class StepRunner(Generic[Sample]):
         try:
             return self._governor.out_of_memory(reports.failed, step)
         except LimitExhaustedError as error:
-            if (how := self.otherwise()) is not None:
+            if (how := self.fall_back()) is not None:
                 return self._governor.start_over(reports.failed, step, how)
             fact, remedies = error.fact, error.remedies if self.trains else without_backward(error.remedies)
             if (had := reports.shortage) is not None:
@@ -201,10 +201,10 @@ class StepRunner(Generic[Sample]):
         self._check(samples)
         numbers = iter(range(len(samples)))
         plan = tuple(tuple(islice(numbers, len(microbatch))) for microbatch in microbatches)
-        totals, failed = self._plans.run(samples, plan)
+        totals, failed = self._plan_runner.run(samples, plan)
         reports = self._agree(totals, failed, plan, samples)
         if reports.failed:
-            self._plans.discard()
+            self._plan_runner.discard()
             return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
         result = result_of(totals, reports, len(plan), 0, self.ledger.sent)
         return Attempt(result, (), reports.asked_to_stop)
@@ -240,7 +240,7 @@ class StepRunner(Generic[Sample]):
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths, padded=padded, rows=self.kind.row_lengths(samples), cost=self.cost_of)._asdict(),
             **reading._asdict(),
-            worked=self._pace.worked(),
+            worked=self._pace.share_worked(),
             asked_to_stop=self._asked_to_stop(),
             foreign_messages=self.ledger.foreign_messages,
         )
@@ -248,7 +248,7 @@ class StepRunner(Generic[Sample]):
         reports.check_positions(self.ledger.tensor_groups)
         if self.recovers and reports.foreign_messages:
             self.recovers = False
-            self._plans.refuse_recovery(reports.foreign_messages, self.current_step)
+            self._plan_runner.refuse_recovery(reports.foreign_messages, self.current_step)
         return reports
 
     def _reconsider(self, reports: Reports, step: int) -> None:

@@ -12,7 +12,7 @@ from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.pace import STEPS, Pace
+from torchtune_adaptive.step.pace import STEPS_LOOKED_AT, Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.step.samples import SampleKind
 
@@ -43,7 +43,7 @@ def log_of_steps(slow_rank: int | None, where: str, stages: Sequence[str] = ("",
         for stage in stages
     ]
     with listening() as lines:
-        for step in range(1, STEPS + 2):
+        for step in range(1, STEPS_LOOKED_AT + 2):
             sleep_here("dataset")
             for runner in runners:
                 runner.run(samples, step=step)
@@ -56,14 +56,17 @@ def test_a_slow_rank_is_named_on_rank_0_whether_its_model_or_its_dataset_is_slow
         first, second = run_on_ranks(2, log_of_steps, 1, where)
         assert second == []
         (line,) = first
-        assert f"step {STEPS}: rank 1 holds the others up: in the last {STEPS} steps it worked " in line
+        assert (
+            f"step {STEPS_LOOKED_AT}: rank 1 holds the others up: in the last {STEPS_LOOKED_AT} steps it worked "
+            in line
+        )
 
 
 def test_a_rank_that_is_slow_in_one_stage_of_three_is_named_once():
     first, second = run_on_ranks(2, log_of_steps, 1, "second", ("first", "second", "third"))
     assert second == []
     (line,) = first
-    assert f"step {STEPS}: rank 1 holds the others up" in line
+    assert f"step {STEPS_LOOKED_AT}: rank 1 holds the others up" in line
 
 
 def test_ranks_that_are_alike_are_not_told_of():

@@ -192,7 +192,7 @@ class RolloutBench:
         else:
             rollouts = copies(self._found)
             figures = {self.case.stage: run(self.case.stage, rollouts)}
-        kept = {(name, each.number): found for each in rollouts for name, found in each.found.items()}
+        kept = {(name, each.number): found for each in rollouts for name, found in each.kept.items()}
         kept |= {("answer", each.number): each.answer for each in rollouts}
         gradients = [gradients_of(model) for model in self.models.everything]
         return Outcome(gradients, kept, figures, torch.get_rng_state())
@@ -256,4 +256,4 @@ class RolloutBench:
 
 def copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """What a stage finds is not written into the ones that were given."""
-    return [replace(each, found=dict(each.found)) for each in rollouts]
+    return [replace(each, kept=dict(each.kept)) for each in rollouts]

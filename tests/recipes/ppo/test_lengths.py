@@ -26,7 +26,7 @@ from torchtune_adaptive.search.profile import MOST_POINTS
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.rl import stage_limits
-from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.tune.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.tune.run.fitting import FitRequest, search_batch_size
 
 NEW = 12
@@ -112,9 +112,9 @@ def stop_and_go_on(folder: Path, stops: Sequence[int | None], ports: Iterator[in
     for start, stop in enumerate(stops):
         recipe, _ = set_up(folder, next(ports), *RESUMED)
         if start == 0:
-            FaultInjector(recipe.stages.runners[FORWARD[2]]).fail_at(rank=1, step=1, operation=40).__enter__()
+            FaultInjector(recipe.stages.runners[FIND_VALUES]).fail_at(rank=1, step=1, operation=40).__enter__()
         train_until(recipe, recipe.stages.runners[TRAIN_POLICY], stop)
-    return int(recipe.stages.runners[FORWARD[2]].limit.size)
+    return int(recipe.stages.runners[FIND_VALUES].limit.size)
 
 
 def start_again(folder: Path, measured: Path, port: int) -> None:

@@ -105,7 +105,7 @@ def peak_in(recipe: Any, name: str, stage: Callable[[int, Rollout], None], size:
 
 def predicted(cfg: DictConfig, world_size: int, *, layer_by_layer: bool) -> dict[str, list[int]]:
     with fake_steps(cfg, world_size) as steps:
-        if layer_by_layer and (go := steps[GENERATE].otherwise) is not None:
+        if layer_by_layer and (go := steps[GENERATE].fall_back) is not None:
             go()
             steps[GENERATE].run_first()
         return {name: peaks_of(step, SIZES) for name, step in steps.items()}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.record.tables import read_search, write_search
+from torchtune_adaptive.record.search_file import read_search, write_search
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 

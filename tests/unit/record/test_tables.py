@@ -9,14 +9,8 @@ import pytest
 from tests.laws import refuse_nothing
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
-from torchtune_adaptive.record.tables import (
-    profile_table,
-    read_search,
-    schedule_table,
-    search_table,
-    step_line,
-    write_search,
-)
+from torchtune_adaptive.record.search_file import read_search, write_search
+from torchtune_adaptive.record.tables import profile_table, schedule_table, search_table, step_line
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
 from torchtune_adaptive.search.probe_result import Room
@@ -189,7 +183,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.record.charts.figures"):
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.record.charts.style"):
         assert draw_search(tmp_path, example(), 4096) is None
     assert caplog.messages == ["batch_search.png is not drawn: pip install matplotlib"]
     assert not list(tmp_path.iterdir())

@@ -153,7 +153,7 @@ def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():
         return "there is more room now"
 
     with MemoryMeter(cap_bytes=100) as meter:
-        runner.otherwise = make_room
+        runner.fall_back = make_room
         result = runner.run(SAMPLES, step=3)
     assert asked == [1]
     assert runner.limit.size == 8

@@ -136,7 +136,7 @@ class TensorLedger(Generic[Sample]):
 
     def end_microbatch(self) -> None:
         """Compares what a microbatch has communicated with the script of its shape, or makes that the script."""
-        if self._root is not None and fsdp.awaits_backward(self._root):
+        if self._root is not None:
             fsdp.settle(self._root)
         self._wait_for_outstanding()
         self._masks.forget()
@@ -243,7 +243,7 @@ class TensorLedger(Generic[Sample]):
         self._wait_for_outstanding()
         expected: list[Entry] = []
         for microbatch in self._microbatches:
-            expected += self.scripts.of(microbatch, self._microbatches[: self._number])
+            expected += self.scripts.script_for(microbatch, self._microbatches[: self._number])
             known = min(len(expected), len(self._issued))
             if self._issued[:known] != expected[:known]:
                 raise refused(SAYS_OTHERWISE)

@@ -43,7 +43,7 @@ class Scripts(Generic[Sample]):
         key = self.key_of(microbatch)
         return self._keep(key, self._kept.get(key, seen)) == seen
 
-    def of(self, microbatch: Sequence[Sample], done: Sequence[Sequence[Sample]]) -> Script:
+    def script_for(self, microbatch: Sequence[Sample], done: Sequence[Sequence[Sample]]) -> Script:
         """The script of a microbatch that may not have run. `done`: those of its step that have run to their end."""
         key = self.key_of(microbatch)
         if key not in self._kept:

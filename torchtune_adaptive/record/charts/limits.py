@@ -7,7 +7,7 @@ from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
-from torchtune_adaptive.record.charts.figures import (
+from torchtune_adaptive.record.charts.style import (
     ALARM,
     BLUE,
     CHARACTER,
@@ -15,7 +15,7 @@ from torchtune_adaptive.record.charts.figures import (
     INK,
     PINK,
     SKY,
-    TEXT,
+    TEXT_SIZE,
     heading,
     legible,
     unit_of,
@@ -123,7 +123,13 @@ def draw_key(axes: Axes, *, courses: Sequence[LimitCourse], end: float) -> None:
         axes.plot(0.012, row + 0.5, marker, color=colour, markersize=size, transform=across, clip_on=False)
         said = INK if colour == LOWERED else colour
         axes.text(
-            0.03, row + 0.5, means.format(""), color=said, fontsize=TEXT, transform=across, verticalalignment="center"
+            0.03,
+            row + 0.5,
+            means.format(""),
+            color=said,
+            fontsize=TEXT_SIZE,
+            transform=across,
+            verticalalignment="center",
         )
 
 
@@ -177,7 +183,7 @@ def _say_spell(axes: Axes, course: LimitCourse, end: float, scale: Scale, low: f
     if (found := _of_a_spell(course, end, scale, low)) is None:
         return False
     at, height, said = found
-    axes.text(at, height, said, color=INK, fontsize=TEXT, gid=SPELL, ha="center", va="center")
+    axes.text(at, height, said, color=INK, fontsize=TEXT_SIZE, gid=SPELL, ha="center", va="center")
     return True
 
 
@@ -223,7 +229,7 @@ def _say(
         textcoords="axes fraction",
         verticalalignment="bottom" if below else "top",
         color=colour,
-        fontsize=TEXT,
+        fontsize=TEXT_SIZE,
         arrowprops={
             "arrowstyle": "-",
             "color": colour,

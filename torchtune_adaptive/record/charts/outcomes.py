@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.prediction.outcome import Outcome, frontier_of
-from torchtune_adaptive.record.charts.figures import ALARM, BLUE, GREY, INK, label, new_figure, save, unit_of
+from torchtune_adaptive.record.charts.style import ALARM, BLUE, GREY, INK, label, new_figure, save, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

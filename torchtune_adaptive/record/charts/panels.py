@@ -7,13 +7,13 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.limits.change import RECOVERY
-from torchtune_adaptive.record.charts.figures import (
+from torchtune_adaptive.record.charts.style import (
     ALARM,
     BLUE,
     GREY,
     INK,
     ORANGE,
-    TEXT,
+    TEXT_SIZE,
     heading,
     legible,
     percent_of,
@@ -79,7 +79,7 @@ def draw_memory(axes: Axes, *, timeline: Timeline) -> None:
         horizontalalignment="right",
         verticalalignment="bottom",
         color=INK,
-        fontsize=TEXT,
+        fontsize=TEXT_SIZE,
     )
 
 
@@ -98,4 +98,4 @@ def draw_imbalance(axes: Axes, *, timeline: Timeline) -> None:
 def _say(axes: Axes, text: str, colour: str) -> None:
     """Explains the dots, above all that is drawn, behind a dot."""
     axes.plot(0.012, 0.9, "o", color=colour, markersize=6, transform=axes.transAxes)
-    axes.text(0.03, 0.9, text, transform=axes.transAxes, verticalalignment="center", color=INK, fontsize=TEXT)
+    axes.text(0.03, 0.9, text, transform=axes.transAxes, verticalalignment="center", color=INK, fontsize=TEXT_SIZE)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.capacity import Capacity
-from torchtune_adaptive.record.charts.figures import (
+from torchtune_adaptive.record.charts.style import (
     ALARM,
     BLUE,
     INK,

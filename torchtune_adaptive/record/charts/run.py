@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 from torchtune_adaptive.record import limit_course
 from torchtune_adaptive.record.charts import limits as limit_panels
 from torchtune_adaptive.record.charts import panels
-from torchtune_adaptive.record.charts.figures import (
+from torchtune_adaptive.record.charts.style import (
     INK,
-    TEXT,
+    TEXT_SIZE,
     TITLE,
     new_figure,
     no_run_ends_over,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 REPORT_FILE = "adaptive_report.png"
-WIDTH, MARGIN = 7.2, 0.1
+WIDTH, PAGE_MARGIN = 7.2, 0.1
 """Inches."""
 FULL_LINE = 64
 """Characters of a title in its full size."""
@@ -58,10 +58,12 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     figure = new_figure(directory / REPORT_FILE, WIDTH, 0.75 + sum(heights))
     if figure is None:
         return None
-    figure.set_layout_engine("constrained", w_pad=MARGIN, h_pad=0.06)
+    figure.set_layout_engine("constrained", w_pad=PAGE_MARGIN, h_pad=0.06)
     said = title(timeline)
     # it begins where the numbers beside the panels do
-    figure.suptitle(said, x=MARGIN / WIDTH, ha="left", fontsize=min(TITLE, TITLE * FULL_LINE / len(said)), color=INK)
+    figure.suptitle(
+        said, x=PAGE_MARGIN / WIDTH, ha="left", fontsize=min(TITLE, TITLE * FULL_LINE / len(said)), color=INK
+    )
     grid = figure.subplots(len(shown), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for axes, (draw, _) in zip(grid, shown, strict=True):
         draw(axes)
@@ -69,7 +71,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
         axes.grid(visible=False, axis="x")
         axes.locator_params(axis="x", integer=True)
     grid[-1].set_xlim(limit_course.AFTER, _end(timeline))
-    grid[-1].set_xlabel("step", fontsize=TEXT)
+    grid[-1].set_xlabel("step", fontsize=TEXT_SIZE)
     return save(figure, directory / REPORT_FILE)
 
 

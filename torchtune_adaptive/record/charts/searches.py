@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.record.charts.figures import (
+from torchtune_adaptive.record.charts.style import (
     ALARM,
     BLUE,
     GREY,
@@ -33,7 +33,7 @@ OTHERS = "#BBBBBB"
 """The colour of phases that do not need most."""
 PHASE = "phase"
 """The gid of a text that names the phase which needs most."""
-CHARACTER = 0.0145
+PHASE_CHARACTER = 0.0145
 """The width of a character of a phase's name, as a share of the axes' width."""
 LONG_ENOUGH = 0.15
 """The share of the width from which on a phase that needs most is named."""
@@ -164,7 +164,7 @@ def _name_phase(axes: "Axes", binding: Binding, result: SearchResult, right: flo
     """Writes its name at the middle of its line: above and left of it, where nothing else is, or below and right of it
     where that would leave the axes or meet the leader of the choice."""
     middle = (binding.begins + binding.ends) / 2
-    above = CHARACTER * len(binding.phase) < middle / right and middle < result.rows
+    above = PHASE_CHARACTER * len(binding.phase) < middle / right and middle < result.rows
     axes.annotate(
         binding.phase,
         (middle, result.lines[binding.phase].bytes_at(middle) / unit_bytes),

@@ -74,6 +74,14 @@ def count_up_to(most: int) -> Rule:
     return Rule(lambda v: COUNT.accepts(v) and v <= most, f"a whole number from 1 to {most}")
 
 
+def counts_up_to(most: int) -> Rule:
+    each = count_up_to(most)
+    return Rule(
+        lambda v: isinstance(v, list) and bool(v) and all(map(each.accepts, v)),
+        f"a list of whole numbers from 1 to {most}",
+    )
+
+
 def some_of(*choices: str) -> Rule:
     return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
@@ -131,21 +131,33 @@ def check_sample(
 ) -> None:
     """Raises an error that names a sample which a model that knows so many tokens cannot take."""
     if flaw := _flaw(sample, kind, known):
-        raise SampleError(f"sample {index} of the dataset (on rank {rank()}) has {flaw}") from cause
+        raise SampleError(f"{_told_as(index)} has {flaw}") from cause
 
 
-def too_long(what: str, tokens: int, allowed: int) -> SampleTooLongError:
-    return SampleTooLongError(
-        f"{what} has {tokens} tokens, but the model takes at most {allowed} (its max_seq_len): set "
-        f"tokenizer.max_seq_len to {allowed} or less"
-    )
+def _told_as(index: int) -> str:
+    return f"sample {index} of the dataset (on rank {rank()})"
 
 
-def _check_lengths(model: Any, samples: NamedSamples, last: int, cause: Exception) -> None:
+def check_length(model: nn.Module, tokens: int, what: str = "a sample", cause: Exception | None = None) -> None:
+    """Refuses what is longer than the model takes."""
+    taken = longest_taken([model])
+    if taken is not None and tokens > taken:
+        raise SampleTooLongError(
+            f"{what} has {tokens} tokens, but the model takes at most {taken} (its max_seq_len): set "
+            f"tokenizer.max_seq_len to {taken} or less"
+        ) from cause
+
+
+def _check_lengths(model: nn.Module, samples: NamedSamples, last: int, cause: Exception) -> None:
     """Raises the error that names the sample that is longer than the model takes, if one of so many last ones is."""
     for index in samples.last(last):
-        if (tokens := max(samples.kind.lengths_of(samples[index]))) > model.max_seq_len:
-            raise too_long(f"sample {index} of the dataset (on rank {rank()})", tokens, model.max_seq_len) from cause
+        check_length(model, max(samples.kind.lengths_of(samples[index])), _told_as(index), cause)
+
+
+def longest_taken(models: Iterable[nn.Module]) -> int | None:
+    """The longest sequence that all of the models take; None where none of them says."""
+    lengths: list[int] = [model.max_seq_len for model in models if hasattr(model, "max_seq_len")]  # type: ignore[misc]
+    return min(lengths, default=None)
 
 
 def vocabulary_of(model: nn.Module) -> int | None:

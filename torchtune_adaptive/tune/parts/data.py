@@ -20,6 +20,7 @@ from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.parts.loader import StepLoader
 from torchtune_adaptive.tune.parts.process_group import Meshes
@@ -66,12 +67,12 @@ class Data:
         return naming_bad_samples(model, self.dataset, last=last)
 
 
-def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
+def builddata_of(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Samples of text, for finetuning."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     collate = build_collate(settings, tokenizer, kind.ignored_label, packed=packed)
-    return _data(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
+    return data_of(NamedSamples(dataset, kind), collate, settings, tokenizer, mesh, packed=packed)
 
 
 def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
@@ -83,10 +84,10 @@ def build_pairs(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
     needed = [key for fields in PAIR.sequences for key in (fields.tokens, fields.labels)]
     check_samples(samples, needed, settings.config, "pairs", "preference_dataset")
     collate = partial(padded_collate_sft, padding_idx=tokenizer.pad_id, ignore_idx=PAIR.ignored_label)
-    return _data(samples, collate, settings, tokenizer, mesh, packed=False)
+    return data_of(samples, collate, settings, tokenizer, mesh, packed=False)
 
 
-def _data(
+def data_of(
     samples: NamedSamples, collate: Collate, settings: Settings, tokenizer: Tokenizer, mesh: Meshes, *, packed: bool
 ) -> Data:
     return Data(
@@ -106,7 +107,7 @@ def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig,
     found = samples[0]
     if not isinstance(found, Mapping) or not set(needed) <= found.keys():
         keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
-        component = cfg.dataset.get("_component_") if isinstance(cfg.dataset, DictConfig) else cfg.dataset
+        component = cfg.dataset.get(COMPONENT) if isinstance(cfg.dataset, DictConfig) else cfg.dataset
         raise ConfigError(
             f"dataset is {component}, whose samples are no {what}: the first has {keys}, and needs "
             f"{', '.join(needed)}; give one such as torchtune.datasets.{such_as}"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,17 +23,16 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.cost import cost_of
-from torchtune_adaptive.tune.parts.culprits import too_long
+from torchtune_adaptive.tune.parts.culprits import check_length, longest_taken
 from torchtune_adaptive.tune.parts.data import Batching, Data
 from torchtune_adaptive.tune.parts.loss import Logits, build_loss, scoring_only, zero_of
 from torchtune_adaptive.tune.parts.model import build_shadow_model
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.process_group import Place
-from torchtune_adaptive.tune.parts.samples import Kind, Sample
+from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import (
     Batch,
     batch_to_device,
@@ -116,12 +115,6 @@ class ForwardBackward:
         return loss
 
 
-def check_length(model: nn.Module, longest: int) -> None:
-    allowed = getattr(model, "max_seq_len", None)
-    if allowed is not None and longest > allowed:
-        raise too_long("a sample", longest, allowed)
-
-
 def build_forward_backward(
     model: nn.Module,
     loss_fn: nn.Module,
@@ -160,8 +153,9 @@ def build_step_runner(
     if recover and settings.tensor_parallel_dim > 1:
         assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
         ledger = tensor_ledger(forward_backward, settings, place)
-    build = runners_of(batching.kind, settings, recover=recover)
-    return build(model, forward_backward, cost_of=cost_of(model), ledger=ledger)
+    build = runners_of(settings, recover=recover)
+    kind, limit = batching.kind.for_steps(), RowLimit(settings.batch_size)
+    return build(model, forward_backward, kind=kind, limit=limit, cost_of=cost_of(model), ledger=ledger)
 
 
 def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, place: Place) -> TensorLedger[Sample]:
@@ -190,22 +184,14 @@ def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, place: 
 def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
     """Collective: how this run makes microbatches of the data, padded or not."""
     check_sequence_length(model, settings.adaptive)
-    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed, tried=True))
+    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed, run_model=True))
     return Batching(kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label))
 
 
-def runners_of(kind: Kind, settings: Settings, *, recover: bool) -> partial[StepRunner[Sample]]:
-    """What makes a runner, of a step or of one of its stages, out of a model and of what runs a microbatch of it."""
+def runners_of(settings: Settings, *, recover: bool) -> partial[StepRunner[Any]]:
+    """What makes the runners of a step, one for each of its stages, out of a model and what runs a microbatch of it."""
     return partial(
         StepRunner,
-        limit=RowLimit(settings.batch_size),
-        kind=SampleKind(
-            length_of=kind.length_of,
-            row_lengths_of=kind.lengths_of if kind.rows > 1 else None,
-            stand_in=kind.stand_in,
-            filler=kind.filler,
-            padded=kind.padded,
-        ),
         recover=recover,
         regrow_after=settings.adaptive.regrow_after,
         asked_to_stop=THIS_RUN.asked_to_stop,
@@ -215,7 +201,7 @@ def runners_of(kind: Kind, settings: Settings, *, recover: bool) -> partial[Step
 
 def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
     """Refuses a length that the model cannot take, before a sample of it is made whose error would blame the data."""
-    wanted, allowed = adaptive.sequence_length, getattr(model, "max_seq_len", None)
+    wanted, allowed = adaptive.sequence_length, longest_taken([model])
     if wanted is not None and allowed is not None and wanted > allowed:
         raise ConfigError(
             f"adaptive.sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): "

@@ -23,14 +23,16 @@ from torchtune.training import OffloadActivations, get_act_offloading_ctx_manage
 
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.cost import cost_of
+from torchtune_adaptive.tune.parts.culprits import check_length
 from torchtune_adaptive.tune.parts.data import Batching, Data
-from torchtune_adaptive.tune.parts.microbatch import batching_of, check_length, recovers, runners_of
+from torchtune_adaptive.tune.parts.microbatch import batching_of, recovers, runners_of
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
@@ -230,7 +232,8 @@ def build_stages(
         ledgers = CollectiveLedger(*frozen), CollectiveLedger(policy)
     else:
         ledgers = (CollectiveLedger(policy, *frozen),) * 2
-    build = runners_of(batching.kind, settings, recover=recovers(settings))
+    kind, limit = batching.kind.for_steps(), RowLimit(settings.batch_size)
+    build = partial(runners_of(settings, recover=recovers(settings)), kind=kind, limit=limit)
     training = build(policy, train, cost_of=cost_of(policy), stage=POLICY, ledger=ledgers[1])
     if reference is None:
         return Stages({POLICY: training})

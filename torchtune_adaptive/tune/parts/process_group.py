@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import os
-import time
-import uuid
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import default_pg_timeout
-from torch.distributed.rendezvous import rendezvous
 
-from torchtune_adaptive.errors import ConfigError, UnrecoverableError
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.devices import device_of
 from torchtune_adaptive.tune.parts.same_config import check_same_config
-from torchtune_adaptive.wording import ranks_named
+from torchtune_adaptive.tune.start.meeting import store_of_this_start
 
 Meshes = Mapping[str, DeviceMesh]
 """`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded
 over, and replicated."""
 SHARDING = "sharding"
-LEFT = -1
+WHATEVER_IS_LEFT = -1
 """As many as are left, as a dimension of a mesh."""
-GREETS_EVERY_S = 0.02
 
 
 class Place(NamedTuple):
@@ -53,47 +48,9 @@ def join_on(device: torch.device) -> None:
     """Collective: joins the group that torchrun describes, or makes a group of this one process."""
     backend = "gloo" if device.type == "cpu" else _accelerator_backend(device)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, **_store_of_this_start())
+        dist.init_process_group(backend, **store_of_this_start())
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-
-
-def _store_of_this_start() -> dict[str, Any]:
-    """Where a launcher may restart its ranks, a part of its store that holds nothing of those that died.
-
-    torch 2.13 keeps one store for all starts, so ranks would call at the addresses of the dead. Launchers of several
-    nodes count restarts each for itself, so the ranks agree on a name: each says that it is there under a name that is
-    new, and rank 0 answers those names until all have heard it. What the dead have said gets an answer nobody reads.
-    """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return {}
-    store, rank, world_size = next(rendezvous("env://"))
-    name = _greeted(store, world_size) if rank == 0 else _name_from_rank_0(store, rank)
-    mine = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
-    return {"store": mine, "rank": rank, "world_size": world_size}
-
-
-def _name_from_rank_0(store: Any, rank: int) -> str:
-    mine = uuid.uuid4().hex
-    store.set(f"there/{rank}", mine)
-    name = str(store.get(f"start/{mine}").decode())
-    store.set(f"{name}/heard/{rank}", "")
-    return name
-
-
-def _greeted(store: Any, world_size: int) -> str:
-    """The name of this start, once every rank has heard it."""
-    name, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), "")
-    until_s = time.monotonic() + default_pg_timeout.total_seconds()
-    while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
-        if time.monotonic() > until_s:
-            raise UnrecoverableError(f"{ranks_named(waiting)} did not join; restart all ranks")
-        for rank in waiting:
-            if store.check([f"there/{rank}"]) and (there := store.get(f"there/{rank}").decode()) != answered[rank]:
-                store.set(f"start/{there}", name)
-                answered[rank] = there
-        time.sleep(GREETS_EVERY_S)
-    return name
 
 
 def leave() -> None:
@@ -116,7 +73,7 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
         settings.data_parallel_shard_dim,
         settings.tensor_parallel_dim,
     )
-    shards = ranks // (replicas * tensor_parallel) if given in (None, LEFT) else int(given)
+    shards = ranks // (replicas * tensor_parallel) if given in (None, WHATEVER_IS_LEFT) else int(given)
     if replicas * shards * tensor_parallel == ranks and shards > 0:
         return MeshShape(replicas, shards, tensor_parallel)
     dims = {
@@ -124,7 +81,11 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
         "data_parallel_shard_dim": given,
         "tensor_parallel_dim": tensor_parallel,
     }
-    unset = {"data_parallel_replicate_dim": (1,), "data_parallel_shard_dim": (None, LEFT), "tensor_parallel_dim": (1,)}
+    unset = {
+        "data_parallel_replicate_dim": (1,),
+        "data_parallel_shard_dim": (None, WHATEVER_IS_LEFT),
+        "tensor_parallel_dim": (1,),
+    }
     told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in unset[key])
     raise ConfigError(
         f"{told}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "

@@ -10,6 +10,7 @@ from torchtune import training
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.rules import BOOL, NULL, check, one_of
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.wording import shown
 
 PROFILER = "torchtune.training.setup_torch_profiler"
@@ -26,7 +27,7 @@ class StepProfiler:
             return
         # resolved here: apart from the whole config, ${output_dir} would be the section's own key
         values = OmegaConf.to_container(section, resolve=True)
-        named = OmegaConf.merge(values, {"_component_": PROFILER})
+        named = OmegaConf.merge(values, {COMPONENT: PROFILER})
         self._profiler, chosen = components.build_section("profiler", named)
         if record_memory and chosen.get("profile_memory"):
             self._record_from = chosen["wait_steps"] + chosen["warmup_steps"]
@@ -56,7 +57,7 @@ def is_enabled(section: object) -> bool:
     if not isinstance(section, DictConfig):
         raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")
     # on a command line, profiler=5 sets the component, and profiler=null removes it
-    check(one_of(PROFILER) | NULL, section.get("_component_"), "profiler._component_")
+    check(one_of(PROFILER) | NULL, section.get(COMPONENT), "profiler._component_")
     check(BOOL, enabled := section.get("enabled", True), "profiler.enabled")
     return bool(enabled)
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
+from torchtune_adaptive.step.samples import SampleKind
+
 Sample = dict[str, Any]
 
 
@@ -50,7 +52,7 @@ class Kind:
         return len(self.sequences)
 
     @property
-    def called(self) -> str:
+    def noun(self) -> str:
         """What a picture calls a sample."""
         return "row" if self.rows == 1 else "pair"
 
@@ -58,6 +60,16 @@ class Kind:
     def padded_rows(self) -> int:
         """Rows as long as the sample; without padding, all of its tokens are its length."""
         return self.rows if self.padded else 1
+
+    def for_steps(self) -> SampleKind[Sample]:
+        """What a step asks of it."""
+        return SampleKind(
+            length_of=self.length_of,
+            row_lengths_of=self.lengths_of if self.rows > 1 else None,
+            stand_in=self.stand_in,
+            filler=self.filler,
+            padded=self.padded,
+        )
 
     def lengths_of(self, sample: Sample) -> tuple[int, ...]:
         """Tokens of each sequence."""
@@ -77,7 +89,7 @@ class Kind:
         return length if self.padded else length // self.rows
 
     @property
-    def together(self) -> str:
+    def length_suffix(self) -> str:
         """What to add to a length, where it is that of several sequences."""
         return "" if self.padded or self.rows == 1 else " in both answers together"
 

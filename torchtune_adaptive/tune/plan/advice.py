@@ -24,7 +24,7 @@ from torchtune_adaptive.tune.plan.overrides import (
     combinations,
     compiled,
     in_8_bits,
-    joined,
+    merged,
     save_resident,
     savers,
     starts,
@@ -246,13 +246,13 @@ def what_is_fastest(others: Alternatives) -> list[Outcome]:
     """Checkpointing more and less, each compiled and not; around the fastest of these, what costs or gains little."""
     settings, _ = read_settings(others.cfg)
     switches: list[Overrides] = [(), compiled(settings)]
-    ways = [joined(switch, each) for switch in dict.fromkeys(switches) for each in checkpointing(others.cfg)]
+    ways = [merged(switch, each) for switch in dict.fromkeys(switches) for each in checkpointing(others.cfg)]
     tried = {overrides: others.outcome(overrides) for overrides in dict.fromkeys([(), *ways])}
     fitting = {overrides: each for overrides, each in tried.items() if each and each.fits}
     if fitting:
         fastest = max(fitting, key=lambda overrides: fitting[overrides].tokens_per_s)
         for more in _around(others.cfg, others.plan.ranks):
-            tried[joined(fastest, more)] = others.outcome(joined(fastest, more))
+            tried[merged(fastest, more)] = others.outcome(merged(fastest, more))
     return fastest_first([each for each in tried.values() if each])
 
 

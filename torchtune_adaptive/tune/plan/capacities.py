@@ -26,7 +26,7 @@ from torchtune_adaptive.tune.plan.settings import (
     Lengths,
     budget,
     card_of,
-    check_length,
+    check_row_lengths,
     lengths,
     link_bytes_per_s,
 )
@@ -98,9 +98,9 @@ def predict(
         trains = TRAIN_POLICY if TRAIN_POLICY in steps else next(iter(steps))
         training = steps[trains]
         longest = _longest(steps.values(), given)
-        check_length(Lengths.of(adaptive), longest)
+        check_row_lengths(Lengths.of(adaptive), longest)
         wanted = given.tokens if given else (min(ASSUMED_TOKENS, longest),)
-        one_row = OneRow(min(wanted), have.usable_bytes) if if_it_fits and training.otherwise is None else None
+        one_row = OneRow(min(wanted), have.usable_bytes) if if_it_fits and training.fall_back is None else None
         asked = _Asked(wanted, have, traced, check=check, counting=len(steps) == 1, one_row=one_row)
         found = {stage: asked.of(step) for stage, step in steps.items() if check or stage == trains}
         notes = [*notes_on_question(plan, given, wanted), *asked.changed]
@@ -138,12 +138,12 @@ class _Asked:
         first, error = _checked(step, capacity_by, law, traced) if self.check else (capacity_by(law), 0.0)
         found = _StageCapacities([first, *map(first.at, self.wanted[1:])], error, work)
         too_long = [each.tokens for each in found.capacities if not each.most_rows_with_retries]
-        if step.otherwise is None or not too_long:
+        if step.fall_back is None or not too_long:
             return found
         whole = len(too_long) == len(self.wanted)
-        self.changed.append(f"{'' if whole else f'rows of {too_long} tokens: '}{step.otherwise()}")
+        self.changed.append(f"{'' if whole else f'rows of {too_long} tokens: '}{step.fall_back()}")
         step.run_first()
-        return found.where_it_fits(self.of(replace(step, otherwise=None)))
+        return found.where_it_fits(self.of(replace(step, fall_back=None)))
 
 
 def _token_budgets(steps: Mapping[str, FakeStep], adaptive: AdaptiveConfig) -> dict[str, TokenBudget]:
@@ -171,11 +171,11 @@ class _StageCapacities(NamedTuple):
     """Error of the law against a step that was traced directly, as a share."""
     work: WorkLaw | None
 
-    def where_it_fits(self, otherwise: _StageCapacities) -> _StageCapacities:
+    def where_it_fits(self, fallback: _StageCapacities) -> _StageCapacities:
         """These, and for lengths of which not even one row fits those of another way to run the stage."""
-        both = zip(self.capacities, otherwise.capacities, strict=True)
-        error = max(self.error, otherwise.error, key=abs)
-        return otherwise._replace(capacities=[a if a.most_rows_with_retries else b for a, b in both], error=error)
+        both = zip(self.capacities, fallback.capacities, strict=True)
+        error = max(self.error, fallback.error, key=abs)
+        return fallback._replace(capacities=[a if a.most_rows_with_retries else b for a, b in both], error=error)
 
 
 def _time(step: FakeStep, plan: PlanSettings, work: WorkLaw | None) -> StepTime | None:
@@ -221,7 +221,7 @@ def _longest(steps: Iterable[FakeStep], given: Lengths | None) -> int:
     """What the models take, which has to be as long as what is given."""
     wanted = max(given.tokens) if given else ASSUMED_TOKENS
     allowed = min(step.most_tokens(wanted) for step in steps)
-    check_length(given, allowed)
+    check_row_lengths(given, allowed)
     return allowed
 
 

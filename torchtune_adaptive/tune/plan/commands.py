@@ -17,7 +17,7 @@ from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.plan.capacities import Capacities
-from torchtune_adaptive.tune.plan.overrides import Overrides, changed, joined
+from torchtune_adaptive.tune.plan.overrides import Overrides, changed, merged
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import RANKS_OF_A_MACHINE
 from torchtune_adaptive.tune.trace.which_recipe import training_of, trains_with_ppo
@@ -42,7 +42,7 @@ class Wanted:
 
 def command(question: Question, wanted: Wanted) -> str:
     """What trains so, or finds as much by itself; with the words of the question."""
-    words = joined(_for_a_run(question), _sizes(question, wanted))
+    words = merged(_for_a_run(question), _sizes(question, wanted))
     ranks, recipe = question.plan.ranks, training_of(question.cfg).name
     parts = [_launcher(ranks), recipe, f"--config {question.config_name}", shlex.join(words)]
     return f"{_environment(question, os.environ)}tune run {' '.join(parts)}".rstrip()

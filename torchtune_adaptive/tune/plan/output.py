@@ -10,6 +10,7 @@ from typing import Any, TextIO
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, Compared, advised_length, ways_out
 from torchtune_adaptive.tune.plan.capacities import Capacities
@@ -25,7 +26,7 @@ def heading(question: Question, capacity: Capacity, stage: str = "") -> str:
     if trains_with_ppo(cfg):
         length = f"prompts of {length}, answers of {cfg.max_generated_tokens}"
     parts = [
-        str(cfg.model.get("_component_")).rpartition(".")[2],
+        str(cfg.model.get(COMPONENT)).rpartition(".")[2],
         "PPO" if trains_with_ppo(cfg) else "lora" if is_lora(cfg) else "full",
         *([stage] if stage else []),
         count_of(question.plan.ranks, "rank"),

@@ -13,6 +13,7 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.trace.which_recipe import compiles_itself, is_lora, keeps_reference, read_settings
 
 Overrides = tuple[str, ...]
@@ -20,7 +21,7 @@ Overrides = tuple[str, ...]
 CHUNKED = "torchtune.modules.loss.CEWithChunkedOutputLoss"
 
 IN_8_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
-TAKEN_IN_8_BITS = {"_component_", "lr", "betas", "eps", "weight_decay", "amsgrad"}
+TAKEN_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
 SMALL_LORA_RANK = 8
 EVERY_SECOND_LAYER: Overrides = ("enable_activation_checkpointing=False", "ac_mode=selective", "ac_option=2")
 
@@ -37,7 +38,7 @@ def changed(cfg: DictConfig, overrides: Overrides) -> DictConfig:
     return merged
 
 
-def joined(*several: Overrides) -> Overrides:
+def merged(*several: Overrides) -> Overrides:
     """All of them; of a key that is set twice, the last."""
     by_key = {each.partition("=")[0]: each for overrides in several for each in overrides}
     return tuple(by_key.values())
@@ -89,7 +90,7 @@ def compiled(settings: Settings) -> Overrides:
 
 def in_8_bits(cfg: DictConfig) -> Overrides:
     """Adam with state in 8 bits, which compiles itself. That of LoRA is small."""
-    name = cfg.optimizer.get("_component_")
+    name = cfg.optimizer.get(COMPONENT)
     if name not in IN_8_BITS or is_lora(cfg) or cfg.get("fsdp_cpu_offload"):
         return ()
     removed = (f"~optimizer.{key}" for key in cfg.optimizer if key not in TAKEN_IN_8_BITS)
@@ -99,7 +100,7 @@ def in_8_bits(cfg: DictConfig) -> Overrides:
 def offloaded_activations(settings: Settings) -> Overrides:
     if settings.enable_activation_offloading:
         return ()
-    return joined(checkpointing(settings.config)[2], ("enable_activation_offloading=True",))
+    return merged(checkpointing(settings.config)[2], ("enable_activation_offloading=True",))
 
 
 def _without_selecting(cfg: DictConfig) -> Overrides:
@@ -113,8 +114,8 @@ def _only_new(cfg: DictConfig, overrides: Overrides) -> Overrides:
 
 def _chunked_loss(cfg: DictConfig) -> Overrides:
     """A chunked loss in place of a cross-entropy loss without arguments."""
-    plain = cfg.loss.get("_component_") == "torch.nn.CrossEntropyLoss" and set(cfg.loss) <= {
-        "_component_",
+    plain = cfg.loss.get(COMPONENT) == "torch.nn.CrossEntropyLoss" and set(cfg.loss) <= {
+        COMPONENT,
         "ignore_index",
     }
     return (f"loss._component_={CHUNKED}",) if plain else ()
@@ -153,7 +154,7 @@ def combinations(single: Sequence[Overrides]) -> list[Overrides]:
     several = [each for each in single if "ac_mode=selective" not in each]
     resident = [each for each in several if save_resident(each)]
     slow = [each for each in several if "enable_activation_offloading=True" in each]
-    quick = joined(*(each for each in several if each not in resident and each not in slow))
-    everything = joined(quick, *slow)
-    found = [quick, *(joined(quick, each) for each in resident), *(joined(everything, each) for each in resident)]
+    quick = merged(*(each for each in several if each not in resident and each not in slow))
+    everything = merged(quick, *slow)
+    found = [quick, *(merged(quick, each) for each in resident), *(merged(everything, each) for each in resident)]
     return list(dict.fromkeys(each for each in found if each and each not in single))

@@ -16,21 +16,16 @@ from torchtune_adaptive.tune.config.rules import (
     TEXT,
     Rule,
     count_up_to,
+    counts_up_to,
     one_of,
     option,
 )
 
 TOKENS = count_up_to(MOST_TOKENS)
-COUNTS = Rule(
-    lambda v: isinstance(v, list) and bool(v) and all(TOKENS.accepts(each) for each in v),
-    f"a list of whole numbers from 1 to {MOST_TOKENS}",
-)
+COUNTS = counts_up_to(MOST_TOKENS)
 MOST_RANKS = 65_536
 RANKS = count_up_to(MOST_RANKS)
-SEVERAL_RANKS = Rule(
-    lambda v: isinstance(v, list) and bool(v) and all(RANKS.accepts(each) for each in v),
-    f"a list of whole numbers from 1 to {MOST_RANKS}",
-)
+SEVERAL_RANKS = counts_up_to(MOST_RANKS)
 ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
 
 

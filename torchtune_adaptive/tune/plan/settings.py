@@ -86,7 +86,7 @@ def lengths(cfg: DictConfig, adaptive: AdaptiveConfig, plan: PlanSettings) -> Le
     return None
 
 
-def check_length(given: Lengths | None, allowed: int) -> None:
+def check_row_lengths(given: Lengths | None, allowed: int) -> None:
     """Refuses rows that are longer than the model takes."""
     if given is not None and max(given.tokens) > allowed:
         raise ConfigError(

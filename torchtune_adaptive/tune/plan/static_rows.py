@@ -27,7 +27,7 @@ def most_rows(
         config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
     with fake_steps(config, world_size) as steps:
         tokens -= steps[stage].answer_tokens
-        if fallen_back and (change := steps[stage].otherwise) is not None:
+        if fallen_back and (change := steps[stage].fall_back) is not None:
             change()
         law = law_of(steps[stage], tokens, traced=lambda: None)
     return Capacity(law, tokens, Budget(budget_bytes, overhead_bytes=0), rungs=()).most_rows

@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, build_step_loader, check_samples
+from torchtune_adaptive.tune.parts.data import Data, Tokenizer, build_dataset, check_samples, data_of
 from torchtune_adaptive.tune.parts.process_group import Meshes
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 
@@ -34,14 +34,7 @@ def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Dat
     samples = NamedSamples(dataset, TEXT)
     samples.complete = _prompt_of_some_tokens
     check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
-    return Data(
-        dataset=samples,
-        packed=packed,
-        collate=_collate_nothing,
-        loader=build_step_loader(samples, settings, mesh),
-        max_seq_len=getattr(tokenizer, "max_seq_len", None),
-        kind=TEXT,
-    )
+    return data_of(samples, _collate_nothing, settings, tokenizer, mesh, packed=packed)
 
 
 def _prompt_of_some_tokens(index: int, sample: Sample) -> Sample:

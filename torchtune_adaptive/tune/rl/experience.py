@@ -24,8 +24,8 @@ from torchtune_adaptive.tune.rl.rollouts import (
     SCORE,
     VALUES,
     Rollout,
-    found_of,
     keep,
+    kept_of,
 )
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, PPOSettings
 from torchtune_adaptive.wording import count_of
@@ -35,18 +35,18 @@ def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Seque
     """Each rollout keeps its advantages and returns, which need those of all ranks. Returns the figures of the log."""
     ends = where_answers_end(torch.stack([each.answer for each in everything]), stop_tokens)
     scores = penalised(
-        found_of(everything, SCORE),
+        kept_of(everything, SCORE),
         ends,
         no_stop=ppo.penalise_no_eos,
         shorter_than=ppo.min_response_length,
         penalty=ppo.reward_penalty,
     )
-    reference = found_of(everything, REFERENCE_LOG_PROBS)
+    reference = kept_of(everything, REFERENCE_LOG_PROBS)
     _check_finite(scores, everything[0].iteration, "reward model's score", REWARD_FILES)
     _check_finite(reference, everything[0].iteration, "reference's log-probability", REFERENCE_FILES)
-    rewards = rewards_of(scores, found_of(everything, LOG_PROBS), reference, ends, ppo.kl_coeff)
+    rewards = rewards_of(scores, kept_of(everything, LOG_PROBS), reference, ends, ppo.kl_coeff)
     total = whitened(rewards.total, ends.valued) * ends.valued if ppo.whiten_rewards else rewards.total
-    estimates = estimates_of(found_of(everything, VALUES), total, ends, ppo.gamma, ppo.lmbda)
+    estimates = estimates_of(kept_of(everything, VALUES), total, ends, ppo.gamma, ppo.lmbda)
     keep(everything, ADVANTAGES, estimates.advantages)
     keep(everything, RETURNS, estimates.returns)
     of_kl = float(rewards.of_kl.sum(1).mean())

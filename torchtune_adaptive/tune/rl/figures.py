@@ -23,7 +23,7 @@ class Updates:
     loss: PPOLoss
     figures: list[dict[str, float]] = field(default_factory=list)
 
-    def saw(self, value: StepResult, policy: StepResult, grad_norm: float | None) -> None:
+    def add(self, value: StepResult, policy: StepResult, grad_norm: float | None) -> None:
         """Reading them waits for the GPU."""
         tokens, valued = max(1, policy.target_tokens), max(1, value.target_tokens)
         policy_loss, value_loss = float(policy.loss_sum) / tokens, float(value.loss_sum) / valued

@@ -32,7 +32,14 @@ from torchtune_adaptive.tune.parts.model import (
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, one_optimizer
 from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
-from torchtune_adaptive.tune.rl.settings import POLICY, POLICY_FILES, REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES
+from torchtune_adaptive.tune.rl.settings import (
+    POLICY_FILES,
+    POLICY_SECTION,
+    REFERENCE_FILES,
+    REWARD_FILES,
+    VALUE_FILES,
+    VALUE_SECTION,
+)
 
 HEAD = "output.weight"
 
@@ -65,11 +72,13 @@ def build_models(
     classifier = partial(_classifier, settings, place, seed)
     value = {training.MODEL_KEY: classifier(checkpoint[VALUE_MODEL], VALUE_FILES)}
     models = Models(
-        policy=build_full_model(settings, place, checkpoint, POLICY, POLICY_FILES),
-        value=build_full_model(settings, place, value, VALUE, VALUE_FILES),
-        reference=build_frozen_model(settings, place, frozen(settings, REFERENCE_FILES), POLICY, REFERENCE_FILES),
+        policy=build_full_model(settings, place, checkpoint, POLICY_SECTION, POLICY_FILES),
+        value=build_full_model(settings, place, value, VALUE_SECTION, VALUE_FILES),
+        reference=build_frozen_model(
+            settings, place, frozen(settings, REFERENCE_FILES), POLICY_SECTION, REFERENCE_FILES
+        ),
         reward=build_frozen_model(
-            settings, place, classifier(frozen(settings, REWARD_FILES), REWARD_FILES), VALUE, REWARD_FILES
+            settings, place, classifier(frozen(settings, REWARD_FILES), REWARD_FILES), VALUE_SECTION, REWARD_FILES
         ),
     )
     drop_nothing(models.trained)  # what the models say is compared
@@ -81,11 +90,12 @@ def _classifier(settings: Settings, place: Place, seed: int, weights: Weights, f
     """Weights for a model of one number a token. A language model's head is replaced by a new one."""
     if HEAD not in weights:
         raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
-    model = built_on(META, settings.config, dtype_of(settings, place.device), VALUE)
+    model = built_on(META, settings.config, dtype_of(settings, place.device), VALUE_SECTION)
     shape = model.state_dict()[HEAD].shape
     if shape[0] != 1:
         raise ConfigError(
-            f"{VALUE} gives {shape[0]} numbers a token, but a value or a reward is a single one: set num_classes: 1"
+            f"{VALUE_SECTION} gives {shape[0]} numbers a token, but a value or a reward is a single one: "
+            "set num_classes: 1"
         )
     kept = {name: weight for name, weight in weights.items() if name != "output.bias"}
     if kept[HEAD].shape[0] != shape[0]:
@@ -98,8 +108,8 @@ def _check_vocabularies(models: Models) -> None:
     known = [vocabulary_of(model) for model in models.everything]
     if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
         raise ConfigError(
-            f"{POLICY} knows {known[0]} tokens and {VALUE} {known[1]}: value and reward model have to know all that "
-            "the policy may say"
+            f"{POLICY_SECTION} knows {known[0]} tokens and {VALUE_SECTION} {known[1]}: value and reward model have to "
+            "know all that the policy may say"
         )
 
 

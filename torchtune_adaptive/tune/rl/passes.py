@@ -36,8 +36,8 @@ from torchtune_adaptive.tune.rl.rollouts import (
     VALUES,
     Rollout,
     answer_tokens,
-    found_of,
     keep,
+    kept_of,
     sequences_of,
 )
 
@@ -98,13 +98,13 @@ class AnswerScorer:
         with scoring_only(model, sequences.of_answers):
             logits = model(sequences.tokens).float() / self.temperature
         of_token = cross_entropy(logits.flatten(0, 1), sequences.answers.flatten(), reduction="none")
-        counts = found_of(rollouts, COUNTS, self.device)
+        counts = kept_of(rollouts, COUNTS, self.device)
         log_probs = -pad(of_token.view(sequences.answers.shape), (0, counts.size(1) - sequences.answers.size(1)))
         return torch.where(counts, log_probs, 0.0)
 
     def values(self, model: nn.Module, rollouts: Sequence[Rollout]) -> Tensor:
         """[rollouts, new tokens]; what has no value is 0."""
-        valued = found_of(rollouts, VALUED, self.device)
+        valued = kept_of(rollouts, VALUED, self.device)
         sequences = sequences_of(rollouts, valued.size(1)).to(self.device)
         check_whole_length(model, sequences.tokens.size(1))
         return torch.where(valued, sequences.of_answers(model(sequences.tokens)[..., 0]).float(), 0.0)
@@ -142,13 +142,13 @@ class TrainPolicy:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         device = self.score.device
-        before, advantages = (found_of(rollouts, name, device) for name in (LOG_PROBS, ADVANTAGES))
-        counts = found_of(rollouts, COUNTS, device)
+        before, advantages = (kept_of(rollouts, name, device) for name in (LOG_PROBS, ADVANTAGES))
+        counts = kept_of(rollouts, COUNTS, device)
         log_probs = self.score.log_probs(self.model, rollouts)
         sums = policy_sums(log_probs, before, advantages, counts, self.loss.epsilon)
         sums.loss.backward()
         figures = {name: figure for name, figure in sums._asdict().items() if name != "loss"}
-        return Totals(sums.loss.detach(), int(found_of(rollouts, COUNTS).sum()), figures)
+        return Totals(sums.loss.detach(), int(kept_of(rollouts, COUNTS).sum()), figures)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +161,12 @@ class TrainValue:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         device = self.score.device
-        before, returns = (found_of(rollouts, name, device) for name in (VALUES, RETURNS))
-        valued = found_of(rollouts, VALUED, device)
+        before, returns = (kept_of(rollouts, name, device) for name in (VALUES, RETURNS))
+        valued = kept_of(rollouts, VALUED, device)
         values = self.score.values(self.model, rollouts)
         loss = value_sum(values, before, returns, valued, self.loss.value_clip_range)
         (loss * self.loss.value_coeff).backward()
-        return Totals(loss.detach(), int(found_of(rollouts, VALUED).sum()))
+        return Totals(loss.detach(), int(kept_of(rollouts, VALUED).sum()))
 
 
 def _nothing(tokens: int, device: torch.device) -> Totals:

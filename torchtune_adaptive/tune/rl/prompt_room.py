@@ -8,13 +8,8 @@ from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.rl.settings import PPOSettings
-
-
-def longest_taken(models: Iterable[nn.Module]) -> int | None:
-    """The longest sequence that all of the models take; None where none of them says."""
-    lengths: list[int] = [model.max_seq_len for model in models if hasattr(model, "max_seq_len")]  # type: ignore[misc]
-    return min(lengths, default=None)
 
 
 def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, ppo: PPOSettings) -> None:

@@ -36,7 +36,7 @@ class Rollout:
     """As many tokens as are generated at most; what follows a stop token is padding."""
     length: int = 0
     """Tokens of the answer that count; 0 until there is one."""
-    found: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[str, Tensor] = field(default_factory=dict)
     fills: bool = False
     """Whether it is there only because other ranks have more microbatches."""
 
@@ -59,12 +59,12 @@ class Rollout:
 
         What is found for it is its own: it must not become the sample's.
         """
-        return replace(self, prompt=self.prompt[:1], length=min(1, self.length), found=dict(self.found))
+        return replace(self, prompt=self.prompt[:1], length=min(1, self.length), kept=dict(self.kept))
 
     def filler(self) -> Rollout:
         """A stand-in that counts nothing."""
         nothing = torch.zeros_like(self.answer, dtype=torch.bool)
-        return replace(self.stand_in(), found={**self.found, COUNTS: nothing, VALUED: nothing}, fills=True)
+        return replace(self.stand_in(), kept={**self.kept, COUNTS: nothing, VALUED: nothing}, fills=True)
 
     def prompting(self, most_length: int) -> Rollout:
         """This rollout with its prompt cut, so that prompt and all new tokens have that length."""
@@ -74,8 +74,8 @@ class Rollout:
         """This rollout at that length, as much of it answer as possible: no other of that length needs more."""
         length = max(1, min(len(self.answer), whole_length - 1))
         counts = torch.arange(len(self.answer)) < length
-        found = {**self.found, COUNTS: counts, VALUED: counts}
-        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length, found=found)
+        kept = {**self.kept, COUNTS: counts, VALUED: counts}
+        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Sequences:
 def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
     """A rollout that needs the most: all new tokens, all of them counting, with whatever stages find."""
     answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
-    found = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
-    found |= {COUNTS: everywhere, VALUED: everywhere}
-    return Rollout(0, 0, prompt, answer, length=new_tokens, found=found)
+    kept = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
+    kept |= {COUNTS: everywhere, VALUED: everywhere}
+    return Rollout(0, 0, prompt, answer, length=new_tokens, kept=kept)
 
 
 def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Sequences:
@@ -115,8 +115,8 @@ def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Seque
     return Sequences(tokens, before, torch.stack([each.answer[:width] for each in rollouts]), lengths - 1)
 
 
-def found_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
-    return torch.stack([each.found[name] for each in rollouts]).to(device)
+def kept_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
+    return torch.stack([each.kept[name] for each in rollouts]).to(device)
 
 
 def answer_tokens(rollouts: Sequence[Rollout]) -> int:
@@ -126,7 +126,7 @@ def answer_tokens(rollouts: Sequence[Rollout]) -> int:
 
 def keep(rollouts: Sequence[Rollout], name: str, found: Tensor) -> None:
     for rollout, each in zip(rollouts, found.detach().cpu().unbind(), strict=True):
-        rollout.found[name] = each.clone()
+        rollout.kept[name] = each.clone()
 
 
 def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> list[Rollout]:

@@ -15,7 +15,7 @@ from torchtune_adaptive.tune.config.rules import BOOL, COUNT, COUNT_OR_0, INTEGE
 from torchtune_adaptive.tune.config.settings import Settings, read_common
 from torchtune_adaptive.wording import count_of
 
-POLICY, VALUE = "policy_model", "reward_and_value_model"
+POLICY_SECTION, VALUE_SECTION = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
 VALUE_FILES, REWARD_FILES = "value_checkpointer", "reward_checkpointer"
 TRAINED_FILES = f"{POLICY_FILES}.checkpoint_files and {VALUE_FILES}.checkpoint_files"
@@ -90,7 +90,7 @@ class LossSettings:
 
 
 PPO_KEYS = (
-    *(POLICY, VALUE, REFERENCE_FILES, VALUE_FILES, REWARD_FILES),
+    *(POLICY_SECTION, VALUE_SECTION, REFERENCE_FILES, VALUE_FILES, REWARD_FILES),
     *(field.name for field in fields(PPOSettings)),
 )
 """Sections and keys of the config besides those of finetuning."""
@@ -99,8 +99,8 @@ PPO_KEYS = (
 def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     """Settings of PPO. What the other recipes call the model is the policy, and a step is an iteration."""
     _check_optimizer(cfg)
-    if not OmegaConf.is_dict(policy := cfg.get(POLICY)):
-        raise ConfigError(f"{POLICY} is missing: give a section with a _component_")
+    if not OmegaConf.is_dict(policy := cfg.get(POLICY_SECTION)):
+        raise ConfigError(f"{POLICY_SECTION} is missing: give a section with a _component_")
     for key in WITHOUT_EFFECT:
         if cfg.get(key) is not None:
             raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: leave it out")

@@ -29,11 +29,11 @@ from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.console import say
+from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.rl.course import RolloutParts
 from torchtune_adaptive.tune.rl.models import give_gradients
-from torchtune_adaptive.tune.rl.prompt_room import longest_taken
 from torchtune_adaptive.tune.rl.rollouts import REFERENCE_LOG_PROBS, SCORE, Rollout, worst_rollout
-from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, most_rows
+from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, samples_of_stage
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.run.longest_sample import worst_sample
 from torchtune_adaptive.tune.run.oversize import Admission, ways_to_make_room
@@ -139,7 +139,7 @@ def _rollouts_of_an_iteration(parts: RolloutParts) -> list[Rollout]:
     """As many as lie on the host in training: this rank's, and those that it has gathered from all ranks. Where the
     host is what is measured, as on a CPU, they take room from every stage."""
     worst = _worst_rollout(parts)
-    worst.found |= {REFERENCE_LOG_PROBS: torch.zeros(len(worst.answer)), SCORE: torch.zeros(())}
+    worst.kept |= {REFERENCE_LOG_PROBS: torch.zeros(len(worst.answer)), SCORE: torch.zeros(())}
     return [deepcopy(worst) for _ in range(parts.settings.batch_size * (1 + dist.get_world_size()))]
 
 
@@ -154,22 +154,22 @@ def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
 
 def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Measure[Result]) -> tuple[Result, Event]:
     """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
-    found: list[Event] = []
+    events: list[Event] = []
     try:
-        result = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
+        result = measure(_request(parts, memory, stage, events.append), memory, samples_of_stage(stage, parts.ppo))
     except OneRowDoesNotFitError:
         if stage != GENERATE or not parts.rollout_stages.gathering.can_end:
             raise
         parts.rollout_stages.go_layer_by_layer()
-        result = measure(_request(parts, memory, stage, found.append), memory, most_rows(stage, parts.ppo))
+        result = measure(_request(parts, memory, stage, events.append), memory, samples_of_stage(stage, parts.ppo))
     finally:
         parts.optimization.optimizers[0].zero_grad(set_to_none=True)
-    parts.journal.found(found[-1])
-    return result, found[-1]
+    parts.journal.search(events[-1])
+    return result, events[-1]
 
 
 def _request(
-    parts: RolloutParts, memory: MemorySource | None, stage: str, found: Callable[[Event], None] = lambda _: None
+    parts: RolloutParts, memory: MemorySource | None, stage: str, record: Callable[[Event], None] = lambda _: None
 ) -> FitRequest:
     # what was found layer by layer is no answer for a run that has not tried without
     layer_by_layer = stage == GENERATE and not parts.rollout_stages.gathering.stays
@@ -179,7 +179,7 @@ def _request(
         worst_step=partial(_worst_step, parts, memory, stage),
         data=parts.data,
         kind=parts.data.kind,
-        found=found,
+        record=record,
         stage=stage,
         fallen_back=layer_by_layer,
         folder=(stage + " layer by layer" * layer_by_layer).replace(" ", "_"),

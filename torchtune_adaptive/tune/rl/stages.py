@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,9 +17,7 @@ from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.limits.limit import Limit, RowLimit
-from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.reports import StepResult
-from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.config.settings import Settings
@@ -28,17 +25,18 @@ from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.microbatch import recovers
+from torchtune_adaptive.tune.parts.microbatch import recovers, runners_of
 from torchtune_adaptive.tune.rl.generation import Answering
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 from torchtune_adaptive.tune.run.run_parts import restore_limits
-from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 GENERATE = "generate"
-FORWARD = ("policy log-probabilities", "reference log-probabilities", "values", "rewards")
+SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"
+FIND_VALUES, FIND_REWARDS = "values", "rewards"
+FORWARD = (SCORE_POLICY, SCORE_REFERENCE, FIND_VALUES, FIND_REWARDS)
 TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
 STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 """All stages of an iteration, in order."""
@@ -148,10 +146,10 @@ def configured_limits(ppo: PPOSettings) -> dict[str, Limit]:
     """What the config says of each stage, which nobody has measured."""
     forward, train = ppo.forward_batch_size, ppo.ppo_batch_size // ppo.gradient_accumulation_steps
     rows = {name: train if name in (TRAIN_VALUE, TRAIN_POLICY) else forward for name in STAGES}
-    return {name: RowLimit(min(count, most_rows(name, ppo))) for name, count in rows.items()}
+    return {name: RowLimit(min(count, samples_of_stage(name, ppo))) for name, count in rows.items()}
 
 
-def most_rows(stage: str, ppo: PPOSettings) -> int:
+def samples_of_stage(stage: str, ppo: PPOSettings) -> int:
     """The samples that a rank has in a stage."""
     return ppo.ppo_batch_size if stage in (TRAIN_VALUE, TRAIN_POLICY) else ppo.batch_size
 
@@ -170,7 +168,7 @@ def build_stages(
     ledger = CollectiveLedger(*models.everything, watches=recovers(settings))
     runners = _runners(passes, configured_limits(ppo), gathering, ledger, settings)
     stages = RolloutStages(runners, ledger, gathering)
-    runners[GENERATE].otherwise = stages.give_up_gathering
+    runners[GENERATE].fall_back = stages.give_up_gathering
     return stages
 
 
@@ -193,10 +191,10 @@ def passes_of(
     )
     return {
         GENERATE: (models.policy, generate),
-        FORWARD[0]: (models.policy, Ask(model=models.policy, ask=score.log_probs, name=LOG_PROBS)),
-        FORWARD[1]: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE_LOG_PROBS)),
-        FORWARD[2]: (models.value, Ask(model=models.value, ask=score.values, name=VALUES)),
-        FORWARD[3]: (models.reward, Ask(model=models.reward, ask=score.scores, name=SCORE)),
+        SCORE_POLICY: (models.policy, Ask(model=models.policy, ask=score.log_probs, name=LOG_PROBS)),
+        SCORE_REFERENCE: (models.reference, Ask(model=models.reference, ask=score.log_probs, name=REFERENCE_LOG_PROBS)),
+        FIND_VALUES: (models.value, Ask(model=models.value, ask=score.values, name=VALUES)),
+        FIND_REWARDS: (models.reward, Ask(model=models.reward, ask=score.scores, name=SCORE)),
         TRAIN_VALUE: (models.value, TrainValue(model=models.value, score=score, loss=loss)),
         TRAIN_POLICY: (models.policy, TrainPolicy(model=models.policy, score=score, loss=loss)),
     }
@@ -209,19 +207,13 @@ def _runners(
     ledger: CollectiveLedger,
     settings: Settings,
 ) -> Stages[Rollout]:
-    build: partial[StepRunner[Rollout]] = partial(
-        StepRunner,
-        recover=recovers(settings),
-        regrow_after=settings.adaptive.regrow_after,
-        ledger=ledger,
-        asked_to_stop=THIS_RUN.asked_to_stop,
-        pace=Pace(),
-    )
+    build = runners_of(settings, recover=recovers(settings))
     runners = {
         name: build(
             model,
             run,
             limit=limits[name],
+            ledger=ledger,
             # answers come to be while they are generated, so lengths there go by what may be
             kind=SampleKind(
                 length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),

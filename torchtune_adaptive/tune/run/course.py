@@ -15,6 +15,7 @@ from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
+from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.parts.preference_stages import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
@@ -66,7 +67,7 @@ class Parts(RunParts):
             worst_step=self.worst_step,
             data=self.data,
             kind=self.kind,
-            found=self.journal.found,
+            record=self.journal.search,
             stage=self.trains,
         )
 
@@ -122,7 +123,7 @@ def plot_course(parts: Parts, progress: Progress) -> tuple[Course, Progress]:
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limit = budget_limit(request, most_samples)
         earlier = reference_limit(parts, memory, most_samples)
-        longest_of_model = getattr(parts.model, "max_seq_len", None)
+        longest_of_model = longest_taken([parts.model])
         microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
         dealer = dealer_of(parts.model, settings, data, microbatches.limit)
         microbatches = replace(microbatches, dealer=dealer)

@@ -18,15 +18,8 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
 from torchtune_adaptive.record.events import Event
-from torchtune_adaptive.record.tables import (
-    Result,
-    from_earlier_run,
-    profile_event,
-    profile_table,
-    search_event,
-    search_table,
-    write_search,
-)
+from torchtune_adaptive.record.search_file import Result, write_search
+from torchtune_adaptive.record.tables import from_earlier_run, profile_event, profile_table, search_event, search_table
 from torchtune_adaptive.search.find import OnProbe, find_max_batch_size, profile_memory
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
@@ -56,7 +49,7 @@ class FitRequest:
     data: Data
     kind: Kind
     """The data's, as this run plans it: padded or not."""
-    found: Callable[[Event], None]
+    record: Callable[[Event], None]
     """Writes an event into the record of the run."""
     stage: str = ""
     """The stage that has to fit, where a step has several."""
@@ -123,7 +116,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         measure=measure,
         options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
         table=partial(search_table, sequence_length=step.length, stage=request.stage),
-        draw=partial(draw_search, sequence_length=step.length, stage=request.stage, sample=request.kind.called),
+        draw=partial(draw_search, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         event=partial(search_event, sequence_length=step.length, stage=request.stage),
     )
     return measured(request, memory, step.length, search).rows
@@ -143,7 +136,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
         kind=Profile,
         measure=measure,
         options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.kind.padded else {"padded": False})},
-        table=partial(profile_table, stage=request.stage, together=request.kind.together),
+        table=partial(profile_table, stage=request.stage, together=request.kind.length_suffix),
         draw=partial(draw_profile, stage=request.stage),
         event=partial(profile_event, stage=request.stage),
     )
@@ -156,17 +149,17 @@ def measured(request: FitRequest, memory: MemorySource, length: int, search: Mea
     stage = {"stage": request.stage} if request.stage else {}
     fingerprint = what_it_depends_on(request.settings.config, length, memory, {**search.options, **stage})
     if request.settings.adaptive.reuse_search and (known := found_before(directory, fingerprint, search.kind)):
-        request.found(from_earlier_run(search.event(known)))
+        request.record(from_earlier_run(search.event(known)))
         return known
     try:
         result = search.measure()
     except OneRowDoesNotFitError as error:
-        raise error.told_of(request.stage, request.kind.together.strip()) from None
+        raise error.with_remarks(request.stage, request.kind.length_suffix.strip()) from None
     if dist.get_rank() == 0:
         logger.info("%s", search.table(result))
         write_search(directory, result, length, fingerprint)
         search.draw(directory, result)
-    request.found(search.event(result))
+    request.record(search.event(result))
     return result
 
 

@@ -36,10 +36,10 @@ class LossWatch:
         self._nan_steps += not math.isfinite(loss)
         for what, value in (("loss", loss), ("norm of the gradient", grad_norm)):
             if value is not None and not math.isfinite(value):
-                self._found(f"step {step}: the {what} is {value}")
+                self._report(f"step {step}: the {what} is {value}")
                 return
 
-    def _found(self, fact: str) -> None:
+    def _report(self, fact: str) -> None:
         if self._stops:
             raise NotLearningError(
                 f"{fact}, and adaptive.on_nan_loss is stop: start a new run, from the weights of the last checkpoint "

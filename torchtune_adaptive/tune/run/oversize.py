@@ -39,10 +39,10 @@ def ways_to_make_room(settings: Settings, shorter: str) -> list[str]:
     return [shorter, *(KEYS[each] for each in (*checkpointing, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET))]
 
 
-def too_long(kind: Kind, index: int | None, length: int, longest: int, remedy: str) -> SampleTooLargeError:
+def too_large(kind: Kind, index: int | None, length: int, longest: int, remedy: str) -> SampleTooLargeError:
     """An error for a sample that is longer than any microbatch has room for."""
     return SampleTooLargeError(
-        f"sample {index} of the dataset has {length} tokens{kind.together}, but a microbatch has room for "
+        f"sample {index} of the dataset has {length} tokens{kind.length_suffix}, but a microbatch has room for "
         f"{longest}{remedy}"
     )
 
@@ -68,7 +68,7 @@ class Admission:
         if length <= self._longest:
             return sample
         if self._oversize == "error" or "encoder_input" in sample:
-            raise too_long(self._kind, index, length, self._longest, self._remedy)
+            raise too_large(self._kind, index, length, self._longest, self._remedy)
         self._changed += 1
         return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)
 
@@ -79,5 +79,5 @@ class Admission:
         seen, changed = (int(count) for count in sum_over_ranks(torch.tensor([self._seen, self._changed])))
         if changed:
             share = f"{changed} of {seen} samples ({100 * changed / seen:.1f} %)"
-            tokens = f"{count_of(self._longest, 'token')}{self._kind.together}"
+            tokens = f"{count_of(self._longest, 'token')}{self._kind.length_suffix}"
             say(f"token budget · epoch {epoch}: {share} were longer than {tokens} and {self.done}")

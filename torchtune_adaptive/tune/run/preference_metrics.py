@@ -28,7 +28,7 @@ class PreferenceFigures:
         self._told = False
         self._seen = dict.fromkeys((PAIRS, EMPTY, IDENTICAL), 0.0)
 
-    def of(self, results: Mapping[str, StepResult]) -> dict[str, float]:
+    def figures(self, results: Mapping[str, StepResult]) -> dict[str, float]:
         """The figures of a step, from what its stages came to. Waits for the GPU."""
         result, reference = results[POLICY], results.get(REFERENCE)
         sums = {name: float(value) for name, value in result.sums.items()}

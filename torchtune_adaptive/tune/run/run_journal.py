@@ -53,7 +53,7 @@ class RunJournal:
             self._journal.start(Event(kind=START, step=steps_done, reason=how))
         self._steps_before = steps_done
 
-    def found(self, event: Event) -> None:
+    def search(self, event: Event) -> None:
         """Records a search. It does not know the steps that the run has taken; the journal does."""
         self.event(replace(event, step=self._steps_before))
 

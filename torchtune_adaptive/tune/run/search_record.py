@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.tables import SEARCH_FILE, Result, read_search
+from torchtune_adaptive.record.search_file import SEARCH_FILE, Result, read_search
 from torchtune_adaptive.tune.config.settings import on_gpu
 
 logger = logging.getLogger(__name__)

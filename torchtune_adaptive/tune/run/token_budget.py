@@ -13,7 +13,7 @@ from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.run.longest_sample import longest_sample
-from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_long
+from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_large
 from torchtune_adaptive.tune.run.sample_exchange import Dealer
 from torchtune_adaptive.wording import count_of
 
@@ -79,7 +79,7 @@ def admission_of(request: FitRequest, longest: int, remedy: str | None = None) -
         if oversize == "error":
             _check_longest(request, longest, remedy)
         else:
-            tokens = f"{count_of(longest, 'token')}{kind.together}"
+            tokens = f"{count_of(longest, 'token')}{kind.length_suffix}"
             say(f"token budget · samples of more than {tokens} are {admission.done} (adaptive.oversize)")
     return admission
 
@@ -124,4 +124,4 @@ def _check_longest(request: FitRequest, fitting: int, remedy: str) -> None:
     """Collective: every rank sees the same error."""
     longest = longest_sample(request.settings.config, request.data.dataset, request.kind)
     if longest.length > fitting:
-        raise too_long(request.kind, longest.at, longest.length, fitting, remedy)
+        raise too_large(request.kind, longest.at, longest.length, fitting, remedy)

@@ -15,6 +15,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Protocol
 
+from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.wording import did_you_mean
 
 PREFIX = "adaptive/"
@@ -109,6 +110,15 @@ def flags_of(config: Path) -> str:
     """What those comments give to the launcher: `--nproc_per_node 8`; nothing where they do not say."""
     found = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
     return found["flags"].strip() if found else ""
+
+
+def file_named(name: str, known: Mapping[str, Path], what: str) -> Path:
+    """The file of one of the known names, or at a path."""
+    if name in known:
+        return known[name]
+    if not name.startswith(PREFIX) and Path(name).is_file():
+        return Path(name)
+    raise ConfigError(f"{name} is neither a file nor a known {what}{near_names(name, known)}")
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.catalogue import PREFIX, config_files, installed_configs, near_names
+from torchtune_adaptive.tune.start.catalogue import config_files, file_named
 
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError, IndexError)
 """What reading YAML and overrides may raise: RecursionError where it is nested thousands deep, IndexError for a `[`."""
@@ -46,13 +46,8 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
 
 
 def locate(name: str) -> Path:
-    """The file of a config given as a path or as `adaptive/...`."""
-    installed = installed_configs()
-    if name in installed:
-        return installed[name]
-    if not name.startswith(PREFIX) and Path(name).is_file():
-        return Path(name)
-    raise ConfigError(f"--config {name} is neither a file nor a known config{near_names(name, config_files())}")
+    """The file of a config given by its path or its name."""
+    return file_named(name, config_files(), "config")
 
 
 def name_of(path: Path) -> str:

@@ -33,7 +33,7 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
         heartbeat.stop(as_it_should=with_all_others)
 
 
-def told(silent: Silent) -> str:
+def message(silent: Silent) -> str:
     without = "them" if len(silent.ranks) > 1 else "it"
     waiting = "" if silent.ranks else " (their launchers may wait for it without end: end those first)"
     return f"{silent} (adaptive.silent_rank_timeout), and the others cannot go on without {without}{waiting}"
@@ -43,6 +43,6 @@ def _end(silent: Silent) -> None:
     """Ends the run from a thread: the main thread is in a collective that will never end."""
     if speaks_first(wait_s=0):
         with suppress(OSError):
-            print(f"\nerror: {told(silent)}; {saved_and_what_next()}", file=sys.stderr, flush=True)
+            print(f"\nerror: {message(silent)}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(run_file.STOPPED, str(silent))
     os._exit(1)

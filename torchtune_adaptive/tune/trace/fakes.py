@@ -71,7 +71,7 @@ class FakeStep:
     """Whether a step has several microbatches."""
     most_rows: int | None = None
     """Most rows of a microbatch, where a rank has no more in this stage; None: as many as fit."""
-    otherwise: Callable[[], str] | None = None
+    fall_back: Callable[[], str] | None = None
     """What a run does where not even one row fits; says what that is."""
     gradients_of: Sequence[nn.Module] = ()
     """Models whose gradients another stage has left in memory."""
@@ -91,7 +91,7 @@ class FakeStep:
             recorder.count(self._resident(self.optimizers))
             resident = {"weights": weights, "optimizer state": recorder.events}
             recorder.count(self._gradients_left())
-            with measuring_phases(_Clock(recorder), self.model, self.boundaries) as meter:
+            with measuring_phases(_EventMeter(recorder), self.model, self.boundaries) as meter:
                 totals = self._run_microbatches(rows, tokens)
                 meter.begin_update()
                 self.update(totals)
@@ -216,14 +216,14 @@ def resharding(model: nn.Module, run: Callable[[Sequence[T]], Totals]) -> Callab
 
     def run_and_reshard(samples: Sequence[T]) -> Totals:
         totals = run(samples)
-        if isinstance(model, fsdp.FSDPModule) and fsdp.awaits_backward(model):
+        if isinstance(model, fsdp.FSDPModule):
             fsdp.settle(model)
         return totals
 
     return run_and_reshard
 
 
-class _Clock:
+class _EventMeter:
     """Counts events in place of bytes, so that the peak of a phase is where it ends."""
 
     def __init__(self, recorder: Recorder) -> None:

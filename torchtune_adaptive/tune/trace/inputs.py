@@ -25,7 +25,7 @@ from torchtune_adaptive.tune.parts.unpadded.documents import Batch, joined
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
 
 
-def batching_of(settings: Settings, model: nn.Module, kind: Kind) -> Batching:
+def traced_batching(settings: Settings, model: nn.Module, kind: Kind) -> Batching:
     """How training makes microbatches of samples of this kind, padded or not."""
     packed = is_packed(settings.config)
     if not is_padded(model, settings, torch.device(settings.device), packed=packed):

@@ -25,8 +25,14 @@ from torchtune_adaptive.tune.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.models import Models, build_models, build_ppo_optimization
 from torchtune_adaptive.tune.rl.prompt_room import check_room
-from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, found_of, sequences_of, worst_rollout
-from torchtune_adaptive.tune.rl.settings import POLICY, REFERENCE_FILES, VALUE, PPOSettings, read_ppo_settings
+from torchtune_adaptive.tune.rl.rollouts import Rollout, Sequences, kept_of, sequences_of, worst_rollout
+from torchtune_adaptive.tune.rl.settings import (
+    POLICY_SECTION,
+    REFERENCE_FILES,
+    VALUE_SECTION,
+    PPOSettings,
+    read_ppo_settings,
+)
 from torchtune_adaptive.tune.rl.stages import (
     GENERATE,
     NO_ROOM,
@@ -34,8 +40,8 @@ from torchtune_adaptive.tune.rl.stages import (
     TRAIN_VALUE,
     Gathering,
     answering_of,
-    most_rows,
     passes_of,
+    samples_of_stage,
 )
 from torchtune_adaptive.tune.trace.fakes import Common, FakeStep, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
@@ -50,7 +56,10 @@ def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, Fak
     """The steps of PPO by name, in the order of an iteration."""
     ppo, adaptive = read_ppo_settings(settings.config)[1], settings.adaptive
     with common["fakes"], common["device_stand_in"]:
-        checkpoint = {training.MODEL_KEY: _weights(settings, POLICY), VALUE_MODEL: _weights(settings, VALUE)}
+        checkpoint = {
+            training.MODEL_KEY: _weights(settings, POLICY_SECTION),
+            VALUE_MODEL: _weights(settings, VALUE_SECTION),
+        }
         models = build_models(settings, place, checkpoint, 0, _frozen)
         check_room(models.everything, adaptive, ppo)
         optimization = build_ppo_optimization(settings, models, {}, HOST)
@@ -77,8 +86,8 @@ def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, Fak
             stand_in=Rollout.stand_in,
             answer_tokens=ppo.max_generated_tokens,
             accumulates=trains and in_parts,
-            most_rows=most_rows(stage, ppo),
-            otherwise=layer_by_layer if gathers else None,
+            most_rows=samples_of_stage(stage, ppo),
+            fall_back=layer_by_layer if gathers else None,
             gradients_of=(models.value,) if stage == TRAIN_POLICY else (),
             **common,
         )
@@ -93,7 +102,7 @@ def _weights(settings: Settings, key: str) -> Weights:
 
 
 def _frozen(settings: Settings, files: str) -> Weights:
-    return _weights(settings, POLICY if files == REFERENCE_FILES else VALUE)
+    return _weights(settings, POLICY_SECTION if files == REFERENCE_FILES else VALUE_SECTION)
 
 
 def _rollout_of(ppo: PPOSettings, tokens: int) -> Rollout:
@@ -125,7 +134,7 @@ def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.Ro
 
     def found(rollouts: Sequence[Rollout], name: str, to: torch.device | None = None) -> Tensor:
         with no_dispatch():
-            stacked = found_of(rollouts, name)
+            stacked = kept_of(rollouts, name)
         return torch.clone(stacked) if to is None else torch.clone(stacked).to(device)
 
     def drawn(*args: Any, **options: Any) -> Tensor:
@@ -136,7 +145,7 @@ def _keeping_nothing(run: passes.RolloutPass, device: torch.device) -> passes.Ro
     def without_keeping(rollouts: Sequence[Rollout]) -> Totals:
         with replaced(
             (passes, "sequences_of", sequences),
-            (passes, "found_of", found),
+            (passes, "kept_of", found),
             (passes, "draws", drawn),
             (passes, "keep", nothing),
             (passes, "keep_answers", nothing),

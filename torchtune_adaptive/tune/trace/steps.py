@@ -44,7 +44,7 @@ from torchtune_adaptive.tune.parts.preference_stages import (
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.trace.fakes import Built, Common, FakeStep, Rows, resharding
-from torchtune_adaptive.tune.trace.inputs import batching_of, made_up_checkpoint
+from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint, traced_batching
 from torchtune_adaptive.tune.trace.rollouts import ppo_steps
 from torchtune_adaptive.tune.trace.shims import (
     apart_from_host,
@@ -151,7 +151,7 @@ def _finetuning(built: Built) -> FakeStep:
     with built.common["fakes"], built.common["device_stand_in"]:
         loss_fn = build_loss(settings, model)
     text = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
-    batching = batching_of(settings, model, text)
+    batching = traced_batching(settings, model, text)
     return FakeStep(
         model=model,
         run=build_forward_backward(model, loss_fn, batching, settings, built.batches_go_to),
@@ -169,7 +169,7 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
     model, optimization = built.model, built.optimization
     with built.common["fakes"], built.common["device_stand_in"]:
         loss_fn = build_preference_loss(built.settings.config)
-    batching = batching_of(built.settings, model, PAIR)
+    batching = traced_batching(built.settings, model, PAIR)
     score = Scorer(batching=batching, device=built.batches_go_to)
     refer, train = passes_of(model, reference, loss_fn, score, built.settings)
     asked_before = built.settings.adaptive.precompute_reference

@@ -18,10 +18,11 @@ from torchtune_adaptive.tune.config.per_recipe import (
 )
 from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_gpu
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.devices import device_named
 from torchtune_adaptive.tune.parts.preference_stages import build_preference_loss
-from torchtune_adaptive.tune.rl.settings import POLICY, PPO_KEYS, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import POLICY_SECTION, PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
 
 PREDICTED = ("cpu", "cuda")
@@ -93,7 +94,7 @@ def is_lora(cfg: DictConfig) -> bool:
 
 
 def trains_with_ppo(cfg: DictConfig) -> bool:
-    return POLICY in cfg
+    return POLICY_SECTION in cfg
 
 
 def trains_on_pairs(cfg: DictConfig) -> bool:
@@ -118,4 +119,4 @@ def keeps_reference(cfg: DictConfig) -> bool:
 
 def compiles_itself(cfg: DictConfig) -> bool:
     """Whether the optimizer is one that compiles its update, whatever `compile` says."""
-    return str(components.require(cfg, "optimizer").get("_component_")).startswith("torchao.optim.")
+    return str(components.require(cfg, "optimizer").get(COMPONENT)).startswith("torchao.optim.")

@@ -28,7 +28,13 @@ from torchtune_adaptive.tune.parts.model import META, built_on
 from torchtune_adaptive.tune.parts.preference_stages import build_preference_loss
 from torchtune_adaptive.tune.rl.components import build_ppo_loss
 from torchtune_adaptive.tune.rl.prompt_room import check_room
-from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE, VALUE_FILES, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import (
+    REFERENCE_FILES,
+    REWARD_FILES,
+    VALUE_FILES,
+    VALUE_SECTION,
+    read_ppo_settings,
+)
 from torchtune_adaptive.tune.trace.shims import quantizing_at_once
 from torchtune_adaptive.tune.validate.findings import Findings
 
@@ -40,24 +46,24 @@ SOME_STEPS = 100
 
 def check_traced(cfg: DictConfig, findings: Findings, of_its_own: Callable[[], None]) -> nn.Module | None:
     """What a prediction builds; returns the model, on the meta device."""
-    model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
-    findings.of(of_its_own)
-    findings.of(lambda: check_optimizer(cfg, findings))
+    model = findings.collect(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
+    findings.collect(of_its_own)
+    findings.collect(lambda: check_optimizer(cfg, findings))
     return model
 
 
 def check_components(cfg: DictConfig, findings: Findings, of_its_own: Callable[[], None]) -> nn.Module | None:
     """All of them; returns the model, on the meta device. `of_its_own` checks the loss, and what only one kind of
     recipe has."""
-    model = findings.of(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
+    model = findings.collect(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
     tokenizer = partial(check_tokenizer, cfg, findings)
-    findings.of(lambda: _with_what_is_installed(tokenizer, "tokenizer", cfg, findings))
-    findings.of(lambda: check_dataset(cfg))
-    findings.of(of_its_own)
-    findings.of(lambda: check_optimization(cfg, findings))
-    findings.of(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
-    findings.of(lambda: check_profiler(cfg))
-    findings.of(lambda: check_checkpointer(cfg))
+    findings.collect(lambda: _with_what_is_installed(tokenizer, "tokenizer", cfg, findings))
+    findings.collect(lambda: check_dataset(cfg))
+    findings.collect(of_its_own)
+    findings.collect(lambda: check_optimization(cfg, findings))
+    findings.collect(lambda: check_fits("metric_logger", components.require(cfg, "metric_logger")))
+    findings.collect(lambda: check_profiler(cfg))
+    findings.collect(lambda: check_checkpointer(cfg))
     return model
 
 
@@ -71,7 +77,7 @@ def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
     section = components.require(cfg, "tokenizer")
     missing = [(str(key), value) for key, value in section.items() if _is_path(key, value) and not Path(value).exists()]
     for key, value in missing:
-        findings.of_this_machine(
+        findings.note_missing_here(
             f"tokenizer.{key} is {value!r}, which is not there: download it first (tune download) or correct the path"
         )
     if missing:
@@ -119,7 +125,7 @@ def check_rollouts(settings: Settings, *, trained: bool) -> None:
 
 def check_models_of_ppo(settings: Settings, policy: nn.Module | None) -> nn.Module:
     """What is not the policy, and whether beside an answer there is room for a prompt in all of them; returns it."""
-    value = built_on(META, settings.config, torch.float32, VALUE)
+    value = built_on(META, settings.config, torch.float32, VALUE_SECTION)
     if policy is not None:
         check_room((policy, value), settings.adaptive, read_ppo_settings(settings.config)[1])
     return value
@@ -132,7 +138,7 @@ def check_optimizer(cfg: DictConfig, findings: Findings) -> torch.optim.Optimize
     except ConfigError as error:
         if torch.cuda.is_available() or "cuda" not in str(error.__cause__).lower():
             raise
-        findings.of_this_machine(str(error))
+        findings.note_missing_here(str(error))
         return None
     return optimizer
 
@@ -182,7 +188,7 @@ def _with_what_is_installed(work: Callable[[], T], key: str, cfg: DictConfig, fi
         package = cause.name if isinstance(cause, ModuleNotFoundError) else None
         if package is None or package.split(".")[0] == path.split(".")[0]:
             raise
-        findings.of_this_machine(f"{key} needs {package}, which is not installed: pip install {package}")
+        findings.note_missing_here(f"{key} needs {package}, which is not installed: pip install {package}")
         return None
 
 

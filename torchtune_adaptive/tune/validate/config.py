@@ -16,15 +16,15 @@ from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
+from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.loss import check_cuts, checked_loss
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
 from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, Lengths, check_length, lengths, read_plan_settings
-from torchtune_adaptive.tune.rl.prompt_room import longest_taken
-from torchtune_adaptive.tune.rl.settings import POLICY, read_ppo_settings
+from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, Lengths, check_row_lengths, lengths, read_plan_settings
+from torchtune_adaptive.tune.rl.settings import POLICY_SECTION, read_ppo_settings
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.run.sample_exchange import obstacle_to_dealing
 from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
@@ -45,69 +45,69 @@ from torchtune_adaptive.tune.validate.plan import checks_of_plan
 def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
     findings, training = Findings(here=here), TRAININGS.get(recipe)
-    findings.of(lambda: check_keys(cfg, training.keys if training else PLAN_KEYS, aloud=True))
+    findings.collect(lambda: check_keys(cfg, training.keys if training else PLAN_KEYS, aloud=True))
     in_adaptive = Findings(here=here)
-    well = in_adaptive.of(lambda: read_adaptive(cfg.get("adaptive"))) is not None
+    well = in_adaptive.collect(lambda: read_adaptive(cfg.get("adaptive"))) is not None
     if not well:  # which hides nothing that is wrong besides
         cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "adaptive"])
-    settings, _ = findings.of(lambda: (training.read if training else read_settings)(cfg)) or (None, None)
+    settings, _ = findings.collect(lambda: (training.read if training else read_settings)(cfg)) or (None, None)
     findings.wrong += in_adaptive.wrong
-    of_pairs = training.of_pairs if training else bool(findings.of(lambda: trains_on_pairs(cfg)))
+    of_pairs = training.of_pairs if training else bool(findings.collect(lambda: trains_on_pairs(cfg)))
     check = check_traced if recipe == PLAN else check_components
     # where the policy is what the others call the model
-    if recipe in (PPO, PLAN) and POLICY in cfg:
+    if recipe in (PPO, PLAN) and POLICY_SECTION in cfg:
         model, value = None, None
         if settings is not None:
             model = check(settings.config, findings, partial(check_rollouts, settings, trained=recipe != PLAN))
-            value = findings.of(partial(check_models_of_ppo, settings, model))
+            value = findings.collect(partial(check_models_of_ppo, settings, model))
     else:
         of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
         model, value = check(cfg, findings, of_its_own), None
         if model is not None and not of_pairs:
-            findings.of(lambda: check_cuts(checked_loss(cfg), model))
+            findings.collect(lambda: check_cuts(checked_loss(cfg), model))
     if settings is None or not well:
         return findings
     if training is None:
         _check_question(settings, [each for each in (model, value) if each is not None], findings)
         return findings
     if recipe == PPO:
-        findings.of(lambda: read_ppo_settings(cfg)[1].iterations(ranks or 1))
+        findings.collect(lambda: read_ppo_settings(cfg)[1].iterations(ranks or 1))
     _check_together(settings, model, findings)
     _check_ranks(settings, ranks, findings)
-    findings.of(lambda: _check_device(settings, findings))
-    findings.of(lambda: check_weights(cfg, findings))
-    findings.of(lambda: check_output(settings, training.saved_by, findings))
+    findings.collect(lambda: _check_device(settings, findings))
+    findings.collect(lambda: check_weights(cfg, findings))
+    findings.collect(lambda: check_output(settings, training.saved_by, findings))
     return findings
 
 
 def _check_question(settings: Settings, models: Sequence[nn.Module], findings: Findings) -> None:
     """What is asked of `adaptive_plan`."""
-    plan = findings.of(lambda: read_plan_settings(settings.config))
+    plan = findings.collect(lambda: read_plan_settings(settings.config))
     if plan is None:
         return
     for check in checks_of_plan(settings, plan):
-        findings.of(check)
+        findings.collect(check)
     taken = longest_taken(models)
     if taken is not None:
         allowed = taken - (settings.config.get("max_generated_tokens") or 0)
-        findings.of(lambda: check_length(lengths(settings.config, settings.adaptive, plan), allowed))
-        findings.of(lambda: check_length(Lengths.of(settings.adaptive), allowed))
+        findings.collect(lambda: check_row_lengths(lengths(settings.config, settings.adaptive, plan), allowed))
+        findings.collect(lambda: check_row_lengths(Lengths.of(settings.adaptive), allowed))
 
 
 def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:
     """Values that are well each by itself."""
-    findings.of(lambda: obstacle_to_recovery(settings, model))
-    findings.of(lambda: _check_search(settings, model))
-    findings.of(lambda: start_progress(settings, ranks=1))
-    findings.of(lambda: _check_growth(settings))
+    findings.collect(lambda: obstacle_to_recovery(settings, model))
+    findings.collect(lambda: _check_search(settings, model))
+    findings.collect(lambda: start_progress(settings, ranks=1))
+    findings.collect(lambda: _check_growth(settings))
     if model is None:
         return
-    findings.of(lambda: check_sequence_length(model, settings.adaptive))
-    findings.of(lambda: check_replicas_of(model, settings))
-    device, packed = findings.of(lambda: devices.device_named(settings)), is_packed(settings.config)
+    findings.collect(lambda: check_sequence_length(model, settings.adaptive))
+    findings.collect(lambda: check_replicas_of(model, settings))
+    device, packed = findings.collect(lambda: devices.device_named(settings)), is_packed(settings.config)
     if device is not None:
-        findings.of(lambda: is_padded(model, settings, device, packed=packed))
-    findings.of(lambda: obstacle_to_dealing(model, settings, packed=packed))
+        findings.collect(lambda: is_padded(model, settings, device, packed=packed))
+    findings.collect(lambda: obstacle_to_dealing(model, settings, packed=packed))
 
 
 def _check_search(settings: Settings, model: nn.Module | None) -> None:
@@ -124,9 +124,9 @@ def _check_search(settings: Settings, model: nn.Module | None) -> None:
 def _check_ranks(settings: Settings, ranks: int | None, findings: Findings) -> None:
     if ranks is None:
         return
-    findings.of(lambda: mesh_shape(settings, ranks))
+    findings.collect(lambda: mesh_shape(settings, ranks))
     if (limits := settings.adaptive.memory_limit) is not None:
-        findings.of(lambda: size_for_rank(limits, 0, ranks, "adaptive.memory_limit"))
+        findings.collect(lambda: size_for_rank(limits, 0, ranks, "adaptive.memory_limit"))
 
 
 def _check_device(settings: Settings, findings: Findings) -> None:
@@ -134,7 +134,7 @@ def _check_device(settings: Settings, findings: Findings) -> None:
     try:
         devices.dtype_of(settings, devices.device_of(settings))
     except ConfigError as error:
-        findings.of_this_machine(str(error))
+        findings.note_missing_here(str(error))
 
 
 def _check_growth(settings: Settings) -> None:

@@ -21,7 +21,7 @@ class Findings:
         """What is well on this machine, or cannot be told on it."""
         self._here = here
 
-    def of(self, work: Callable[[], T]) -> T | None:
+    def collect(self, work: Callable[[], T]) -> T | None:
         """What the work returns; None where a run would refuse it, which is noted."""
         try:
             return work()
@@ -37,7 +37,7 @@ class Findings:
         """Each once: two checks may find the same."""
         self.wrong = list(dict.fromkeys([*self.wrong, *map(in_keys, errors)]))
 
-    def of_this_machine(self, missing: str) -> None:
+    def note_missing_here(self, missing: str) -> None:
         """What this machine lacks: wrong if it is the one that the run will be on."""
         if self._here:
             self.wrong.append(missing)

@@ -14,21 +14,26 @@ from torchtune_adaptive.tune.parts.checkpoints.loading import finds_files_itself
 from torchtune_adaptive.tune.parts.checkpoints.lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names, named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
-from torchtune_adaptive.tune.parts.checkpoints.resuming import check_names_are_free, check_same_run
+from torchtune_adaptive.tune.parts.checkpoints.resuming import (
+    check_names_are_free,
+    check_same_run,
+    checkpoint_directory,
+    places_of,
+)
 from torchtune_adaptive.tune.validate.findings import Findings
 
 
 def check_weights(cfg: DictConfig, findings: Findings) -> None:
     section = components.require(cfg, "checkpointer")
     if (problem := missing_directory(section)) is not None:
-        findings.of_this_machine(problem)
+        findings.note_missing_here(problem)
         return
     if not finds_files_itself(section):
         return
     folder = section.checkpoint_dir
     missing = [name for name in file_names(section.get("checkpoint_files")) if not (Path(folder) / name).is_file()]
     if missing and not cfg.get("resume_from_checkpoint"):  # then they are looked for in output_dir, too
-        findings.of_this_machine(
+        findings.note_missing_here(
             f"checkpointer.checkpoint_files: {len(missing)} are not in {folder}, the first is {missing[0]}: download "
             "them, or correct the names"
         )
@@ -36,20 +41,16 @@ def check_weights(cfg: DictConfig, findings: Findings) -> None:
 
 def check_output(settings: Settings, recipe: str, findings: Findings) -> None:
     """What is in the folder for checkpoints, as a run would find it."""
-    section = components.require(settings.config, "checkpointer")
-    directory = Path(section.get("output_dir", None) or settings.output_dir)
-    for place in dict.fromkeys((directory.absolute(), Path(settings.output_dir).absolute())):
+    directory = checkpoint_directory(settings)
+    for place in places_of(settings):
         _check_writable(place, findings)
         if (who := holder(place)) is not None:
             raise in_use(place, who)
     check_names_are_free(directory)
     found = folders.find_checkpoints(directory)
-    if settings.resume_from_checkpoint == AUTO:
-        newest, _ = folders.newest_intact(found)
-        if newest is not None and newest.manifest is not None:
-            check_same_run(newest.manifest, settings.config, recipe, directory)
-        else:
-            check_fresh_start(found, settings, directory, recipe)
+    newest, _ = folders.newest_intact(found) if settings.resume_from_checkpoint == AUTO else (None, [])
+    if newest is not None and newest.manifest is not None:
+        check_same_run(newest.manifest, settings.config, recipe, directory)
     elif settings.resume_from_checkpoint is True:
         named_files(
             settings.config, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
@@ -65,4 +66,4 @@ def _check_writable(place: Path, findings: Findings) -> None:
         with tempfile.TemporaryDirectory(dir=there):
             pass
     except OSError as error:
-        findings.of_this_machine(str(unwritable(place, error)))
+        findings.note_missing_here(str(unwritable(place, error)))

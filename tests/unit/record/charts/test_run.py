@@ -11,10 +11,10 @@ import pytest
 from tests.pictures import cut_off, line_of, marked, overlapping, pictures
 from tests.unit.record.test_tables import GIB
 from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
-from torchtune_adaptive.record.charts.figures import legible
 from torchtune_adaptive.record.charts.limits import Scale
 from torchtune_adaptive.record.charts.panels import draw_imbalance
 from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
+from torchtune_adaptive.record.charts.style import legible
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, Event
 from torchtune_adaptive.record.journal import Journal
 from torchtune_adaptive.record.limit_course import LimitCourse

@@ -12,8 +12,8 @@ from tests.laws import refuse_nothing
 from tests.pictures import cut_off, is_drawn, line_of, marked, names_of, overlapping, pictures
 from tests.unit.record.test_tables import GIB, example, failing, profiled
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.record.charts.figures import BLUE
 from torchtune_adaptive.record.charts.searches import binding_phases, draw_profile, draw_search
+from torchtune_adaptive.record.charts.style import BLUE
 from torchtune_adaptive.search.probe_result import Room
 from torchtune_adaptive.search.rows import SearchResult, search
 

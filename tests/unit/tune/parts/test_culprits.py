@@ -10,7 +10,7 @@ from torch import nn
 
 from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
 from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.tune.parts.culprits import NamedSamples, naming_bad_samples, too_long
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, check_length, naming_bad_samples
 
 
 class Decoder(nn.Module):
@@ -119,7 +119,7 @@ def test_a_sample_that_is_longer_than_the_model_takes_is_named() -> None:
         samples[index]
     message = r"^sample 1 of the dataset \(on rank 0\) has 5 tokens, but the model takes at most 4 .* to 4 or less$"
     with pytest.raises(SampleTooLongError, match=message), naming_bad_samples(model, samples, last=2):
-        raise too_long("a sample", 5, 4)
+        check_length(model, 5)
     samples[2]
     with pytest.raises(SampleTooLongError, match=r"^a sample has 5 tokens"), naming_bad_samples(model, samples, last=1):
-        raise too_long("a sample", 5, 4)
+        check_length(model, 5)

@@ -100,7 +100,7 @@ RESULT = StepResult(
 
 
 def test_figures_are_means_over_pairs() -> None:
-    figures = PreferenceFigures(Settings(**KEYS)).of({POLICY: RESULT})
+    figures = PreferenceFigures(Settings(**KEYS)).figures({POLICY: RESULT})
     assert (figures["rewards/chosen"], figures["rewards/rejected"], figures["rewards/margins"]) == (2.0, 0.5, 1.5)
     assert (figures["rewards/accuracies"], figures["log_probs/rejected"]) == (0.75, -20.0)
 
@@ -109,10 +109,10 @@ def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: p
     said: list[str] = []
     monkeypatch.setattr(preference_metrics, "say", said.append)
     figures = PreferenceFigures(Settings(**KEYS))
-    assert figures.of({POLICY: RESULT})["logits/chosen"] == 3.0
+    assert figures.figures({POLICY: RESULT})["logits/chosen"] == 3.0
     assert said == []
     for _ in range(2):
-        assert figures.of({POLICY: replace(RESULT, microbatches=2)})["logits/chosen"] == 2.0
+        assert figures.figures({POLICY: replace(RESULT, microbatches=2)})["logits/chosen"] == 2.0
     assert len(said) == 1
 
 
@@ -121,7 +121,7 @@ def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happen
 ) -> None:
     monkeypatch.setattr(preference_metrics, "say", lambda _: None)
     figures = PreferenceFigures(Settings(**KEYS, adaptive=AdaptiveConfig(token_budget=700)))
-    assert figures.of({POLICY: RESULT})["logits/chosen"] == 2.0
+    assert figures.figures({POLICY: RESULT})["logits/chosen"] == 2.0
 
 
 def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str]:
@@ -130,7 +130,7 @@ def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str
     monkeypatch.setattr(preference_metrics.logger, "warning", lambda text, *values: said.append(text % values))
     figures = PreferenceFigures(Settings(**KEYS))
     for result in results:
-        figures.of({POLICY: result})
+        figures.figures({POLICY: result})
     figures.end_epoch()
     figures.end_epoch()
     return said

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.tune.plan import overrides
-from torchtune_adaptive.tune.plan.overrides import changed, checkpointing, combinations, joined, savers, starts
+from torchtune_adaptive.tune.plan.overrides import changed, checkpointing, combinations, merged, savers, starts
 from torchtune_adaptive.tune.start.command_line import installed_configs, read_command_line
 
 CONFIGS = [name for name in installed_configs() if not (name.startswith("adaptive/demo/") or name.endswith("_ppo"))]
@@ -88,7 +88,7 @@ def test_ways_to_checkpoint_exclude_each_other() -> None:
 
 
 def test_of_a_key_that_is_set_twice_the_last_counts() -> None:
-    assert joined(("a=1", "~b.c"), ("a=2",)) == ("a=2", "~b.c")
+    assert merged(("a=1", "~b.c"), ("a=2",)) == ("a=2", "~b.c")
 
 
 def test_combinations_grow_and_leave_out_what_was_tried_alone() -> None:

@@ -21,7 +21,7 @@ def answered(score: float, reference: float = 0.0, *, ends: bool = True) -> Roll
     rollout.iteration = 5
     if ends:
         rollout.answer[2] = STOP
-    rollout.found |= {SCORE: torch.tensor(score), REFERENCE_LOG_PROBS: torch.full((NEW,), reference)}
+    rollout.kept |= {SCORE: torch.tensor(score), REFERENCE_LOG_PROBS: torch.full((NEW,), reference)}
     return rollout
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.unit.tune.rl.test_settings import DEMO, config
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.parts.culprits import NamedSamples
+from torchtune_adaptive.tune.parts.culprits import NamedSamples, longest_taken
 from torchtune_adaptive.tune.parts.samples import TEXT
-from torchtune_adaptive.tune.rl.prompt_room import check_room, check_whole_length, longest_taken
+from torchtune_adaptive.tune.rl.prompt_room import check_room, check_whole_length
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
 

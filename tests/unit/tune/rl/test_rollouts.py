@@ -27,7 +27,7 @@ def test_no_rollout_of_a_length_has_a_longer_answer_than_the_one_that_is_measure
     cut = WORST.answered(length)
     assert cut.whole_length == length
     assert cut.length == min(NEW, length - 1)
-    assert cut.found[COUNTS].sum() == cut.found[VALUED].sum() == cut.length
+    assert cut.kept[COUNTS].sum() == cut.kept[VALUED].sum() == cut.length
     assert sequences_of([cut]).tokens.shape == (1, length)
 
 
@@ -38,15 +38,15 @@ def test_what_is_to_be_generated_has_all_new_tokens_however_short_it_is(length: 
 
 
 def test_cutting_leaves_a_rollout_as_it_was() -> None:
-    before = {name: found.clone() for name, found in WORST.found.items()}
+    before = {name: found.clone() for name, found in WORST.kept.items()}
     WORST.answered(5), WORST.prompting(15)
     assert (WORST.whole_length, WORST.most_length) == (PROMPT + NEW, PROMPT + NEW)
-    assert all(torch.equal(WORST.found[name], found) for name, found in before.items())
+    assert all(torch.equal(WORST.kept[name], found) for name, found in before.items())
 
 
 def test_the_tokens_of_a_filler_count_nothing() -> None:
     filler = WORST.filler()
-    assert not filler.found[COUNTS].any()
+    assert not filler.kept[COUNTS].any()
     assert answer_tokens([filler]) == 0
     assert answer_tokens([WORST, filler]) == NEW
     filler.length = 7  # as after generating

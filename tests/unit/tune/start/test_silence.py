@@ -10,18 +10,18 @@ import pytest
 from torchtune_adaptive.comm.heartbeat import Silent
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.tune.start import silence, this_run
-from torchtune_adaptive.tune.start.silence import told
+from torchtune_adaptive.tune.start.silence import message
 from torchtune_adaptive.tune.start.this_run import ThisRun, saved_and_what_next
 
 
 def test_launchers_are_to_be_ended_only_where_it_is_the_store_that_is_silent() -> None:
-    assert told(Silent((), "pid 5 on node0", 60)).endswith(
+    assert message(Silent((), "pid 5 on node0", 60)).endswith(
         "(their launchers may wait for it without end: end those first)"
     )
-    assert told(Silent((3,), "x", 60)).endswith(
+    assert message(Silent((3,), "x", 60)).endswith(
         "60 s (adaptive.silent_rank_timeout), and the others cannot go on without it"
     )
-    assert told(Silent((2, 3), "x", 60)).endswith("without them")
+    assert message(Silent((2, 3), "x", 60)).endswith("without them")
 
 
 @pytest.mark.parametrize(

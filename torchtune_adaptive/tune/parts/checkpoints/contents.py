@@ -21,7 +21,7 @@ from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 from torchtune_adaptive.tune.config.settings import LoraSettings
 from torchtune_adaptive.tune.parts.checkpoints.problems import tried
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, capture_random_state
-from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
+from torchtune_adaptive.tune.parts.optimization.state import AnyOptimizer
 
 State = dict[str, Any]
 
@@ -142,7 +142,7 @@ def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory:
     )
 
 
-def make_room_to_gather(model: nn.Module, optimizer: Checkpointed, device: torch.device) -> None:
+def make_room_to_gather(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> None:
     """Raises where this rank has no memory for what gathering will take: in its midst no rank may fail alone."""
     try:
         _allocate_what_is_gathered(model, optimizer, device)
@@ -155,7 +155,7 @@ def make_room_to_gather(model: nn.Module, optimizer: Checkpointed, device: torch
     _allocate_what_is_gathered(model, optimizer, device)
 
 
-def _allocate_what_is_gathered(model: nn.Module, optimizer: Checkpointed, device: torch.device) -> None:
+def _allocate_what_is_gathered(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> None:
     tensors = [*model.parameters(), *model.buffers(), *tree_iter(optimizer.state_dict())]
     sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)]
     largest = max(sizes, default=0)

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundCheckpoint:
     """A folder that has the name of a checkpoint."""
 
     path: Path
@@ -45,13 +45,13 @@ class Found:
         return self.path.name
 
 
-def find_checkpoints(directory: Path) -> list[Found]:
+def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """All folders that look like checkpoints: the complete ones first, newest first."""
     found = [_examined(path) for path in named(directory) if path.is_dir()]
     return sorted(found, key=lambda each: (-each.manifest.serial if each.manifest else 1, each.name))
 
 
-def newest_intact(found: Iterable[Found]) -> tuple[Found | None, list[Found]]:
+def newest_intact(found: Iterable[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
     """The newest checkpoint whose files are what was saved, and those that were skipped for their faults."""
     everything = list(found)
     passed_over = [each for each in everything if each.manifest is None]
@@ -64,7 +64,7 @@ def newest_intact(found: Iterable[Found]) -> tuple[Found | None, list[Found]]:
     return None, passed_over
 
 
-def compared(complete: Found) -> Found:
+def compared(complete: FoundCheckpoint) -> FoundCheckpoint:
     """A complete checkpoint, whose files are read: with its fault, where they are not what was saved."""
     assert complete.manifest is not None
     try:
@@ -73,7 +73,7 @@ def compared(complete: Found) -> Found:
         fault = f"is damaged: the content of {name} is not what was saved"
     except OSError as error:
         fault = f"cannot be read: {error.strerror}"
-    return Found(complete.path, None, fault)
+    return FoundCheckpoint(complete.path, None, fault)
 
 
 def publish(directory: Path, name: str) -> Path:
@@ -89,9 +89,8 @@ def publish(directory: Path, name: str) -> Path:
     return place
 
 
-def link(directory: Path, kept: Collection[Found]) -> None:
+def link(directory: Path, newest_first: Sequence[FoundCheckpoint]) -> None:
     """Points `latest` at the newest of these, and `recipe_state` at the newest that torchtune can resume from."""
-    newest_first = sorted((each for each in kept if each.manifest), key=lambda each: -_serial(each))
     if newest_first:
         _link(directory / LATEST, newest_first[0].name)
     for_stock = [each for each in newest_first if each.name.startswith("epoch_")]
@@ -104,7 +103,9 @@ def link(directory: Path, kept: Collection[Found]) -> None:
         place.unlink()
 
 
-def to_keep(complete: Iterable[Found], keep_last: int | None, resumed_from: str | None) -> list[Found]:
+def to_keep(
+    complete: Iterable[FoundCheckpoint], keep_last: int | None, resumed_from: str | None
+) -> list[FoundCheckpoint]:
     """The newest so many, the one that this run was resumed from, and a finished run's last."""
     newest_first = sorted(complete, key=lambda each: -_serial(each))
     if keep_last is None:
@@ -174,12 +175,16 @@ def named(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
 
 
-def _examined(path: Path) -> Found:
+def _examined(path: Path) -> FoundCheckpoint:
     manifest = read_manifest(path)
-    return Found(path, manifest, None) if isinstance(manifest, Manifest) else Found(path, None, manifest)
+    return (
+        FoundCheckpoint(path, manifest, None)
+        if isinstance(manifest, Manifest)
+        else FoundCheckpoint(path, None, manifest)
+    )
 
 
-def _serial(found: Found) -> int:
+def _serial(found: FoundCheckpoint) -> int:
     return found.manifest.serial if found.manifest else -1
 
 
@@ -203,3 +208,9 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def require_folder(path: Path) -> None:
+    """Refuses a folder that is gone: torchtune would create the path anew, on whatever file system is left."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is gone")

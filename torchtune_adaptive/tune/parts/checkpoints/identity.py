@@ -55,7 +55,7 @@ WHOLE_BYTES = 2**26
 ENDS_BYTES = 2**22
 STRIPS, STRIP_BYTES = 4096, 2**12
 EARLIER_FINGERPRINT = re.compile(r"\d+ bytes, CRC-32 [0-9a-f]{8}")
-LIMITS = ("tokenizer.max_seq_len",)
+MAY_BE_LOWERED = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
 
 
@@ -70,7 +70,7 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
         flat |= weights_in("frozen weights", cfg.get("checkpointer"))
     if recipe == "full_dpo":
         flat |= weights_in("reference weights", cfg.get("ref_checkpointer"))
-    return {key: value for key, value in flat.items() if key not in LIMITS}
+    return {key: value for key, value in flat.items() if key not in MAY_BE_LOWERED}
 
 
 def told_values(cfg: DictConfig) -> dict[str, object]:

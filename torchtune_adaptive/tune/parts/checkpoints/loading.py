@@ -26,12 +26,13 @@ from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigErro
 from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, saves_adapters
-from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, KEYS
+from torchtune_adaptive.tune.parts.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
 from torchtune_adaptive.tune.parts.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
-from torchtune_adaptive.tune.parts.optimization.state import Checkpointed
+from torchtune_adaptive.tune.parts.optimization.state import AnyOptimizer
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 KEEP_LAST = "keep_last_n_checkpoints"
@@ -85,12 +86,12 @@ def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
     return _on_all_ranks(read, f"checkpoint {files.folder}")
 
 
-def load_distributed(folder: Path, model: nn.Module, optimizer: Checkpointed, group: dist.ProcessGroup | None) -> State:
+def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, group: dist.ProcessGroup | None) -> State:
     """Collective: fills model and optimizer, for however many ranks it was saved by; returns the recipe state."""
     for one in optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackwardWrapper) else [optimizer]:
         _init_optim_state(one)  # only state that exists is loaded
     state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
-    state.update(dict.fromkeys(KEYS.values(), 0))
+    state.update(dict.fromkeys(TORCHTUNE_KEYS.values(), 0))
     reader, what = FileSystemReader(folder), f"checkpoint {folder}"
     # by itself: a rank that cannot read it would be missing in the next collective, which is another group's
     if ADAPTIVE_KEY in _on_all_ranks(reader.read_metadata, what).state_dict_metadata:
@@ -133,7 +134,7 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
 
 def finds_files_itself(section: DictConfig) -> bool:
     """Whether the checkpointer is one of torchtune's, which look where the config says; the demo's makes its files."""
-    return str(section.get("_component_")).startswith("torchtune.training.")
+    return str(section.get(COMPONENT)).startswith("torchtune.training.")
 
 
 def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import json
 import zlib
 from collections.abc import Mapping
@@ -155,3 +157,8 @@ def _crc32_of_file(path: Path) -> int:
         while chunk := file.read(CHUNK_BYTES):
             crc32 = zlib.crc32(chunk, crc32)
     return crc32
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torchtune-adaptive", "torch", "torchtune", "torchao")}

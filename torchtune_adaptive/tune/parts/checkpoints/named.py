@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.parts.checkpoints.contents import saves_adapters
-from torchtune_adaptive.tune.parts.checkpoints.folders import RECIPE_STATE, RECIPE_STATE_FILE, Found
+from torchtune_adaptive.tune.parts.checkpoints.folders import RECIPE_STATE, RECIPE_STATE_FILE, FoundCheckpoint
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, changed_file
 from torchtune_adaptive.tune.parts.checkpoints.sources import ADAPTER_FILE, EPOCH_FOLDER, Files
 
@@ -23,7 +23,7 @@ DISTRIBUTED_METADATA = ".metadata"
 
 
 def named_files(
-    cfg: DictConfig, recipe: str, *, asynchronous: bool, directory: Path, found: Sequence[Found]
+    cfg: DictConfig, recipe: str, *, asynchronous: bool, directory: Path, found: Sequence[FoundCheckpoint]
 ) -> tuple[Files, Manifest | None]:
     """What the config names, and its manifest where it has one."""
     if not found:
@@ -67,7 +67,7 @@ def _weights(section: DictConfig, directory: Path) -> Files:
     return Files(folder=folder, weights=tuple(map(str, paths)), recipe_state=str(state))
 
 
-def _adapter(section: DictConfig, directory: Path, found: Sequence[Found]) -> Files:
+def _adapter(section: DictConfig, directory: Path, found: Sequence[FoundCheckpoint]) -> Files:
     named = section.get("adapter_checkpoint")
     folder = (directory / named).parent if named else _folder_of_adapter(section, directory, found)
     adapter = directory / named if named else folder / ADAPTER_FILE
@@ -76,7 +76,7 @@ def _adapter(section: DictConfig, directory: Path, found: Sequence[Found]) -> Fi
     return Files(folder=folder, adapter=str(adapter), recipe_state=str(state))
 
 
-def _folder_of_adapter(section: DictConfig, directory: Path, found: Sequence[Found]) -> Path:
+def _folder_of_adapter(section: DictConfig, directory: Path, found: Sequence[FoundCheckpoint]) -> Path:
     """Where the state is, if an adapter lies beside it; of our own checkpoints the newest; else the largest epoch's."""
     if section.get("recipe_checkpoint"):
         beside = [(directory / str(section.recipe_checkpoint)).resolve().parent]
@@ -102,7 +102,7 @@ def _recipe_state(section: DictConfig, directory: Path, folder: Path) -> Path:
     raise FileNotFoundError(f"neither {folder} nor {directory / RECIPE_STATE} has a {RECIPE_STATE_FILE}")
 
 
-def _newest_distributed(directory: Path, found: Sequence[Found]) -> Files:
+def _newest_distributed(directory: Path, found: Sequence[FoundCheckpoint]) -> Files:
     """Asynchronous checkpoints are found without names, as in torchtune: the newest epoch that is complete."""
     ours = [each.path for each in found if each.manifest and each.manifest.distributed and "epoch" in each.name]
     others = [path.parent for path in directory.glob(f"dist_epoch_*/{DISTRIBUTED_METADATA}")]
@@ -112,7 +112,7 @@ def _newest_distributed(directory: Path, found: Sequence[Found]) -> Files:
     raise FileNotFoundError(f"{directory} has no complete dist_epoch_... folder")
 
 
-def _check_same_folder(files: Files, known: dict[Path, Found]) -> None:
+def _check_same_folder(files: Files, known: dict[Path, FoundCheckpoint]) -> None:
     """Refuses a state that lies beside other weights, where either is of our own checkpoints."""
     if files.recipe_state is None:
         return
@@ -142,7 +142,7 @@ def _require(path: Path, key: str) -> None:
         raise FileNotFoundError(f"{key} names {path}, which is not there")
 
 
-def _advice(directory: Path, found: Sequence[Found]) -> str:
+def _advice(directory: Path, found: Sequence[FoundCheckpoint]) -> str:
     complete = [each.name for each in found if each.manifest]
     if complete:
         files = f"checkpointer.checkpoint_files=[{complete[0]}/model-00001-of-00001.bin]"

@@ -9,12 +9,12 @@ from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.settings import AUTO, Settings
-from torchtune_adaptive.tune.parts.checkpoints.folders import Found
+from torchtune_adaptive.tune.parts.checkpoints.folders import FoundCheckpoint
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names
 from torchtune_adaptive.tune.start.this_run import was_restarted
 
 
-def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Path, recipe: str) -> None:
+def check_fresh_start(found: Sequence[FoundCheckpoint], settings: Settings, directory: Path, recipe: str) -> None:
     """Refuses a fresh start that would mix its checkpoints with those found, unless it may remove them."""
     if not found:
         return
@@ -30,7 +30,7 @@ def check_fresh_start(found: Sequence[Found], settings: Settings, directory: Pat
     )
 
 
-def _check_not_its_own(found: Sequence[Found], settings: Settings, directory: Path) -> None:
+def _check_not_its_own(found: Sequence[FoundCheckpoint], settings: Settings, directory: Path) -> None:
     """Where the launcher repeats the command, what it would let a fresh start remove may be what the run has saved."""
     if was_restarted() and settings.resume_from_checkpoint is False and any(each.manifest for each in found):
         raise ConfigError(
@@ -39,7 +39,7 @@ def _check_not_its_own(found: Sequence[Found], settings: Settings, directory: Pa
         )
 
 
-def _going_on(found: Sequence[Found], settings: Settings, recipe: str) -> str:
+def _going_on(found: Sequence[FoundCheckpoint], settings: Settings, recipe: str) -> str:
     """How the run that was there goes on; nothing where it cannot."""
     if settings.resume_from_checkpoint != AUTO and any(each.manifest for each in found):
         return "go on with that run (resume_from_checkpoint=auto), "
@@ -54,7 +54,7 @@ def _may_overwrite(settings: Settings) -> bool:
     return wanted and not was_restarted()
 
 
-def _check_not_needed(cfg: DictConfig, found: Sequence[Found]) -> None:
+def _check_not_needed(cfg: DictConfig, found: Sequence[FoundCheckpoint]) -> None:
     """Refuses to remove a folder that holds anything to start from."""
     folders = {each.path.resolve() for each in found}
     for key, path in _read_at_the_start(cfg.checkpointer):

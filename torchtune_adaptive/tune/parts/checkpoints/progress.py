@@ -18,7 +18,7 @@ from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 
 logger = logging.getLogger(__name__)
 
-KEYS = {
+TORCHTUNE_KEYS = {
     "seed": training.SEED_KEY,
     "epochs_run": training.EPOCHS_KEY,
     "total_epochs": training.TOTAL_EPOCHS_KEY,
@@ -33,7 +33,7 @@ SavedLimits: TypeAlias = Mapping[str, Any]
 
 ADAPTIVE_KEY = "adaptive"
 """The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
-OURS = ("past", "begun", "steps_in_epoch", "samples_in_epoch", "step", "limit", "ranks", "dataset_samples")
+ADAPTIVE_FIELDS = ("past", "begun", "steps_in_epoch", "samples_in_epoch", "step", "limit", "ranks", "dataset_samples")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Progress:
 
     def resumed(self, checkpoint: Mapping[str, Any], told: Mapping[str, str] = GIVEN) -> Progress:
         """The progress that a checkpoint continues; `told`: of which fields differences are told, and their keys."""
-        absent = [key for key in KEYS.values() if key not in checkpoint]
+        absent = [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]
         if absent:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
@@ -118,17 +118,17 @@ class Progress:
     def recipe_state(self) -> dict[str, object]:
         """The progress in torchtune's keys, and one of ours that its recipes ignore."""
         values = asdict(self)
-        ours = {name: values[name] for name in OURS}
-        return {**{key: values[field] for field, key in KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
+        ours = {name: values[name] for name in ADAPTIVE_FIELDS}
+        return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
 
     def _read(self, checkpoint: Mapping[str, Any]) -> Progress:
-        theirs = {field: checkpoint[key] for field, key in KEYS.items()}
+        theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
         if (wrong := theirs["epochs_run"]) < 0:
             raise ConfigError(f"the checkpoint says that {wrong} epochs were run: its recipe state is damaged")
         ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
         past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
         begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
-        known = {name: value for name, value in ours.items() if name in OURS}
+        known = {name: value for name, value in ours.items() if name in ADAPTIVE_FIELDS}
         return Progress(**theirs, past=past, begun=begun, **known)
 
     def _log_differences(self, saved: Progress, going_on: Progress, told: Mapping[str, str]) -> None:

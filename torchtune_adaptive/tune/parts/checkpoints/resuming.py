@@ -23,7 +23,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import AUTO, Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.folders import Found
+from torchtune_adaptive.tune.parts.checkpoints.folders import FoundCheckpoint
 from torchtune_adaptive.tune.parts.checkpoints.identity import difference, differences, identity_of, told_values
 from torchtune_adaptive.tune.parts.checkpoints.lock import Lock, take, unwritable
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
@@ -31,7 +31,8 @@ from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
 from torchtune_adaptive.tune.start import run_file
-from torchtune_adaptive.tune.start.this_run import THIS_RUN, command_to_go_on, launcher, was_restarted
+from torchtune_adaptive.tune.start.launcher import command_to_go_on, this_launcher
+from torchtune_adaptive.tune.start.this_run import THIS_RUN, was_restarted
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +76,11 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     """
     decided: Start | Exception | None = None
     locks: list[Lock] = []
-    launchers = sorted({each for each in from_all_ranks(launcher()) if each is not None})
+    launchers = sorted({each for each in from_all_ranks(this_launcher()) if each is not None})
     if dist.get_rank() == 0:
         try:
             THIS_RUN.relaunched = _has_begun_under(launchers, settings)
-            locks.extend(map(take, _places(settings)))
+            locks.extend(map(take, places_of(settings)))
             decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
             decided = error
@@ -94,7 +95,7 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     return replace(start, locks=tuple(locks))
 
 
-def _places(settings: Settings) -> list[Path]:
+def places_of(settings: Settings) -> list[Path]:
     """Where a run writes: its checkpoints, and its record where that is elsewhere."""
     places = checkpoint_directory(settings).absolute(), Path(settings.output_dir).absolute()
     return list(dict.fromkeys(places))
@@ -102,13 +103,13 @@ def _places(settings: Settings) -> list[Path]:
 
 def _has_begun_under(launchers: Sequence[str], settings: Settings) -> bool:
     """Whether one of these launchers has started a run here before: it is this one then."""
-    before = filter(None, map(run_file.read, _places(settings)))
+    before = filter(None, map(run_file.read, places_of(settings)))
     return any(each in run.launchers for run in before for each in launchers)
 
 
 def _note(start: Start, settings: Settings, launchers: list[str]) -> None:
     """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
-    THIS_RUN.places = tuple(_places(settings))
+    THIS_RUN.places = tuple(places_of(settings))
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
             before = run_file.read(place) if was_restarted() else None
@@ -153,7 +154,9 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     )
 
 
-def _saved_before_the_restart(found: Sequence[Found], settings: Settings, directory: Path) -> list[Found]:
+def _saved_before_the_restart(
+    found: Sequence[FoundCheckpoint], settings: Settings, directory: Path
+) -> list[FoundCheckpoint]:
     """Checkpoints of this run since it was told where to start: a launcher that restarts it repeats the command, and a
     run that always went back to the same place might never get past it."""
     begun = run_file.read(directory)
@@ -163,8 +166,8 @@ def _saved_before_the_restart(found: Sequence[Found], settings: Settings, direct
 
 
 def _newest(
-    found: Sequence[Found], settings: Settings, recipe: str, directory: Path, steps: StepsOnRanks | None
-) -> Found | None:
+    found: Sequence[FoundCheckpoint], settings: Settings, recipe: str, directory: Path, steps: StepsOnRanks | None
+) -> FoundCheckpoint | None:
     """The newest intact checkpoint, if it is one of this run."""
     chosen, passed_over = folders.newest_intact(found)
     for each in passed_over:
@@ -204,7 +207,9 @@ def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None
         )
 
 
-def _check_unfinished(chosen: Found, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None) -> None:
+def _check_unfinished(
+    chosen: FoundCheckpoint, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None
+) -> None:
     position = manifest.position
     # by the ranks that it had: on others a step has other samples, and what is half done would look finished
     if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 from torchtune import training
+from torchtune.utils import get_logger
 
 from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts.checkpoints import folders, loading, problems
+from torchtune_adaptive.tune.parts.checkpoints import folders, loading, outcomes, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, Finished, copy_of
 from torchtune_adaptive.tune.parts.checkpoints.contents import (
     Checkpointer,
@@ -31,7 +32,7 @@ from torchtune_adaptive.tune.parts.checkpoints.contents import (
     make_room_to_gather,
 )
 from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
-from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, write_manifest
+from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, versions, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.random_state import (
     RandomState,
@@ -40,7 +41,7 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import (
 )
 from torchtune_adaptive.tune.parts.checkpoints.resuming import Start, checkpoint_directory
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files
-from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, gather_state
+from torchtune_adaptive.tune.parts.optimization.state import AnyOptimizer, gather_state
 from torchtune_adaptive.tune.start.run_file import now
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 from torchtune_adaptive.wording import count_of
@@ -66,7 +67,7 @@ class Checkpoints:
         self._device = device
         self._directory = checkpoint_directory(settings).absolute()
         stops_on_error = settings.adaptive.on_save_error == "stop"
-        self._outcomes = problems.Outcomes(self._directory, stops_on_error=stops_on_error)
+        self._outcomes = outcomes.Outcomes(self._directory, stops_on_error=stops_on_error)
         self._save_every = settings.save_every_n_steps
         self._keep_last = settings.keep_last_n_checkpoints
         self._serial = start.serial
@@ -96,7 +97,7 @@ class Checkpoints:
         """Collective: the weights to start from; when resuming, the checkpoint's and its state."""
         return loading.load(self._checkpointer, self._start.files, self._contents.recipe)
 
-    def resume(self, base: State, model: nn.Module, optimizer: Checkpointed) -> State:
+    def resume(self, base: State, model: nn.Module, optimizer: AnyOptimizer) -> State:
         """Collective: the recipe state to go on with; a distributed checkpoint also fills model and optimizer."""
         files = self._start.files
         if files is None or not files.distributed:
@@ -129,7 +130,7 @@ class Checkpoints:
         return within and (asked_to_stop or (every is not None and progress.step % every == 0))
 
     def save(
-        self, progress: Progress, model: nn.Module, optimizer: Checkpointed, loader_state: Mapping[str, object]
+        self, progress: Progress, model: nn.Module, optimizer: AnyOptimizer, loader_state: Mapping[str, object]
     ) -> None:
         """Collective: all that is needed to go on from here, under the name of the step or of the finished epoch."""
         if progress.finished:
@@ -145,7 +146,7 @@ class Checkpoints:
                 make_room_to_gather(model, optimizer, self._device)
                 return None
             if dist.get_rank() == 0:  # torch would create a folder that is gone anew, on whatever file system is left
-                problems.require_folder(self._staged(name).parent)
+                folders.require_folder(self._staged(name).parent)
             return copy_of({**state, training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()})
 
         copied, ready = make_ready(model, prepare, self._directory)
@@ -160,7 +161,7 @@ class Checkpoints:
             self._save_here(name, progress, state, ready, model, optimizer)
 
     def _save_here(
-        self, name: str, progress: Progress, state: State, ready: Ready, model: nn.Module, optimizer: Checkpointed
+        self, name: str, progress: Progress, state: State, ready: Ready, model: nn.Module, optimizer: AnyOptimizer
     ) -> None:
         """Collective: returns once the checkpoint is there."""
         began = time.perf_counter()
@@ -177,7 +178,7 @@ class Checkpoints:
         self._settle(name, problem, time.perf_counter() - began, last=progress.finished)
 
     def _gathered(
-        self, name: str, model: nn.Module, optimizer: Checkpointed
+        self, name: str, model: nn.Module, optimizer: AnyOptimizer
     ) -> tuple[tuple[State, State] | None, str | None]:
         """Collective: optimizer state and weights; or, of a rank that has no peers, what went wrong."""
 
@@ -186,7 +187,7 @@ class Checkpoints:
 
         if dist.get_world_size() == 1:
             return problems.tried(gather, self._directory)
-        with problems.naming(name):
+        with outcomes.naming(name):
             return gather(), None
 
     def end_if_asked(self, progress: Progress, asked_to_stop: bool) -> None:
@@ -214,9 +215,9 @@ class Checkpoints:
         """On rank 0: through torchtune's checkpointer into the staging folder, then into place."""
         staging = self._directory / folders.SAVING
         epoch = manifest.position.epochs
-        problems.require_folder(staging)
+        folders.require_folder(staging)
         options = {"adapter_only": True} if self._contents.adapter_only else {}
-        with problems.quiet_torchtune():
+        with _quiet_torchtune():
             self._checkpointer.save_checkpoint(state, epoch=epoch, intermediate_checkpoint=True, **options)
         written = staging / f"epoch_{epoch}"
         os.replace(staging / folders.RECIPE_STATE / folders.RECIPE_STATE_FILE, written / folders.RECIPE_STATE_FILE)
@@ -250,7 +251,7 @@ class Checkpoints:
             distributed=distributed,
             ranks=dist.get_world_size(),
             identity=self._identity,
-            versions=problems.versions(),
+            versions=versions(),
             saved_at=now(),
             files={},
             told=self._told,
@@ -266,3 +267,15 @@ class Checkpoints:
             self._outcomes.saved(name, self._step, seconds)
         else:
             self._outcomes.failed(name, told, last=last)
+
+
+@contextmanager
+def _quiet_torchtune() -> Iterator[None]:
+    """Silences torchtune's lines, which name the staging folder, where nothing stays."""
+    talker = get_logger()
+    level = talker.level
+    talker.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        talker.setLevel(level)

@@ -16,8 +16,9 @@ from torchtune import training
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
+from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.optimization.clipping import clip
-from torchtune_adaptive.tune.parts.optimization.state import Checkpointed, load_state
+from torchtune_adaptive.tune.parts.optimization.state import AnyOptimizer, load_state
 
 SummedOver: TypeAlias = int | Tensor | Mapping[str, int]
 """Target tokens, or pairs; where several models are updated at once, of each by its name."""
@@ -29,7 +30,7 @@ class Optimization:
     def __init__(
         self,
         cfg: DictConfig,
-        checkpointed: Checkpointed,
+        checkpointed: AnyOptimizer,
         optimizers: Sequence[torch.optim.Optimizer],
         apply: Callable[[SummedOver], float | None],
     ) -> None:
@@ -121,7 +122,7 @@ def _check_state(settings: Settings, state: Mapping[str, Any], device: torch.dev
     optimizer.step()
     needed = {str(key) for key in optimizer.state[parameter]}
     if found != needed:
-        name = settings.config.optimizer.get("_component_")
+        name = settings.config.optimizer.get(COMPONENT)
         raise ConfigError(
             f"optimizer is {name}, which keeps {_names(needed)}, but the checkpoint's "
             f"state has {_names(found)}: resume with the optimizer of the run that saved it"

@@ -30,7 +30,7 @@ StateDict: TypeAlias = dict[str, Any]
 StateKey: TypeAlias = tuple[str, str]
 """The name of a parameter, and what of it is kept."""
 
-Checkpointed: TypeAlias = Optimizer | OptimizerInBackwardWrapper
+AnyOptimizer: TypeAlias = Optimizer | OptimizerInBackwardWrapper
 """What torchtune's checkpointing takes as the optimizer."""
 
 Shard: TypeAlias = tuple[tuple[int, ...], Tensor]
@@ -40,7 +40,7 @@ SHARDS = "adaptive_shards"
 """Key of a list of shards, in the place of a tensor."""
 
 
-def gather_state(model: nn.Module, optimizer: Checkpointed, device: torch.device) -> StateDict:
+def gather_state(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> StateDict:
     """Collective: the whole state, on rank 0; of an optimizer for each parameter, by its name."""
     if isinstance(optimizer, OptimizerInBackwardWrapper):
         return {name: _gathered(model, one_of_many, device) for name, one_of_many in optimizer.optim_map.items()}

@@ -13,8 +13,8 @@ from torchtune_adaptive.comm.collectives import from_all_ranks, rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.unpadded.attention import has_own_forward, takes_documents
+from torchtune_adaptive.tune.parts.unpadded.isolation import difference_by_place
 from torchtune_adaptive.tune.parts.unpadded.kernels import WIDEST_HEAD
-from torchtune_adaptive.tune.parts.unpadded.trial import difference_by_place
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +22,18 @@ FLASH_ATTENTION_2 = (8, 0)
 """Compute capability: Ampere."""
 
 
-def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, tried: bool = False) -> bool:
+def is_padded(
+    model: nn.Module, settings: Settings, device: torch.device, *, packed: bool, run_model: bool = False
+) -> bool:
     """Whether rows are padded, as `adaptive.padding` says; one line of the log, or an error, where they have to be.
 
-    With `tried` collective, for a model that has its weights: it is given a row of several samples.
+    With `run_model` collective, for a model that has its weights: it is given a row of several samples.
     """
     if settings.adaptive.token_budget is None or settings.adaptive.padding:
         return True
     reason = next(_obstacles(model, settings, device, packed=packed), None)
-    if tried:  # one rank's card may be another
-        reason = next(filter(None, from_all_ranks(reason)), None) or _found_by_trying(model, device)
+    if run_model:  # one rank's card may be another
+        reason = next(filter(None, from_all_ranks(reason)), None) or _found_by_running(model, device)
     if reason is None:
         return False
     if settings.adaptive.padding is False:
@@ -41,7 +43,7 @@ def is_padded(model: nn.Module, settings: Settings, device: torch.device, *, pac
     return True
 
 
-def _found_by_trying(model: nn.Module, device: torch.device) -> str | None:
+def _found_by_running(model: nn.Module, device: torch.device) -> str | None:
     """Collective."""
     apart = difference_by_place(model, device)
     if apart is None:

@@ -166,7 +166,7 @@ def test_pruning_keeps_the_newest_the_last_of_a_finished_run_and_the_one_resumed
     finished: list[bool], keep_last: int | None, resumed_from: int | None
 ) -> None:
     found = [
-        folders.Found(Path(f"step_{serial}"), manifest(serial, finished=last), None)
+        folders.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, finished=last), None)
         for serial, last in enumerate(finished)
     ]
     kept = {each.name for each in folders.to_keep(found, keep_last, f"step_{resumed_from}")}

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
 from torchtune_adaptive.tune.config.remedies import in_keys
-from torchtune_adaptive.tune.parts.checkpoints import background, folders, loading, problems
+from torchtune_adaptive.tune.parts.checkpoints import background, folders, loading, outcomes, problems
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
 
 
@@ -35,17 +35,17 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr(problems.THIS_RUN, "newest", None)
+    monkeypatch.setattr(outcomes.THIS_RUN, "newest", None)
 
     def told() -> str:
-        with pytest.raises(UnrecoverableError) as caught, problems.naming("epoch_0"):
+        with pytest.raises(UnrecoverableError) as caught, outcomes.naming("epoch_0"):
             raise torch.OutOfMemoryError
         return in_keys(caught.value)
 
     advice = "train on more ranks or raise adaptive.memory_limit if that is the bound"
     again = "the same command with resume_from_checkpoint=auto"
     assert told().endswith(f"there is no earlier checkpoint, and once that is fixed, {again} starts over; {advice}")
-    monkeypatch.setattr(problems.THIS_RUN, "newest", tmp_path)
+    monkeypatch.setattr(outcomes.THIS_RUN, "newest", tmp_path)
     assert told().endswith(f"the last good one is {tmp_path}, and once that is fixed, {again} goes on; {advice}")
     assert problems.cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
     assert problems.cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: leave it more"
@@ -54,7 +54,7 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
 def test_a_folder_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
     assert problems.cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
     with pytest.raises(FileNotFoundError):
-        problems.require_folder(tmp_path / "gone")
+        folders.require_folder(tmp_path / "gone")
 
 
 class Reader:

@@ -199,12 +199,12 @@ def test_a_model_that_looks_along_the_row_is_found_by_trying(
     make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert decide(BUDGET, make(), tried=True)
+        assert decide(BUDGET, make(), run_model=True)
     assert "depends on what else is in its row (logits differ by " in caplog.text
     with pytest.raises(
         ConfigError, match=r"something in it looks along the row: set adaptive\.padding to null or True"
     ):
-        decide(replace(BUDGET, padding=False), make(), tried=True)
+        decide(replace(BUDGET, padding=False), make(), run_model=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -212,7 +212,7 @@ def test_a_model_that_looks_along_the_row_is_found_by_trying(
 def test_a_trial_leaves_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
     model = build(name).to(dtype)
     modes = [module.training for module in model.modules()]
-    assert not decide(BUDGET, model, tried=True)
+    assert not decide(BUDGET, model, run_model=True)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
 

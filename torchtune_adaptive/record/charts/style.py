@@ -28,7 +28,7 @@ LINE_COLOURS = (BLUE, ORANGE, GREEN, PINK, SKY, GREY)
 """Lines that are alike in kind, in this order."""
 
 
-TEXT, HEADING, TITLE = 10.5, 11.0, 13.0
+TEXT_SIZE, HEADING, TITLE = 10.5, 11.0, 13.0
 """Sizes of type in the picture of a run, which has to be read as a thumbnail, too."""
 CHARACTER = 0.01198
 """Width of a character of its text, as a share of the axes' width."""
