@@ -178,7 +178,7 @@ WITHOUT_TORCH = {
     "tune.plan.question",
     "tune.config.settings",
     "tune.parts.checkpoints.folders",
-    "tune.parts.checkpoints.lock",
+    "tune.start.output_lock",
     "tune.start.run_file",
     "tune.start.signals",
 }

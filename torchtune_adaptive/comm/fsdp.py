@@ -196,9 +196,8 @@ def awaits_backward(root: FSDPModule) -> bool:
 
 def is_idle(root: FSDPModule) -> bool:
     """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching, no partial sum."""
-    if awaits_backward(root) or partially_summed(root):
-        return False
-    return all(group.is_sharded for group in groups_of(root))
+    begun = awaits_backward(root) or partially_summed(root)
+    return not begun and all(group.is_sharded for group in groups_of(root))
 
 
 def settle(root: FSDPModule) -> None:

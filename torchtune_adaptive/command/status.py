@@ -14,8 +14,8 @@ from pathlib import Path
 
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.tune.parts.checkpoints.folders import FoundCheckpoint, compared, find_checkpoints
-from torchtune_adaptive.tune.parts.checkpoints.lock import holder
 from torchtune_adaptive.tune.start import run_file
+from torchtune_adaptive.tune.start.output_lock import holder
 from torchtune_adaptive.tune.start.run_file import RunFile
 
 COMPARED_BYTES = 2**28

@@ -29,7 +29,7 @@ class Gauge:
         self._retries = 0 if memory is None else memory.retries
         self._since: float | None = None
 
-    def of(self, memory: MemorySource | None) -> Gauge:
+    def for_memory(self, memory: MemorySource | None) -> Gauge:
         """A gauge like this one for another memory."""
         return Gauge(memory, shared=self._shared)
 

@@ -121,7 +121,7 @@ class StepRunner(Generic[Sample]):
 
     def watch(self, memory: MemorySource | None) -> None:
         """Watches memory from the next step on: results tell the peak, and a thrashing allocator changes the limit."""
-        self._gauge = self._gauge.of(memory)
+        self._gauge = self._gauge.for_memory(memory)
 
     def state_dict(self) -> LimitState:
         """What the limit has come to, and why; the same on all ranks."""

@@ -156,7 +156,7 @@ def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_n
         asked = OmegaConf.create(
             {"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": [16, 32]}
         )
-        static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.answer_tokens, peak - 1, GENERATE
+        static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.rows.answer_tokens, peak - 1, GENERATE
         with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
             assert static_rows.most_rows(*static) == 0
         with mock.patch.object(capacities, "fake_steps", return_value=nullcontext({GENERATE: step})):

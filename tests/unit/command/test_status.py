@@ -15,8 +15,7 @@ import pytest
 from tests.ranks import PATIENCE
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
-from torchtune_adaptive.tune.parts.checkpoints import lock
-from torchtune_adaptive.tune.start import run_file
+from torchtune_adaptive.tune.start import output_lock, run_file
 
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
@@ -166,7 +165,7 @@ def test_a_run_that_runs_is_said_to(
     monkeypatch.setattr("torchtune_adaptive.command.status.holder", lambda _: "process 7 on node3, since noon")
     code, told = status(tmp_path, capsys)
     assert (code, told) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
-    assert lock.holder(tmp_path) is None
+    assert output_lock.holder(tmp_path) is None
 
 
 def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(

@@ -71,8 +71,8 @@ def _what_is_wrong(
         if told := misfit_in_words(key, section, args, kwargs):
             return told
         also = _misplaced([name for name in map(str, section) if f"'{name}'" in str(error)])
-        return f"{key} could not be built from {_described(section)}: {reason(error)}{also}"
-    return f"{key} could not be built from {_described(section)}: {reason(error)}"
+        return f"{key} could not be built from {_described(section)}: {in_a_line(error)}{also}"
+    return f"{key} could not be built from {_described(section)}: {in_a_line(error)}"
 
 
 def misfit_in_words(key: str, section: DictConfig, args: Sequence[object], kwargs: Mapping[str, object]) -> str | None:
@@ -94,7 +94,7 @@ def _described(section: object) -> str:
     return str(component) if component else f"{section} (a section with a _component_ is needed)"
 
 
-def reason(error: BaseException) -> str:
+def in_a_line(error: BaseException) -> str:
     """Another library's error in one line, cut where nobody would read on."""
     text = " ".join(str(error).split()).rstrip(".")
     if len(text) > LONGEST_REASON:

@@ -23,7 +23,7 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.memory.oom import is_oom
-from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind, Sample
 from torchtune_adaptive.wording import shown
 
@@ -47,7 +47,7 @@ class NamedSamples(Dataset[Sample]):
             return len(self._dataset)
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"dataset does not tell how many samples it has ({reason(error)}): give one with a __len__ that works"
+                f"dataset does not tell how many samples it has ({in_a_line(error)}): give one whose __len__ works"
             ) from error
 
     def __getitem__(self, index: int) -> Sample:
@@ -56,7 +56,7 @@ class NamedSamples(Dataset[Sample]):
             sample: Sample = self._dataset[index]
         except (Exception, SystemExit) as error:  # whose status would be that of the run
             raise SampleError(
-                f"sample {index} of the dataset cannot be read on rank {rank()} ({reason(error)}): {_remedy(error)}"
+                f"sample {index} of the dataset cannot be read on rank {rank()} ({in_a_line(error)}): {_remedy(error)}"
             ) from error
         # The one flaw that no failure would tell of: torchtune pads the labels, and what is left of them is trained.
         if counts := _unlike_counts(sample, self.kind):

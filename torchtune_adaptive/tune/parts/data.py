@@ -67,7 +67,7 @@ class Data:
         return naming_bad_samples(model, self.dataset, last=last)
 
 
-def builddata_of(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
+def build_data(settings: Settings, tokenizer: Tokenizer, loss_fn: nn.Module, mesh: Meshes) -> Data:
     """Samples of text, for finetuning."""
     dataset, packed = build_dataset(settings.config, tokenizer)
     kind = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
@@ -123,7 +123,7 @@ def build_dataset(cfg: DictConfig, tokenizer: Tokenizer) -> tuple[Dataset[Sample
     try:
         joined = ConcatDataset(datasets=parts)
     except Exception as error:
-        raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.reason(error)}") from error
+        raise ConfigError(f"dataset: its {len(parts)} parts cannot be joined: {components.in_a_line(error)}") from error
     return joined, bool(getattr(joined, "packed", False))
 
 

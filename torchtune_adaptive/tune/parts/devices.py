@@ -33,7 +33,7 @@ def device_named(settings: Settings) -> torch.device:
     try:
         return torch.device(settings.device)
     except RuntimeError as error:
-        raise _not_offered(settings, components.reason(error)) from error
+        raise _not_offered(settings, components.in_a_line(error)) from error
 
 
 def _not_offered(settings: Settings, reason: str) -> ConfigError:

@@ -194,7 +194,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
             raise
         raise ConfigError(
             f"model: its quantized weights cannot be sharded over {mesh['dp'].size()} ranks "
-            f"({components.reason(error)}): train on fewer, or set model.quantize_base: False"
+            f"({components.in_a_line(error)}): train on fewer, or set model.quantize_base: False"
         ) from error
 
 
@@ -279,4 +279,4 @@ def _check_lora_keys(lora: LoraSettings, base_keys: _IncompatibleKeys, adapter_k
             lora_unexpected=unexpected,
         )
     except AssertionError as error:
-        raise ConfigError(f"{_not_its_weights(CHECKPOINTER)}: {components.reason(error)}") from error
+        raise ConfigError(f"{_not_its_weights(CHECKPOINTER)}: {components.in_a_line(error)}") from error

@@ -263,7 +263,7 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
         found = loss_fn(log_probs, log_probs, log_probs, log_probs)
         fits = len(found) == 3 and all(each.shape == log_probs.shape for each in found)
     except Exception as error:  # noqa: BLE001 - a loss of another kind can fail in any way
-        fits, found = False, components.reason(error)
+        fits, found = False, components.in_a_line(error)
     if not fits:
         given = ", ".join(f"{key}: {value!r}" for key, value in cfg.loss.items() if key != COMPONENT)
         raise ConfigError(

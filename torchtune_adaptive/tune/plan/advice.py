@@ -12,7 +12,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.prediction.capacity import Capacity
 from torchtune_adaptive.prediction.cards import card_named
 from torchtune_adaptive.prediction.outcome import Outcome, at_least, cheapest_first, fastest_first, outcome_of
-from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.parts.preference_stages import REFERENCE
 from torchtune_adaptive.tune.plan import printed
@@ -62,7 +62,7 @@ class Advice:
 
     def lines(self, ranks: int) -> list[str]:
         heading = [f"for {self.stage}:"] if self.stage else []
-        return [*heading, (printed.speeds if self.by_speed else printed.what_fits)(self.outcomes, ranks)]
+        return [*heading, (printed.speeds if self.by_speed else printed.fitting)(self.outcomes, ranks)]
 
 
 def advised_length(question: Question, found: Capacities) -> int | None:
@@ -185,7 +185,7 @@ class Alternatives:
         except OneRowDoesNotFitError as error:
             return at_least(error.need_bytes or 0, name, ranks, tokens)
         except Exception as error:  # noqa: BLE001 - what torch fails on does not stand in the way of other settings
-            self.failed[name or f"on {count_of(ranks, 'rank')}"] = reason(error)
+            self.failed[name or f"on {count_of(ranks, 'rank')}"] = in_a_line(error)
             return None
         return self._named(outcome_of(name, ranks, other.capacities[0], other.time, self.found.time))
 

@@ -108,7 +108,7 @@ def predict(
             by_stage={stage: each.capacities for stage, each in found.items()},
             trains=trains,
             longest=longest,
-            tokens_of_row={stage: step.tokens_of_row for stage, step in steps.items()},
+            tokens_of_row={stage: step.rows.tokens_of_row for stage, step in steps.items()},
             token_budgets=_token_budgets(steps, adaptive),
             largest_error=max((each.error for each in found.values()), key=abs),
             notes=[*notes, *notes_on_capacity(cfg, training, have, wanted)],
@@ -151,15 +151,15 @@ def _token_budgets(steps: Mapping[str, FakeStep], adaptive: AdaptiveConfig) -> d
     if budget is None:
         return {}
     return {
-        stage: TokenBudget(budget, step.most_rows or step.settings.samples_per_step) for stage, step in steps.items()
+        stage: TokenBudget(budget, step.rows.most or step.settings.samples_per_step) for stage, step in steps.items()
     }
 
 
 def _rungs(step: FakeStep) -> Sequence[int]:
     adaptive = step.settings.adaptive
     if adaptive.token_budget is not None:  # which is not rounded
-        return rungs_up_to(step.most_rows or MOST_ROWS, "none")
-    most = min(adaptive.max_batch_size or MOST_ROWS, step.most_rows or MOST_ROWS)
+        return rungs_up_to(step.rows.most or MOST_ROWS, "none")
+    most = min(adaptive.max_batch_size or MOST_ROWS, step.rows.most or MOST_ROWS)
     return rungs_up_to(most, adaptive.round_to, step.settings.samples_per_step)
 
 

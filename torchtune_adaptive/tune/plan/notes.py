@@ -40,7 +40,7 @@ def notes_on_capacity(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Seq
         notes += _notes_on_stages(cfg, step)
     if trains_with_ppo(cfg):
         notes += _notes_on_rollouts(cfg, step)
-    if not step.padded:
+    if not step.rows.padded:
         notes.append("adaptive.token_budget: rows stand for samples one after another; what fits is their tokens")
     if step.settings.fsdp_cpu_offload:
         host = format_bytes(step.host_bytes)

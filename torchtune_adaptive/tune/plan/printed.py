@@ -90,7 +90,7 @@ def checked(largest_error: float) -> str:
     return f"checked against a step traced directly: {100 * largest_error:+.2f} %"
 
 
-def what_fits(outcomes: Sequence[Outcome], ranks: int) -> str:
+def fitting(outcomes: Sequence[Outcome], ranks: int) -> str:
     """Changes after which a step fits, a line each."""
     if not outcomes:
         fact = "nothing that was tried fits, not even on 8 times as many ranks"

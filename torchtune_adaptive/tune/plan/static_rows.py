@@ -26,7 +26,7 @@ def most_rows(
     if not config.get("optimizer_in_bwd") and not trains_with_ppo(config):
         config.gradient_accumulation_steps = max(2, config.gradient_accumulation_steps)
     with fake_steps(config, world_size) as steps:
-        tokens -= steps[stage].answer_tokens
+        tokens -= steps[stage].rows.answer_tokens
         if fallen_back and (change := steps[stage].fall_back) is not None:
             change()
         law = law_of(steps[stage], tokens, traced=lambda: None)

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State
+from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, gather_weights
 from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer, read_weights
 from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
@@ -38,10 +37,9 @@ class PPOContents:
     def weights(self, model: nn.Module, device: torch.device) -> State:
         """Collective: of both models in a ModuleDict."""
         assert isinstance(model, nn.ModuleDict)
-        first = dist.get_rank() == 0
         return {
-            training.MODEL_KEY: training.gather_cpu_state_dict(model["policy"], first, device=device),
-            VALUE_MODEL: training.gather_cpu_state_dict(model["value"], first, device=device),
+            training.MODEL_KEY: gather_weights(model["policy"].state_dict(), device),
+            VALUE_MODEL: gather_weights(model["value"].state_dict(), device),
         }
 
     def finished(self, gathered: State, model: nn.Module) -> State:

@@ -25,7 +25,7 @@ from torchtune_adaptive.comm.collectives import explaining_failures, world_size
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.cost import Cost, cost_of
@@ -172,6 +172,6 @@ def _packet(sample: Sample, index: int) -> bytes:
         return pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise SampleError(
-            f"sample {index} of the dataset cannot be sent to another rank ({reason(error)}): leave out what cannot be "
-            "pickled, or set adaptive.deal: False"
+            f"sample {index} of the dataset cannot be sent to another rank ({in_a_line(error)}): leave out what cannot "
+            "be pickled, or set adaptive.deal: False"
         ) from error

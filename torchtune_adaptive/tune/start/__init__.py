@@ -1,1 +1,2 @@
-"""How a recipe begins and ends: its command line, its run's file, signals, silence, and how errors are told."""
+"""How a recipe begins and ends: what started it and where its ranks meet, its command line, its lock and its file in
+the output directory, signals, silence, and how errors are told."""

@@ -31,7 +31,7 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.remedies import KEYS, in_keys
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_error
@@ -115,7 +115,7 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
         why = "adaptive.recover_from_oom is False, so nothing is run again" if off else "nothing can be run again there"
         where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside of training"
         return RecoveryUnsupportedError(
-            f"out of memory on rank {_rank()} {where}, and {why} ({reason(error)})",
+            f"out of memory on rank {_rank()} {where}, and {why} ({in_a_line(error)})",
             Remedy.SMALLER_LIMIT,
             Remedy.SHORTER_SAMPLES,
             Remedy.CHECKPOINT_ACTIVATIONS,

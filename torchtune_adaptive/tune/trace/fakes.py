@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,21 +22,49 @@ from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
-from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.models import give_gradients
 from torchtune_adaptive.tune.trace.shims import fake_tables
 
 T = TypeVar("T")
 
 
-class Common(TypedDict):
-    """Arguments that every FakeStep gets."""
+@dataclass(frozen=True)
+class FakeDevice:
+    """What stands for a device while nothing is computed."""
 
-    settings: Settings
     fakes: FakeTensorMode
-    device_stand_in: DeviceStandIn
-    device: torch.device
-    on_gpu: bool
+    stand_in: DeviceStandIn
+    counts: torch.device
+    """Where fakes count: what is offloaded is on another."""
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        with self.fakes, self.stand_in:
+            yield
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What a FakeStep knows of its samples."""
+
+    sample_of: Callable[[int], Any]
+    """A row of so many tokens."""
+    stand_in: Callable[[Any], Any]
+    """The least that goes through the model like such a row."""
+    padded: bool = True
+    """Whether rows of a microbatch are padded to the longest, or stand one after another."""
+    sequences: int = 1
+    """Sequences of a row, each of so many tokens."""
+    answer_tokens: int = 0
+    """Tokens of a row besides those that are asked about."""
+    accumulates: bool = False
+    """Whether a step has several microbatches."""
+    most: int | None = None
+    """Most rows of a microbatch, where a rank has no more in this stage; None: as many as fit."""
+
+    def tokens_of_row(self, tokens: int) -> int:
+        """Tokens of a row, if it is asked about so many."""
+        return self.sequences * (tokens + self.answer_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +72,8 @@ class FakeStep:
     """A training step, or one stage of it, built once."""
 
     settings: Settings
+    device: FakeDevice
+    rows: Rows
     model: nn.Module
     """What a microbatch runs."""
     beside: Sequence[nn.Module] = ()
@@ -57,35 +88,20 @@ class FakeStep:
     """What cuts the step into phases."""
     tokens_multiple: int = 1
     """Sequences are cut into so many chunks of one length."""
-    sample_of: Callable[[int], Any]
-    """A row of so many tokens."""
-    stand_in: Callable[[Any], Any]
-    """The least that goes through the model like such a row."""
-    padded: bool = True
-    """Whether rows of a microbatch are padded to the longest, or stand one after another."""
-    sequences: int = 1
-    """Sequences of a row, each of so many tokens."""
-    answer_tokens: int = 0
-    """Tokens of a row besides those that are asked about."""
-    accumulates: bool = False
-    """Whether a step has several microbatches."""
-    most_rows: int | None = None
-    """Most rows of a microbatch, where a rank has no more in this stage; None: as many as fit."""
     fall_back: Callable[[], str] | None = None
     """What a run does where not even one row fits; says what that is."""
     gradients_of: Sequence[nn.Module] = ()
     """Models whose gradients another stage has left in memory."""
-    fakes: FakeTensorMode
-    device_stand_in: DeviceStandIn
-    device: torch.device
-    """Where fakes count: what is offloaded is on another."""
-    on_gpu: bool
+
+    @property
+    def on_gpu(self) -> bool:
+        return on_gpu(self.settings)
 
     def record(self, rows: int, tokens: int, *, counting: bool = False) -> Recording:
         """What one step allocates, beginning with what is resident; `counting`: what its kernels do, too."""
         recorder = Recorder(CUDA_WORKSPACES if self.on_gpu else {}, WorkCounter() if counting else None)
         gc.collect()
-        with self.fakes, recorder, self.device_stand_in:
+        with self.device.fakes, recorder, self.device.stand_in:
             recorder.count(self._resident(()))
             weights = recorder.events
             recorder.count(self._resident(self.optimizers))
@@ -110,7 +126,7 @@ class FakeStep:
         if self.settings.optimizer_in_bwd:
             return
         for parameter in self.model.parameters():
-            if parameter.requires_grad and parameter.device == self.device:
+            if parameter.requires_grad and parameter.device == self.device.counts:
                 yield from (plain.nbytes for plain in plain_tensors(parameter))
 
     @property
@@ -119,11 +135,11 @@ class FakeStep:
         parameters = (parameter for model in (self.model, *self.beside) for parameter in model.parameters())
         gradients = [parameter for parameter in parameters if parameter.requires_grad]
         plain = [each for tensor in [*self._kept(self.optimizers), *gradients] for each in plain_tensors(tensor)]
-        return sum(each.untyped_storage().nbytes() for each in plain if each.device != self.device)
+        return sum(each.untyped_storage().nbytes() for each in plain if each.device != self.device.counts)
 
     def _resident(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
         """What is on the device between two steps."""
-        return [tensor for tensor in self._kept(optimizers) if tensor.device == self.device]
+        return [tensor for tensor in self._kept(optimizers) if tensor.device == self.device.counts]
 
     def _kept(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
         beside = [tensor for model in self.beside for tensor in resident_tensors(model, ())]
@@ -131,11 +147,7 @@ class FakeStep:
 
     def most_tokens(self, unbounded: int) -> int:
         """The longest row that the model takes, counted in the tokens that are asked about."""
-        return int(getattr(self.model, "max_seq_len", unbounded + self.answer_tokens)) - self.answer_tokens
-
-    def tokens_of_row(self, tokens: int) -> int:
-        """Tokens of a row, if it is asked about so many."""
-        return self.sequences * (tokens + self.answer_tokens)
+        return int(getattr(self.model, "max_seq_len", unbounded + self.rows.answer_tokens)) - self.rows.answer_tokens
 
     def _gradients_left(self) -> list[Tensor]:
         """Gradients of another stage; the update takes them along."""
@@ -150,26 +162,26 @@ class FakeStep:
 
     def _run_microbatches(self, rows: int, tokens: int) -> Totals:
         """One microbatch; where a step accumulates gradients, one of the smallest before it, which leaves some."""
-        sample = self.sample_of(tokens)
-        if not self.accumulates:
+        sample = self.rows.sample_of(tokens)
+        if not self.rows.accumulates:
             return self.run([sample] * rows)
         # eager where all else is compiled: a program of its own for this size would take longer than all others
         with torch.compiler.set_stance("force_eager"):
-            totals = self.run([self.stand_in(sample)])
+            totals = self.run([self.rows.stand_in(sample)])
         return totals.plus(self.run([sample] * rows))
 
     def run_first(self) -> None:
         """Brings everything to where it is in training: optimizer state, FSDP's streams, sharding propagation."""
-        with self.fakes, self.device_stand_in, torch.compiler.set_stance("force_eager"):
-            self.device_stand_in.calibrate()
+        with self.device.in_use(), torch.compiler.set_stance("force_eager"):
+            self.device.stand_in.calibrate()
             self._gradients_left()
             self._step(rows=1, tokens=16)
 
     def compile_update(self) -> None:
         """Prepares an optimizer that compiles what it does to each parameter."""
-        with self.fakes, self.device_stand_in:
+        with self.device.in_use():
             states = [each.state.values() for each in self.optimizers]
-            fake_tables((value for state in states for values in state for value in values.values()), self.fakes)
+            fake_tables((value for state in states for values in state for value in values.values()), self.device.fakes)
             self._step(rows=1, tokens=16)
 
     def compile_for(self, rows: int, tokens: int) -> None:
@@ -178,22 +190,12 @@ class FakeStep:
         Dynamo makes sizes variable where it meets a second one; the first is small, and other in both.
         """
         torch.compiler.reset()
-        with self.fakes, self.device_stand_in:
+        with self.device.in_use():
             self._step(rows + 1, tokens=16)
             self._step(rows, tokens)
 
     def _step(self, rows: int, tokens: int) -> None:
         self.update(self._run_microbatches(rows, tokens))
-
-
-class Rows(TypedDict):
-    """What a FakeStep knows of its samples, where they are a dataset's."""
-
-    sample_of: Callable[[int], Sample]
-    stand_in: Callable[[Sample], Sample]
-    padded: bool
-    sequences: int
-    accumulates: bool
 
 
 @dataclass(frozen=True)
@@ -204,7 +206,7 @@ class Built:
     model: nn.Module
     """The model that is trained."""
     optimization: Optimization
-    common: Common
+    device: FakeDevice
 
     @property
     def batches_go_to(self) -> torch.device:

@@ -43,7 +43,7 @@ from torchtune_adaptive.tune.rl.stages import (
     passes_of,
     samples_of_stage,
 )
-from torchtune_adaptive.tune.trace.fakes import Common, FakeStep, resharding
+from torchtune_adaptive.tune.trace.fakes import FakeDevice, FakeStep, Rows, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
 from torchtune_adaptive.tune.trace.shims import nothing
 
@@ -52,10 +52,10 @@ TRACED_ANSWER = 3
 """Tokens of an answer that are traced: each after the second allocates what that does."""
 
 
-def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, FakeStep]:
+def ppo_steps(settings: Settings, place: Place, device: FakeDevice) -> dict[str, FakeStep]:
     """The steps of PPO by name, in the order of an iteration."""
     ppo, adaptive = read_ppo_settings(settings.config)[1], settings.adaptive
-    with common["fakes"], common["device_stand_in"]:
+    with device.in_use():
         checkpoint = {
             training.MODEL_KEY: _weights(settings, POLICY_SECTION),
             VALUE_MODEL: _weights(settings, VALUE_SECTION),
@@ -76,20 +76,17 @@ def ppo_steps(settings: Settings, place: Place, common: Common) -> dict[str, Fak
     def step_of(stage: str, model: nn.Module, run: passes.RolloutPass) -> FakeStep:
         trains, gathers = stage in UPDATES, stage == GENERATE and place.mesh[SHARDING].size() > 1 and gathering.reshards
         return FakeStep(
+            settings=settings,
+            device=device,
             model=model,
             beside=[each for each in models.everything if each is not model],
             run=_keeping_nothing(run if trains else resharding(model, run), UPLOAD if on_gpu(settings) else HOST),
             update=partial(UPDATES.get(stage, nothing), models, optimization),
             optimizers=optimization.optimizers,
             boundaries=phase_boundaries(model, None),
-            sample_of=partial(_rollout_of, ppo),
-            stand_in=Rollout.stand_in,
-            answer_tokens=ppo.max_generated_tokens,
-            accumulates=trains and in_parts,
-            most_rows=samples_of_stage(stage, ppo),
+            rows=_rows_of(stage, ppo, accumulates=trains and in_parts),
             fall_back=layer_by_layer if gathers else None,
             gradients_of=(models.value,) if stage == TRAIN_POLICY else (),
-            **common,
         )
 
     return {stage: step_of(stage, *of_stage) for stage, of_stage in ran.items()}
@@ -103,6 +100,16 @@ def _weights(settings: Settings, key: str) -> Weights:
 
 def _frozen(settings: Settings, files: str) -> Weights:
     return _weights(settings, POLICY_SECTION if files == REFERENCE_FILES else VALUE_SECTION)
+
+
+def _rows_of(stage: str, ppo: PPOSettings, *, accumulates: bool) -> Rows:
+    return Rows(
+        sample_of=partial(_rollout_of, ppo),
+        stand_in=Rollout.stand_in,
+        answer_tokens=ppo.max_generated_tokens,
+        accumulates=accumulates,
+        most=samples_of_stage(stage, ppo),
+    )
 
 
 def _rollout_of(ppo: PPOSettings, tokens: int) -> Rollout:

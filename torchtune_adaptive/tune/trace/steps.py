@@ -43,7 +43,7 @@ from torchtune_adaptive.tune.parts.preference_stages import (
 )
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place, mesh_shape, replicated_mesh
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind, Sample
-from torchtune_adaptive.tune.trace.fakes import Built, Common, FakeStep, Rows, resharding
+from torchtune_adaptive.tune.trace.fakes import Built, FakeDevice, FakeStep, Rows, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint, traced_batching
 from torchtune_adaptive.tune.trace.rollouts import ppo_steps
 from torchtune_adaptive.tune.trace.shims import (
@@ -116,19 +116,12 @@ def _device_of(settings: Settings) -> torch.device:
 
 def _build(settings: Settings, lora: LoraSettings | None, place: Place) -> dict[str, FakeStep]:
     """The steps of a recipe, built in its order."""
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    device_stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
+    stand_in = DeviceStandIn(host_is_device=not on_gpu(settings), offloads=settings.fsdp_cpu_offload)
+    device = FakeDevice(FakeTensorMode(allow_non_fake_inputs=True), stand_in, place.device)
     pairs = trains_on_pairs(settings.config)
-    common: Common = {
-        "settings": settings,
-        "fakes": fakes,
-        "device_stand_in": device_stand_in,
-        "device": place.device,
-        "on_gpu": on_gpu(settings),
-    }
     if trains_with_ppo(settings.config):
-        return ppo_steps(settings, place, common)
-    with fakes, device_stand_in:
+        return ppo_steps(settings, place, device)
+    with device.in_use():
         if lora is None:
             model = build_full_model(settings, place, made_up_checkpoint(settings))
         else:
@@ -141,49 +134,53 @@ def _build(settings: Settings, lora: LoraSettings | None, place: Place) -> dict[
         optimization = build_optimization(settings, model, {}, HOST)
     if settings.compile:
         for each in {model, reference}:
-            fake_tables(each.parameters(), fakes)
-    built = Built(settings, model, optimization, common)
+            fake_tables(each.parameters(), device.fakes)
+    built = Built(settings, model, optimization, device)
     return _preferring(built, reference) if pairs else {"": _finetuning(built)}
 
 
 def _finetuning(built: Built) -> FakeStep:
     model, settings, optimization = built.model, built.settings, built.optimization
-    with built.common["fakes"], built.common["device_stand_in"]:
+    with built.device.in_use():
         loss_fn = build_loss(settings, model)
     text = replace(TEXT, ignored_label=cast(int, loss_fn.ignore_index))
     batching = traced_batching(settings, model, text)
     return FakeStep(
+        settings=settings,
+        device=built.device,
         model=model,
         run=build_forward_backward(model, loss_fn, batching, settings, built.batches_go_to),
         update=lambda totals: optimization.update(totals.target_tokens),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(model, loss_fn),
         tokens_multiple=getattr(loss_fn, "num_output_chunks", 1),
-        **_rows_of(batching.kind, built.settings),
-        **built.common,
+        rows=_rows_of(batching.kind, built.settings),
     )
 
 
 def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
     """The policy's stage, then that of the reference, though it runs first."""
     model, optimization = built.model, built.optimization
-    with built.common["fakes"], built.common["device_stand_in"]:
+    with built.device.in_use():
         loss_fn = build_preference_loss(built.settings.config)
     batching = traced_batching(built.settings, model, PAIR)
     score = Scorer(batching=batching, device=built.batches_go_to)
     refer, train = passes_of(model, reference, loss_fn, score, built.settings)
     asked_before = built.settings.adaptive.precompute_reference
     policy = FakeStep(
+        settings=built.settings,
+        device=built.device,
         model=model,
         beside=(reference,) if keeps_reference(built.settings.config) else (),
         run=train,
         update=lambda totals: optimization.update(totals.sums[PAIRS]),
         optimizers=optimization.optimizers,
         boundaries=phase_boundaries(model, loss_fn),
-        **_rows_of(batching.kind, built.settings, {KEPT: torch.zeros(2)}),
-        **built.common,
+        rows=_rows_of(batching.kind, built.settings, {KEPT: torch.zeros(2)}),
     )
     referring = FakeStep(
+        settings=built.settings,
+        device=built.device,
         model=reference,
         beside=() if reference is model else (model,),
         run=resharding(reference, refer),
@@ -191,8 +188,7 @@ def _preferring(built: Built, reference: nn.Module) -> dict[str, FakeStep]:
         # before training there is no state yet
         optimizers=() if asked_before else optimization.optimizers,
         boundaries=phase_boundaries(reference, None),
-        **_rows_of(batching.kind, built.settings),
-        **built.common,
+        rows=_rows_of(batching.kind, built.settings),
     )
     return {POLICY: policy, REFERENCE: referring}
 
@@ -211,10 +207,10 @@ def _rows_of(kind: Kind, settings: Settings, found_before: Sample | None = None)
     def sample_of(tokens: int) -> Sample:
         return {**kind.uniform(0, kind.length_at(tokens)), "input_pos": [0] * tokens, **(found_before or {})}
 
-    return {
-        "sample_of": sample_of,
-        "stand_in": kind.stand_in,
-        "padded": kind.padded,
-        "sequences": kind.rows,
-        "accumulates": _accumulates(settings),
-    }
+    return Rows(
+        sample_of=sample_of,
+        stand_in=kind.stand_in,
+        padded=kind.padded,
+        sequences=kind.rows,
+        accumulates=_accumulates(settings),
+    )

@@ -171,9 +171,9 @@ def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:
     try:
         _get_component_from_path(path)
     except Exception as error:
-        raise ConfigError(f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {components.reason(error)}") from (
-            error
-        )
+        raise ConfigError(
+            f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {components.in_a_line(error)}"
+        ) from (error)
     if wrong := components.misfit_in_words(key, section, args, kwargs):
         raise ConfigError(wrong)
 

@@ -11,7 +11,6 @@ from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import AUTO, Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.loading import finds_files_itself, missing_directory
-from torchtune_adaptive.tune.parts.checkpoints.lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.parts.checkpoints.named import file_names, named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.resuming import (
@@ -20,6 +19,7 @@ from torchtune_adaptive.tune.parts.checkpoints.resuming import (
     checkpoint_directory,
     places_of,
 )
+from torchtune_adaptive.tune.start.output_lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.validate.findings import Findings
 
 

@@ -10,7 +10,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.tune.plan import overrides
 from torchtune_adaptive.tune.plan.overrides import changed, checkpointing, combinations, merged, savers, starts
-from torchtune_adaptive.tune.start.command_line import installed_configs, read_command_line
+from torchtune_adaptive.tune.start.catalogue import installed_configs
+from torchtune_adaptive.tune.start.command_line import read_command_line
 
 CONFIGS = [name for name in installed_configs() if not (name.startswith("adaptive/demo/") or name.endswith("_ppo"))]
 """Those of PPO are not predicted, so nothing is advised for them."""

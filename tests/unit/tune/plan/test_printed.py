@@ -48,14 +48,14 @@ def test_the_table_goes_on_until_memory_is_full_or_says_where_it_stops() -> None
 
 
 def test_a_line_says_what_to_append_what_fits_and_what_it_costs() -> None:
-    lines = printed.what_fits([outcome("compile=True", seconds=0.84), outcome("", rows=1, ranks=2)], ranks=1)
+    lines = printed.fitting([outcome("compile=True", seconds=0.84), outcome("", rows=1, ranks=2)], ranks=1)
     first, second = lines.splitlines()
     assert first == "  compile=True             fits 4 rows   about 0.84 × the time of a step"
     assert second.startswith("  as it is  (on 2 ranks)   fits 1 row")
 
 
 def test_where_nothing_fits_the_remedies_left_are_named() -> None:
-    assert "lower sequence_length" in printed.what_fits([], ranks=1)
+    assert "lower sequence_length" in printed.fitting([], ranks=1)
 
 
 def flushing() -> Capacity:

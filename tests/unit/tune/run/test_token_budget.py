@@ -71,7 +71,7 @@ def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.Monk
         worst_step=nothing,
         data=nothing,
         kind=JOINED,
-        found=nothing,
+        record=nothing,
         stage="policy",
     )
     search: Any = fitting.Measuring(

@@ -9,11 +9,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.modules import peft
+from torchtune.training._distributed import _gather_nf4_tensor
 
 from torchtune_adaptive.comm.collectives import from_all_ranks
 from torchtune_adaptive.memory.device import plain_tensors
@@ -63,7 +65,7 @@ class FullContents:
     adapter_only: bool = False
 
     def weights(self, model: nn.Module, device: torch.device) -> State:
-        return {training.MODEL_KEY: training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=device)}
+        return {training.MODEL_KEY: gather_weights(model.state_dict(), device)}
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         return gathered
@@ -78,9 +80,8 @@ class LoraContents:
     recipe: str = "lora"
 
     def weights(self, model: nn.Module, device: torch.device) -> State:
-        first, adapter_only = dist.get_rank() == 0, self.adapter_only
-        gathered: State = training.gather_cpu_state_dict(model, first, device=device, adapter_weights_only=adapter_only)
-        return gathered
+        weights = model.state_dict()
+        return gather_weights(peft.get_adapter_state_dict(weights, None) if self.adapter_only else weights, device)
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         state: State = {training.ADAPTER_CONFIG: self._adapter_config()}
@@ -102,6 +103,31 @@ class LoraContents:
             "target_modules": peft.get_lora_module_names(*modules),
             "peft_type": "LORA",
         }
+
+
+def gather_weights(sharded: Mapping[str, Tensor], device: torch.device) -> State:
+    """Collective: these weights, whole and on the host of rank 0; elsewhere nothing.
+
+    As torchtune gathers them, but without its barrier after each, which says nothing new: no rank has a whole weight
+    before all have sent their parts, and none goes on before it has it. So rank 0, which copies them, is not left
+    behind.
+    """
+    first, whole = dist.get_rank() == 0, {}
+    for name, weight in sharded.items():
+        gathered = _gathered(weight.to(device) if weight.is_cpu else weight)
+        if first:
+            whole[name] = gathered.cpu()
+        elif gathered.is_cuda:
+            torch.cuda.current_stream().synchronize()
+    return whole
+
+
+def _gathered(weight: Tensor) -> Tensor:
+    """Collective: the whole weight, in its own precision if it is quantized."""
+    if isinstance(weight, DTensor):
+        quantized = isinstance(weight.to_local(), NF4Tensor)
+        weight = _gather_nf4_tensor(weight) if quantized else weight.full_tensor()
+    return weight.to(weight.dtype) if isinstance(weight, NF4Tensor) else weight
 
 
 @torch.no_grad()
@@ -165,7 +191,7 @@ def _allocate_what_is_gathered(model: nn.Module, optimizer: AnyOptimizer, device
     del for_a_moment
 
 
-def _copies_of_what_is_shared(weights: Mapping[str, torch.Tensor], model: nn.Module) -> State:
+def _copies_of_what_is_shared(weights: Mapping[str, Tensor], model: nn.Module) -> State:
     tensors = [*model.parameters(), *model.buffers()]
     shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
     return {

@@ -178,4 +178,4 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
 def _problem(error: BaseException, what: str, key: str) -> str:
     if is_oom(error) or isinstance(error, MemoryError):
         return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
-    return f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.reason(error)}"
+    return f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.in_a_line(error)}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchtune_adaptive.errors import Remedy
 from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.tune.config.components import reason
+from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.remedies import KEYS
 from torchtune_adaptive.tune.parts.checkpoints import folders
 
@@ -45,7 +45,7 @@ def cause(error: BaseException, directory: Path) -> str:
     elif any(sign in str(error) for sign in SHORT_WRITES):
         text = "a file was cut off while it was written: a quota, or a limit on the size of files"
     else:
-        text = reason(error)
+        text = in_a_line(error)
     return f"{text} ({format_bytes(free)} free)"
 
 

@@ -9,13 +9,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torchtune import training
+from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.tune.parts.checkpoints.contents import make_ready, make_room_to_gather
+from torchtune_adaptive.tune.parts.checkpoints.contents import (
+    FullContents,
+    LoraContents,
+    make_ready,
+    make_room_to_gather,
+)
 
 CPU = torch.device("cpu")
+LORA = {"rank": 2, "alpha": 4.0}
 
 
 def nothing() -> None: ...
@@ -74,3 +83,60 @@ def test_a_rank_that_has_no_room_to_gather_is_known_to_all_before(failing: int, 
         assert states == 2
     told = run_on_ranks(2, with_so_much_room, tmp_path, failing, 2_100, timeout_s=60)
     assert told == [(None, 2)] * 2
+
+
+def adapted(*, quantized: bool = False, offloaded: bool = False) -> nn.Module:
+    """Collective: a layer of each kind, shards of unequal size, and a weight and a buffer that are not sharded."""
+    torch.manual_seed(0)
+    model = nn.Sequential(LoRALinear(128, 256, **LORA, quantize_base=quantized), nn.Linear(256, 3))
+    model[0].weight.requires_grad_(False)
+    for layer in model:
+        fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False) if offloaded else OffloadPolicy())
+    model.register_parameter("whole", nn.Parameter(torch.ones(2)))
+    model.register_buffer("counted", torch.arange(3))
+    return model
+
+
+def as_by_torchtune(options: dict[str, bool]) -> set[str]:
+    """Collective: the names of what is gathered, each weight to the bit as torchtune gathers it."""
+    model = adapted(**options)
+    theirs = training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=CPU)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(dist, "barrier")
+        ours = FullContents().weights(model, CPU)[training.MODEL_KEY]
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
+    return set(ours)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (3, {}), (1, {"quantized": True}), (2, {"quantized": True}), (3, {"offloaded": True})],
+    ids=str,
+)
+def test_weights_are_gathered_as_by_torchtune(ranks: int, options: dict[str, bool]) -> None:
+    names, *elsewhere = run_on_ranks(ranks, as_by_torchtune, options, timeout_s=60)
+    assert names > {"whole", "counted", "0.weight", "0.lora_a.weight"}
+    assert elsewhere == [set()] * (ranks - 1)
+
+
+def sent_for(adapter_only: bool) -> tuple[set[str], list[tuple[int, ...]]]:
+    """Collective: the names of what is saved on rank 0, and the shapes that were gathered for it."""
+    model, shapes, gather = adapted(), list[tuple[int, ...]](), DTensor.full_tensor
+
+    def noting(weight: DTensor) -> torch.Tensor:
+        shapes.append(tuple(weight.shape))
+        return gather(weight)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DTensor, "full_tensor", noting)
+        return set(LoraContents(None, adapter_only).weights(model, CPU)), shapes  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_of_the_adapter_gathers_nothing_else() -> None:
+    adapter = {"0.lora_a.weight", "0.lora_b.weight"}
+    (names, shapes), (elsewhere, other_shapes) = run_on_ranks(2, sent_for, True, timeout_s=60)
+    assert (names, elsewhere, shapes, other_shapes) == (adapter, set(), [(2, 128), (256, 2)], [(2, 128), (256, 2)])
+    (names, shapes), _ = run_on_ranks(2, sent_for, False, timeout_s=60)
+    assert names > adapter | {"0.weight", "1.weight"}
+    assert len(shapes) == 5

@@ -19,8 +19,8 @@ import pytest
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.parts.checkpoints import lock
-from torchtune_adaptive.tune.parts.checkpoints.lock import LOCK_FILE, holder, take
+from torchtune_adaptive.tune.start import output_lock
+from torchtune_adaptive.tune.start.output_lock import LOCK_FILE, holder, take
 
 # loaded by itself: nothing of torch, so that it is quick
 HOLDS = """
@@ -38,7 +38,7 @@ def another_run(
     directory: Path, then: str = "print('held', flush=True); time.sleep(600)"
 ) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLDS + then, lock.__file__, str(directory)], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS + then, output_lock.__file__, str(directory)], stdout=subprocess.PIPE, text=True
     )
     try:
         assert process.stdout is not None
@@ -50,7 +50,7 @@ def another_run(
 
 
 def test_the_second_run_says_who_holds_it_and_touches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "WAIT_S", 0.3)
+    monkeypatch.setattr(output_lock, "WAIT_S", 0.3)
     with another_run(tmp_path) as other:
         before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
         who = rf"in use by process {other.pid} on {re.escape(socket.gethostname())}, since 20\d\d-.*choose another"
@@ -63,7 +63,7 @@ def test_the_second_run_says_who_holds_it_and_touches_nothing(tmp_path: Path, mo
 def test_of_a_machine_that_may_be_gone_it_says_what_becomes_of_its_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "WAIT_S", 0.3)
+    monkeypatch.setattr(output_lock, "WAIT_S", 0.3)
     with another_run(tmp_path):
         with pytest.raises(ConfigError) as here:
             take(tmp_path)
@@ -106,7 +106,7 @@ def test_a_predecessor_that_is_still_dying_is_waited_for(tmp_path: Path) -> None
 
 
 def test_after_a_restart_it_is_waited_for_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "WAIT_S", 0.0)
+    monkeypatch.setattr(output_lock, "WAIT_S", 0.0)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     with another_run(tmp_path, "print('held', flush=True); time.sleep(1.5); os._exit(1)"):
         take(tmp_path).release()
