@@ -16,7 +16,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.checkpoints import background, contents, folders
+from torchtune_adaptive.tune.parts.checkpoints import background, contents, folders, saving
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 
@@ -76,7 +76,7 @@ def full(*_: Any) -> Any:
 
 
 def run_out_of_memory(recipe: Any, out: Path) -> Any:
-    return mock.patch.object(contents.FullContents, "weights", full)
+    return mock.patch.object(saving, "gather_weights", full)
 
 
 def no_memory_to_gather(recipe: Any, out: Path) -> Any:

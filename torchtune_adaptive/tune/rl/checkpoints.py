@@ -10,14 +10,13 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, State, gather_weights
+from torchtune_adaptive.tune.parts.checkpoints.contents import Checkpointer, Sharded, State
 from torchtune_adaptive.tune.parts.checkpoints.loading import build_checkpointer, read_weights
 from torchtune_adaptive.tune.parts.checkpoints.sources import WEIGHTS, Files
 from torchtune_adaptive.tune.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
@@ -34,13 +33,10 @@ class PPOContents:
     recipe: str = "full_ppo"
     adapter_only: bool = False
 
-    def weights(self, model: nn.Module, device: torch.device) -> State:
-        """Collective: of both models in a ModuleDict."""
+    def sharded(self, model: nn.Module) -> Sharded:
+        """Of both models in a ModuleDict."""
         assert isinstance(model, nn.ModuleDict)
-        return {
-            training.MODEL_KEY: gather_weights(model["policy"].state_dict(), device),
-            VALUE_MODEL: gather_weights(model["value"].state_dict(), device),
-        }
+        return {training.MODEL_KEY: model["policy"].state_dict(), VALUE_MODEL: model["value"].state_dict()}
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         return gathered

@@ -26,6 +26,8 @@ from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, 
 from torchtune_adaptive.tune.parts.optimization.state import AnyOptimizer
 
 State = dict[str, Any]
+Sharded = dict[str, dict[str, Tensor]]
+"""Weights as a rank has them, by name; under the keys of what torchtune's checkpointer takes."""
 
 
 class Checkpointer(Protocol):
@@ -45,8 +47,8 @@ class Contents(Protocol):
     adapter_only: bool
     """Whether only the adapter is saved, without the weights of the whole model."""
 
-    def weights(self, model: nn.Module, device: torch.device) -> State:
-        """Collective: gathered on rank 0."""
+    def sharded(self, model: nn.Module) -> Sharded:
+        """What rank 0 has to gather."""
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         """On rank 0: what was gathered, as torchtune's checkpointer takes it."""
@@ -64,8 +66,8 @@ class FullContents:
     recipe: str = "full"
     adapter_only: bool = False
 
-    def weights(self, model: nn.Module, device: torch.device) -> State:
-        return {training.MODEL_KEY: gather_weights(model.state_dict(), device)}
+    def sharded(self, model: nn.Module) -> Sharded:
+        return {training.MODEL_KEY: model.state_dict()}
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         return gathered
@@ -79,16 +81,16 @@ class LoraContents:
     adapter_only: bool
     recipe: str = "lora"
 
-    def weights(self, model: nn.Module, device: torch.device) -> State:
+    def sharded(self, model: nn.Module) -> Sharded:
         weights = model.state_dict()
-        return gather_weights(peft.get_adapter_state_dict(weights, None) if self.adapter_only else weights, device)
+        return {training.MODEL_KEY: peft.get_adapter_state_dict(weights, None) if self.adapter_only else weights}
 
     def finished(self, gathered: State, model: nn.Module) -> State:
         state: State = {training.ADAPTER_CONFIG: self._adapter_config()}
         if self.adapter_only:
-            return {**state, training.ADAPTER_KEY: gathered}
+            return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
         # What nothing had to be gathered for is the model's own, and torchtune merges in place.
-        own = _copies_of_what_is_shared(gathered, model)
+        own = _copies_of_what_is_shared(gathered[training.MODEL_KEY], model)
         state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
         state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=self.lora.lora_rank, alpha=self.lora.lora_alpha)
         return state
@@ -105,18 +107,18 @@ class LoraContents:
         }
 
 
-def gather_weights(sharded: Mapping[str, Tensor], device: torch.device) -> State:
-    """Collective: these weights, whole and on the host of rank 0; elsewhere nothing.
+def gather_weights(sharded: Sharded, device: torch.device) -> State:
+    """Collective: these weights, whole and on the host of rank 0; elsewhere no weights.
 
     As torchtune gathers them, but without its barrier after each, which says nothing new: no rank has a whole weight
     before all have sent their parts, and none goes on before it has it. So rank 0, which copies them, is not left
     behind.
     """
-    first, whole = dist.get_rank() == 0, {}
-    for name, weight in sharded.items():
+    first, whole = dist.get_rank() == 0, {key: dict[str, Tensor]() for key in sharded}
+    for key, name, weight in ((key, *item) for key, weights in sharded.items() for item in weights.items()):
         gathered = _gathered(weight.to(device) if weight.is_cpu else weight)
         if first:
-            whole[name] = gathered.cpu()
+            whole[key][name] = gathered.cpu()
         elif gathered.is_cuda:
             torch.cuda.current_stream().synchronize()
     return whole
@@ -168,21 +170,21 @@ def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory:
     )
 
 
-def make_room_to_gather(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> None:
+def make_room_to_gather(sharded: Sharded, optimizer: AnyOptimizer, device: torch.device) -> None:
     """Raises where this rank has no memory for what gathering will take: in its midst no rank may fail alone."""
     try:
-        _allocate_what_is_gathered(model, optimizer, device)
+        _allocate_what_is_gathered(sharded, optimizer, device)
         return
     except Exception as error:
         if not is_oom(error):
             raise
         forget_frames(error)
     release()
-    _allocate_what_is_gathered(model, optimizer, device)
+    _allocate_what_is_gathered(sharded, optimizer, device)
 
 
-def _allocate_what_is_gathered(model: nn.Module, optimizer: AnyOptimizer, device: torch.device) -> None:
-    tensors = [*model.parameters(), *model.buffers(), *tree_iter(optimizer.state_dict())]
+def _allocate_what_is_gathered(sharded: Sharded, optimizer: AnyOptimizer, device: torch.device) -> None:
+    tensors = [*tree_iter(sharded), *tree_iter(optimizer.state_dict())]
     sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)]
     largest = max(sizes, default=0)
     # One tensor at a time: as it arrives, and as it is put together. What is on the host then stays there on rank 0.

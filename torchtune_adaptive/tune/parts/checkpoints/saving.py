@@ -28,6 +28,7 @@ from torchtune_adaptive.tune.parts.checkpoints.contents import (
     Contents,
     Ready,
     State,
+    gather_weights,
     make_ready,
     make_room_to_gather,
 )
@@ -143,7 +144,7 @@ class Checkpoints:
 
         def prepare() -> State | None:
             if not in_background:
-                make_room_to_gather(model, optimizer, self._device)
+                make_room_to_gather(self._contents.sharded(model), optimizer, self._device)
                 return None
             if dist.get_rank() == 0:  # torch would create a folder that is gone anew, on whatever file system is left
                 folders.require_folder(self._staged(name).parent)
@@ -183,7 +184,8 @@ class Checkpoints:
         """Collective: optimizer state and weights; or, of a rank that has no peers, what went wrong."""
 
         def gather() -> tuple[State, State]:
-            return gather_state(model, optimizer, self._device), self._contents.weights(model, self._device)
+            optimizer_part = gather_state(model, optimizer, self._device)
+            return optimizer_part, gather_weights(self._contents.sharded(model), self._device)
 
         if dist.get_world_size() == 1:
             return problems.tried(gather, self._directory)

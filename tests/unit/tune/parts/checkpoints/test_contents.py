@@ -3,6 +3,7 @@ make room for."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts.checkpoints.contents import (
     FullContents,
     LoraContents,
+    gather_weights,
     make_ready,
     make_room_to_gather,
 )
@@ -53,7 +55,7 @@ def with_so_much_room(folder: Path, failing: int, bytes_left: int) -> tuple[str 
 
     def prepare() -> None:
         with MemoryMeter(bytes_left if dist.get_rank() == failing else None):
-            make_room_to_gather(model, optimizer, CPU)
+            make_room_to_gather(FullContents().sharded(model), optimizer, CPU)
 
     ready = make_ready(model, prepare, folder)[1]
     return ready.problem, len(ready.random_states)
@@ -64,7 +66,7 @@ def with_room_for(failing: int, bytes_left: int) -> None:
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
     fully_shard(model)
     with MemoryMeter(bytes_left if dist.get_rank() == failing else None):
-        make_room_to_gather(model, torch.optim.SGD(model.parameters(), lr=0.1), CPU)
+        make_room_to_gather(FullContents().sharded(model), torch.optim.SGD(model.parameters(), lr=0.1), CPU)
 
 
 def test_where_the_device_is_the_host_rank_0_needs_room_for_all_of_it() -> None:
@@ -103,7 +105,7 @@ def as_by_torchtune(options: dict[str, bool]) -> set[str]:
     theirs = training.gather_cpu_state_dict(model, dist.get_rank() == 0, device=CPU)
     with pytest.MonkeyPatch.context() as patch:
         patch.delattr(dist, "barrier")
-        ours = FullContents().weights(model, CPU)[training.MODEL_KEY]
+        ours = gather_weights(FullContents().sharded(model), CPU)[training.MODEL_KEY]
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) and ours[name].dtype == theirs[name].dtype for name in theirs)
     return set(ours)
@@ -130,7 +132,8 @@ def sent_for(adapter_only: bool) -> tuple[set[str], list[tuple[int, ...]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DTensor, "full_tensor", noting)
-        return set(LoraContents(None, adapter_only).weights(model, CPU)), shapes  # type: ignore[arg-type]
+        sharded = LoraContents(None, adapter_only).sharded(model)  # type: ignore[arg-type]
+        return set(gather_weights(sharded, CPU)[training.MODEL_KEY]), shapes
 
 
 def test_a_checkpoint_of_the_adapter_gathers_nothing_else() -> None:
@@ -140,3 +143,18 @@ def test_a_checkpoint_of_the_adapter_gathers_nothing_else() -> None:
     (names, shapes), _ = run_on_ranks(2, sent_for, False, timeout_s=60)
     assert names > adapter | {"0.weight", "1.weight"}
     assert len(shapes) == 5
+
+
+def room_for_an_adapter(bytes_left: int) -> list[bool]:
+    """Collective: whether there is room to gather the adapter, which has 3 KiB, and the model around it with 131."""
+    model, enough = adapted(), []
+    optimizer = torch.optim.SGD((each for each in model.parameters() if each.requires_grad), lr=0.1)
+    for adapter_only in (True, False):
+        with MemoryMeter(bytes_left), suppress(torch.OutOfMemoryError):
+            make_room_to_gather(LoraContents(None, adapter_only).sharded(model), optimizer, CPU)  # type: ignore[arg-type]
+            enough.append(adapter_only)
+    return enough
+
+
+def test_a_checkpoint_of_the_adapter_needs_no_room_for_more() -> None:
+    assert run_on_ranks(2, room_for_an_adapter, 8_192, timeout_s=60) == [[True], [True]]
