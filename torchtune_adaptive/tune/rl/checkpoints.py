@@ -34,7 +34,7 @@ class PPOContents:
     adapter_only: bool = False
 
     def sharded(self, model: nn.Module) -> Sharded:
-        """Of both models in a ModuleDict."""
+        """Weights of both models, which are in a ModuleDict."""
         assert isinstance(model, nn.ModuleDict)
         return {training.MODEL_KEY: model["policy"].state_dict(), VALUE_MODEL: model["value"].state_dict()}
 
