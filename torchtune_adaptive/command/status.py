@@ -89,7 +89,7 @@ def judge(left: Left) -> tuple[Condition, str]:
     if not left.directory.is_dir():
         return Condition.BROKEN, f"there is no folder {left.directory}"
     if run is None and not left.found:
-        return Condition.BROKEN, f"no run has left anything in {left.directory}"
+        return Condition.BROKEN, f"{left.directory} holds no run"
     if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
         return Condition.FINISHED, _where(newest)
     if left.held_by is not None:
@@ -135,8 +135,9 @@ def _where(found: FoundCheckpoint) -> str:
 
 
 def _command(left: Left) -> str:
-    run, here = left.run, str(left.directory.absolute())
+    run, here = left.run, left.directory.resolve()
     if run is None:
         return "the command that started it, with resume_from_checkpoint=auto"
-    elsewhere = f" {shlex.quote(f'output_dir={here}')}" if run.output_dir not in ("", here) else ""
+    has_moved = run.output_dir and Path(run.folder, run.output_dir).resolve() != here
+    elsewhere = f" {shlex.quote(f'output_dir={here}')}" if has_moved else ""
     return f"cd {shlex.quote(run.folder)} && {run.command}{elsewhere}"

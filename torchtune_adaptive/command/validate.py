@@ -51,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"error: {wrong}", file=sys.stderr)
     if findings.wrong:
         return REFUSED
-    print(f"{recipe} takes {' '.join([options.config, *options.words])}")
+    print(f"ok: {recipe} would start with {' '.join([options.config, *options.words])}")
     return FITS
 
 

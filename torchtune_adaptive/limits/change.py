@@ -8,7 +8,9 @@ RECOVERY = "recovery"
 THRASHING = "thrashing"
 TRIAL = "trial"
 GROWTH = "growth"
-"""Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back."""
+EXHAUSTED = "exhausted"
+"""Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back. An
+exhausted limit stays as it is: memory ran out, and there is no smaller one, so the run ends."""
 
 BEFORE_THE_FIRST = -1
 """The step number of whatever runs before training."""

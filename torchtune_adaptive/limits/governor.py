@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TypedDict
 
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL, Change, in_step
+from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL, Change, in_step
 from torchtune_adaptive.limits.limit import Limit, Microbatch
 from torchtune_adaptive.wording import count_of, ranks_named
 
@@ -111,6 +111,10 @@ class Governor:
             how = "a row alone in its microbatch is tried once more"
             change = f"{how}, with all others in at most {self.limit}, step repeated"
         return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
+
+    def exhausted(self, failed: Mapping[int, Microbatch], step: int, why: str) -> Change:
+        """What ends the run, after these microbatches failed, by rank."""
+        return self._note(EXHAUSTED, step, why, self.limit, failed)
 
     def start_over(self, failed: Mapping[int, Microbatch], step: int, how: str) -> Change:
         """All that is allowed, after these microbatches failed: from now on they need less, and `how` says why."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple, TypeGuard
 
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.record.events import EPOCH
 from torchtune_adaptive.record.timeline import Record, Timeline, is_number
 
-CHANGES = (EPOCH, RECOVERY, THRASHING, TRIAL, GROWTH)
+CHANGES = (EPOCH, RECOVERY, THRASHING, TRIAL, GROWTH, EXHAUSTED)
 TRAINED = "policy"
 """The stage of which records from before each stage had its own tell when an epoch begins: the only one that did so was
 that of preference training."""
@@ -103,6 +103,12 @@ def _follow(course: LimitCourse, event: Record) -> None:
 
 def recoveries(timeline: Timeline) -> int:
     return sum(event["kind"] == RECOVERY for event in timeline.events)
+
+
+def ended_in(timeline: Timeline) -> int | None:
+    """The step that ran out of memory for good; None where the run has gone on or ended in another way."""
+    last = timeline.events[-1] if timeline.events else None
+    return last["step"] if last is not None and last["kind"] == EXHAUSTED else None
 
 
 def lost_seconds(timeline: Timeline) -> dict[int, float]:

@@ -32,18 +32,18 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "") ->
     return "\n".join(lines)
 
 
-def profile_table(result: Profile, stage: str = "", together: str = "") -> str:
+def profile_table(result: Profile, stage: str = "", length_suffix: str = "") -> str:
     """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off.
 
-    `together`: what to add to a length that is not that of one row.
+    `length_suffix`: what to add to a length that is not that of one row.
     """
     count, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
     points = [(point.rows, point.length, point.tokens, *_cells(point, result.budget_bytes)) for point in result.points]
     lines = [
         f"token budget{_named(stage)} · {count} · budget {budget} a rank",
         in_columns([("rows", "length", "tokens", *MEASURED), *points]),
-        f"  fitted over rows and length, off by {100 * result.held_out_error:.1f} % at most where not fitted to; "
-        f"any length fits up to {result.constant_tokens} tokens{together}",
+        f"  fitted over rows and length; probes held out are at most {100 * result.held_out_error:.1f} % off; "
+        f"any length fits up to {result.constant_tokens} tokens{length_suffix}",
     ]
     return "\n".join(lines)
 
@@ -106,7 +106,7 @@ def step_line(step: Accumulation, ranks: int, kind_of_rank: str = "rank") -> str
 def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
     """The run before it starts; epochs in a row that are alike share a line."""
     steps = sum(sizes.steps for sizes in epochs)
-    heading = ("epoch", "batch size", "microbatches", "samples a step", "steps", "learning rate", "")
+    heading = ("epoch", "batch size", f"rows {_TIMES} microbatches", "samples a step", "steps", "learning rate", "")
     groups = [list(alike) for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None})]
     table = in_columns([heading, *(_schedule_cells(alike[0], alike[-1].epoch, ranks, by_tokens) for alike in groups)])
     return f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}\n{table}"
@@ -131,7 +131,7 @@ def _schedule_cells(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: b
     return (
         f"{sizes.epoch}" if sizes.epoch == last_epoch else f"{sizes.epoch}-{last_epoch}",
         f"{sizes.batch_size}",
-        "by tokens" if by_tokens else f"{sizes.microbatches} {_TIMES} {sizes.microbatch_rows}",
+        "by tokens" if by_tokens else f"{sizes.microbatch_rows} {_TIMES} {sizes.microbatches}",
         f"{sizes.samples_per_step * ranks}",
         f"{sizes.steps}",
         f"{_TIMES} {sizes.lr_factor:.3g}",

@@ -80,7 +80,7 @@ class StepRunner(Generic[Sample]):
         self.current_step: int | None = None
         """The number of the step that runs; None between two steps."""
         self.on_change: Callable[[Change], None] | None = None
-        """Told whenever the limit changes, on every rank."""
+        """Told whenever the limit changes, or is exhausted, on every rank."""
         self.on_plan: Callable[[int, Plan], object] | None = None
         """Told the step and the plan of every attempt before it begins."""
         self.fall_back: Callable[[], str | None] = lambda: None
@@ -189,6 +189,7 @@ class StepRunner(Generic[Sample]):
             fact, remedies = error.fact, error.remedies if self.trains else without_backward(error.remedies)
             if (had := reports.shortage) is not None:
                 fact, remedies = f"{fact} ({had})", (*remedies, Remedy.LARGER_BUDGET)
+            self._record(self._governor.exhausted(reports.failed, step, fact), reports)
             raise LimitExhaustedError(fact, *remedies) from None
 
     def attempt(self, microbatches: Sequence[Sequence[Sample]]) -> Attempt:
@@ -259,6 +260,9 @@ class StepRunner(Generic[Sample]):
     def _tell(self, change: Change, reports: Reports) -> None:
         if rank() == 0:
             logger.log(logging.WARNING if change.kind == RECOVERY else logging.INFO, "%s", change.reason)
+        self._record(change, reports)
+
+    def _record(self, change: Change, reports: Reports) -> None:
         if self.on_change is not None:
             self.on_change(change if (full := reports.fullest) is None else replace(change, **full._asdict()))
 

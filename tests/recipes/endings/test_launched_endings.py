@@ -147,8 +147,8 @@ def test_a_step_that_outlasts_the_launchers_patience_says_what_is_not_saved(tmp_
         assert run.process.wait(60) == 1
         run.when(lambda: "SignalException" in run.output, 10)
     lost = f"last checkpoint: {saved(run)}, and what was trained since then is lost"
-    assert "(torchrun, if it was asked, waits 4 s). A second signal ends it at once" in run.output
-    late = f"SIGTERM: the step under way will not end in time (torchrun, if it was asked, ends the run in 2 s); {lost}"
+    assert "(torchrun, if it passed this on, waits 4 s). A second signal ends it at once" in run.output
+    late = f"will not end in time (torchrun, if it passed this on, ends the run in 2 s); {lost}"
     assert run.output.count(late) == 1, run.output
     assert last_time(tmp_path) == f"last time: SIGTERM, which did not leave it the time to save; {lost}"
 

@@ -141,9 +141,9 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
 def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved(tmp_path: Path) -> None:
     blow = Blow(signalled.SEARCH, left_s=3)
     ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=blow)
-    assert "(torchrun, if it was asked, waits 3 s)" in ended[0].lines
+    assert "(torchrun, if it passed this on, waits 3 s)" in ended[0].lines
     late = (
-        "SIGTERM: the step under way will not end in time (torchrun, if it was asked, ends the run in 2 s); "
+        "SIGTERM: the step under way will not end in time (torchrun, if it passed this on, ends the run in 2 s); "
         "nothing is saved\n"
     )
     assert late in ended[0].lines

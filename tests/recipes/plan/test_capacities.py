@@ -66,7 +66,7 @@ def test_a_length_that_the_chunks_of_the_loss_do_not_divide_is_rounded_up(capsys
     for row in found["predictions"]:
         row.pop("command", None)
     assert [{**row, "tokens": 104} for row in odd] == even
-    assert "lengths are rounded up to a multiple of 8, the chunks of the loss" in found["notes"]
+    assert "each length is predicted as the next multiple of 8, the chunks of the loss" in found["notes"]
 
 
 @pytest.mark.parametrize(("budget", "fits"), [("auto", "fit"), ("1024", "fits"), ("2000", "does not fit")])

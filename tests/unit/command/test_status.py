@@ -122,7 +122,7 @@ def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
 def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
     assert code == BROKEN
-    assert told.startswith("there is no folder" if missing else "no run has left anything in")
+    assert told == (f"there is no folder {tmp_path / 'none'}\n" if missing else f"{tmp_path} holds no run\n")
     assert len(told.splitlines()) == 1
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.fake_memory import FakeMemory
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy
-from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
+from torchtune_adaptive.limits.change import BEFORE_THE_FIRST, EXHAUSTED, RECOVERY
 from torchtune_adaptive.limits.governor import Governor
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.cpu_meter import MemoryMeter
@@ -136,8 +136,13 @@ def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     message = (
         r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row of 16 tokens does not fit"
     )
-    with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message):
+    runner.on_change = (changes := []).append
+    with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message) as caught:
         runner.run(SAMPLES, step=3)
+    assert [each.kind for each in changes] == [RECOVERY, RECOVERY, RECOVERY, EXHAUSTED]
+    last = changes[-1]
+    assert (last.step, last.before, last.after, last.ranks, last.rows, last.length) == (3, 1, 1, (0,), 1, 16)
+    assert last.reason == caught.value.fact
 
 
 def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():

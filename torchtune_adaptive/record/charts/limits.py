@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import log2
 from typing import TYPE_CHECKING, NamedTuple
 
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.record.charts.style import (
     ALARM,
     BLUE,
@@ -37,7 +37,7 @@ class Sign(NamedTuple):
     """The mark of a kind of change."""
 
     means: str
-    """What is said of it, with a place for how often."""
+    """What is said of it, with a place for how often if it may happen again."""
     colour: str
     marker: str
 
@@ -46,6 +46,7 @@ SIGNS = {
     RECOVERY: Sign("out of memory{}: step repeated in smaller microbatches", ALARM, "v"),
     THRASHING: Sign("allocator thrashing{}: smaller microbatches on trial", PINK, "s"),
     TRIAL: Sign("trial decided{}", SKY, "D"),
+    EXHAUSTED: Sign("out of memory, and nothing smaller is left", ALARM, "X"),
     GROWTH: Sign("larger microbatches tried again{}", GREEN, "^"),
 }
 ROOM_OF_TEXT, MARGIN = 0.17, 0.08

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDEST_NAME = 44
+POINTS_INCHES, CHARACTER_INCHES = 6.6, 0.075
+"""Width of the points, and of a character in the list beside them."""
 LINE_HEIGHT = 0.047
 """Height of a line, as a share of the picture's."""
 
@@ -21,10 +23,12 @@ def draw_speeds(
     path: Path, outcomes: Sequence[Outcome], names: Sequence[str], usable_bytes: int, title: str
 ) -> Path | None:
     """Draws each setting as a numbered point with its range; without matplotlib, logs one line and returns None."""
-    if (figure := new_figure(path, 11, 4.6)) is None:
+    entries = [_entry(number, name) for number, name in enumerate(names, start=1)]
+    listed = max(len(line) for entry in entries for line in entry) * CHARACTER_INCHES
+    if (figure := new_figure(path, POINTS_INCHES + listed, 4.6)) is None:
         return None
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")
-    axes, beside = figure.subplots(1, 2, width_ratios=(3, 2))
+    axes, beside = figure.subplots(1, 2, width_ratios=(POINTS_INCHES, listed))
     unit, unit_bytes = unit_of(usable_bytes)
     _draw_points(axes, outcomes, unit_bytes)
     usable = usable_bytes / unit_bytes
@@ -34,8 +38,10 @@ def draw_speeds(
     name = f"{usable:.1f} {unit} usable "
     axes.text(usable, 0, name, horizontalalignment="right", verticalalignment="bottom", color=ALARM, fontsize=9)
     what = "number 1 is the fastest that fits" if outcomes[0].fits else "nothing that was tried fits"
+    if any(each.fits and each not in frontier_of(outcomes) for each in outcomes):
+        what += "; grey: another is as fast in less memory"
     label(axes, what, f"memory of a rank ({unit})", "tokens per second, and the range expected")
-    _list_names(beside, names)
+    _list_entries(beside, entries)
     return save(figure, path)
 
 
@@ -58,11 +64,15 @@ def _draw_points(axes: Axes, outcomes: Sequence[Outcome], unit_bytes: int) -> No
         )
 
 
-def _list_names(axes: Axes, names: Sequence[str]) -> None:
-    """Long ones on several lines, a change on each."""
+def _entry(number: int, name: str) -> list[str]:
+    """The lines of a name; a long one has a change on each."""
+    first, *others = name.split() if len(name) > WIDEST_NAME else [name]
+    return [f"{number}  {first}", *(f"    {each}" for each in others)]
+
+
+def _list_entries(axes: Axes, entries: Sequence[Sequence[str]]) -> None:
     axes.set_axis_off()
     line = 0
-    for number, name in enumerate(names, start=1):
-        words = name.replace(" ", "\n    ") if len(name) > WIDEST_NAME else name
-        axes.text(0, 1 - line * LINE_HEIGHT, f"{number}  {words}", fontsize=8, color=INK, verticalalignment="top")
-        line += words.count("\n") + 1
+    for entry in entries:
+        axes.text(0, 1 - line * LINE_HEIGHT, "\n".join(entry), fontsize=8, color=INK, verticalalignment="top")
+        line += len(entry)

@@ -106,12 +106,13 @@ def panels_of(timeline: Timeline) -> list[Panel]:
 def title(timeline: Timeline) -> str:
     """A run in a line: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost in failed attempts`."""
     steps = count_of(len(timeline.steps), "step" if _logs_all(timeline) else "logged step")
-    survived = limit_course.recoveries(timeline)
+    survived, last = limit_course.recoveries(timeline), limit_course.ended_in(timeline)
+    ended = "" if last is None else f", out of memory for good in step {last}"
     if not survived:
-        return f"{steps}, none out of memory"
+        return f"{steps}{ended or ', none out of memory'}"
     share = limit_course.lost_share(timeline)
     lost = "" if share is None else f", {percent_of(share)} of the time lost in failed attempts"
-    return f"{steps}, {count_of(survived, 'out-of-memory error')} survived{lost}"
+    return f"{steps}, {count_of(survived, 'out-of-memory error')} survived{lost}{ended}"
 
 
 def _logs_all(timeline: Timeline) -> bool:
@@ -120,8 +121,9 @@ def _logs_all(timeline: Timeline) -> bool:
 
 
 def _end(timeline: Timeline) -> float:
-    """The end of the last step."""
-    return max((record["step"] for record in timeline.steps), default=0) + limit_course.AFTER
+    """The end of the last step, or of the one that never ended."""
+    last = max((record["step"] for record in timeline.steps), default=0)
+    return max(last, limit_course.ended_in(timeline) or 0) + limit_course.AFTER
 
 
 def main() -> None:

@@ -77,10 +77,12 @@ def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | No
     for index, length in enumerate(sorted({point.length for point in result.points}, reverse=True)):
         names.append(_draw_length(axes, result, length, right, unit_bytes, LINE_COLOURS[index % len(LINE_COLOURS)]))
     axes.plot(result.constant_tokens, budget, "v", color=INK, markersize=7, zorder=4, label="fits at any length")
+    most = f"{result.constant_tokens} tokens"
+    axes.annotate(most, (result.constant_tokens, budget), (0, 7), textcoords="offset points", ha="center", fontsize=9)
     axes.set_xlim(0, right)
     axes.set_ylim(0, 1.18 * budget)
     name_lines(axes, names)
-    off = f"hollow points, not fitted to, are {100 * result.held_out_error:.1f} % off"
+    off = f"hollow points were held out of the fit: at most {100 * result.held_out_error:.1f} % off"
     axes.text(0.02, 0.97, off, transform=axes.transAxes, verticalalignment="top", color=INK, fontsize=9)
     title = f"samples of any length fit, up to {result.constant_tokens} tokens in all"
     label(axes, _of(stage, title), "tokens in a microbatch, padding included", f"peak memory of a rank ({unit})")
@@ -152,6 +154,7 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
     corners = [0.0, *(each.ends for each in binding)]
     most = [max(line.bytes_at(rows) for line in lines.values()) / unit_bytes for rows in corners]
     axes.plot(corners, most, color=BLUE, linewidth=1.8, label="needed")
+    axes.plot(corners[1:-1], most[1:-1], "|", color=BLUE, markersize=9, mew=1.4)  # where another phase needs most
     named = [each for each in binding if each.ends - each.begins > LONG_ENOUGH * right]
     for each in named:
         _name_phase(axes, each, result, right, unit_bytes)
@@ -168,7 +171,8 @@ def _name_phase(axes: "Axes", binding: Binding, result: SearchResult, right: flo
     axes.annotate(
         binding.phase,
         (middle, result.lines[binding.phase].bytes_at(middle) / unit_bytes),
-        xytext=(-3, 3) if above else (9, -7),
+        xytext=(-12, 10) if above else (12, -10),
+        arrowprops={"arrowstyle": "-", "color": BLUE, "linewidth": 0.7, "shrinkA": 1, "shrinkB": 0},
         textcoords="offset points",
         horizontalalignment="right" if above else "left",
         verticalalignment="bottom" if above else "top",

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from torchtune_adaptive.errors import AdaptiveError, Remedy
+from torchtune_adaptive.errors import AdaptiveError, Remedy, without_backward
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 KEYS: Mapping[Remedy, str] = {
     Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len",
@@ -33,6 +38,17 @@ KEYS_IN_PPO: Mapping[Remedy, str] = {
     Remedy.SMALLER_LIMIT: "lower forward_batch_size or raise gradient_accumulation_steps",
 }
 """The same where a sample is a rollout, and batch_size what an iteration has of them."""
+
+
+@contextmanager
+def leaving_out_what_is_set(cfg: DictConfig) -> Iterator[None]:
+    """While open, an error does not advise what the config has already."""
+    try:
+        yield
+    except AdaptiveError as error:
+        if cfg.get("enable_activation_checkpointing") is True:
+            error.remedies = without_backward(error.remedies)
+        raise
 
 
 def in_keys(error: AdaptiveError, keys: Mapping[Remedy, str] = KEYS) -> str:

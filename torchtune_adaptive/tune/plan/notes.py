@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.prediction.capacity import Budget
@@ -29,9 +29,9 @@ def notes_on_question(plan: PlanSettings, given: Lengths | None, wanted: Sequenc
 
 def notes_on_capacity(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Sequence[int]) -> list[str]:
     """What the answer assumes and what it does not cover, said with it."""
-    notes = []
+    notes = _note_on_longer_samples(cfg, max(wanted))
     if any(tokens % step.tokens_multiple for tokens in wanted):
-        notes.append(f"lengths are rounded up to a multiple of {step.tokens_multiple}, the chunks of the loss")
+        notes.append(f"each length is predicted as the next multiple of {step.tokens_multiple}, the chunks of the loss")
     if step.on_gpu:
         assumed = format_bytes(have.overhead_bytes)
         notes.append(f"context, NCCL, cuBLAS are not modelled: {assumed} are assumed for them (memory_overhead)")
@@ -50,6 +50,16 @@ def notes_on_capacity(cfg: DictConfig, step: FakeStep, have: Budget, wanted: Seq
     if step.on_gpu and step.settings.dtype == "fp32":
         notes.append("dtype fp32: norms are counted unfused, an upper bound")
     return notes
+
+
+def _note_on_longer_samples(cfg: DictConfig, longest: int) -> list[str]:
+    """Where nothing cuts samples down to the longest that was asked about."""
+    cut_at = OmegaConf.select(cfg, "tokenizer.max_seq_len")
+    by_tokens = read_adaptive(cfg.get("adaptive")).token_budget is not None
+    if by_tokens or is_packed(cfg) or trains_with_ppo(cfg) or (cut_at is not None and cut_at <= longest):
+        return []
+    said = "not set" if cut_at is None else cut_at
+    return [f"samples of more than {longest} tokens need more, and tokenizer.max_seq_len, which cuts them, is {said}"]
 
 
 def _notes_on_stages(cfg: DictConfig, step: FakeStep) -> list[str]:

@@ -136,7 +136,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
         kind=Profile,
         measure=measure,
         options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.kind.padded else {"padded": False})},
-        table=partial(profile_table, stage=request.stage, together=request.kind.length_suffix),
+        table=partial(profile_table, stage=request.stage, length_suffix=request.kind.length_suffix),
         draw=partial(draw_profile, stage=request.stage),
         event=partial(profile_event, stage=request.stage),
     )

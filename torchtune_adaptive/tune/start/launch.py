@@ -32,7 +32,7 @@ from torchtune_adaptive.errors import (
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.components import in_a_line
-from torchtune_adaptive.tune.config.remedies import KEYS, in_keys
+from torchtune_adaptive.tune.config.remedies import KEYS, in_keys, leaving_out_what_is_set
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_error
 from torchtune_adaptive.tune.start import run_file
@@ -85,7 +85,7 @@ def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
     if _rank() == 0 and os.environ.get(SHOW_CONFIG):
         config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
     try:
-        with refusing_early_exits():
+        with refusing_early_exits(), leaving_out_what_is_set(cfg):
             recipe = recipe_type(cfg)
             adaptive = read_adaptive(cfg.get("adaptive"))
             with (

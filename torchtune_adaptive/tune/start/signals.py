@@ -97,7 +97,7 @@ def _first(asked_by: signal.Signals) -> None:
         return
     name = asked_by.name + f" on rank {rank}" * (rank != 0)
     waits_s = launcher_waits_s()
-    time_left = "" if waits_s is None else f" (torchrun, if it was asked, waits {waits_s:g} s)"
+    time_left = "" if waits_s is None else f" (torchrun, if it passed this on, waits {waits_s:g} s)"
     _say(
         f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
         f"{_or_a_restart(asked_by, os.environ)}A second signal ends it at once"
@@ -126,8 +126,8 @@ def _too_late(name: str, notice_s: float) -> None:
         return
     left = f"{THIS_RUN.saved}{_lost()}"
     _say(
-        f"{name}: the step under way will not end in time (torchrun, if it was asked, ends the run in {notice_s:g} s); "
-        f"{left}"
+        f"{name}: the step under way will not end in time "
+        f"(torchrun, if it passed this on, ends the run in {notice_s:g} s); {left}"
     )
     THIS_RUN.note_end(run_file.ASKED, f"{name}, which did not leave it the time to save; {left}")
 

@@ -78,7 +78,7 @@ def check_tokenizer(cfg: DictConfig, findings: Findings) -> None:
     missing = [(str(key), value) for key, value in section.items() if _is_path(key, value) and not Path(value).exists()]
     for key, value in missing:
         findings.note_missing_here(
-            f"tokenizer.{key} is {value!r}, which is not there: download it first (tune download) or correct the path"
+            f"tokenizer.{key} is {value!r}, which does not exist: download it first (tune download) or correct the path"
         )
     if missing:
         check_fits("tokenizer", section)

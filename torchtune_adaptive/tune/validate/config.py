@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeAlias
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
@@ -41,6 +42,8 @@ from torchtune_adaptive.tune.validate.findings import Findings
 from torchtune_adaptive.tune.validate.places import check_output, check_weights
 from torchtune_adaptive.tune.validate.plan import checks_of_plan
 
+Check: TypeAlias = Callable[[DictConfig, Findings, Callable[[], None]], nn.Module | None]
+
 
 def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
@@ -54,17 +57,12 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     findings.wrong += in_adaptive.wrong
     of_pairs = training.of_pairs if training else bool(findings.collect(lambda: trains_on_pairs(cfg)))
     check = check_traced if recipe == PLAN else check_components
+    value = None
     # where the policy is what the others call the model
     if recipe in (PPO, PLAN) and POLICY_SECTION in cfg:
-        model, value = None, None
-        if settings is not None:
-            model = check(settings.config, findings, partial(check_rollouts, settings, trained=recipe != PLAN))
-            value = findings.collect(partial(check_models_of_ppo, settings, model))
+        model, value = _check_ppo(settings, check, findings, trained=recipe != PLAN)
     else:
-        of_its_own = partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
-        model, value = check(cfg, findings, of_its_own), None
-        if model is not None and not of_pairs:
-            findings.collect(lambda: check_cuts(checked_loss(cfg), model))
+        model = _check_one_model(cfg, settings, check, findings, of_pairs=of_pairs)
     if settings is None or not well:
         return findings
     if training is None:
@@ -78,6 +76,25 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     findings.collect(lambda: check_weights(cfg, findings))
     findings.collect(lambda: check_output(settings, training.saved_by, findings))
     return findings
+
+
+def _check_ppo(
+    settings: Settings | None, check: Check, findings: Findings, *, trained: bool
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """The policy and the value model, on the meta device."""
+    if settings is None:
+        return None, None
+    model = check(settings.config, findings, partial(check_rollouts, settings, trained=trained))
+    return model, findings.collect(partial(check_models_of_ppo, settings, model))
+
+
+def _check_one_model(
+    cfg: DictConfig, settings: Settings | None, check: Check, findings: Findings, *, of_pairs: bool
+) -> nn.Module | None:
+    model = check(cfg, findings, partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings))
+    if model is not None and not of_pairs:
+        findings.collect(lambda: check_cuts(checked_loss(cfg), model))
+    return model
 
 
 def _check_question(settings: Settings, models: Sequence[nn.Module], findings: Findings) -> None:

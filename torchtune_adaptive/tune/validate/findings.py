@@ -42,4 +42,4 @@ class Findings:
         if self._here:
             self.wrong.append(missing)
         else:
-            self.notes.append(f"not here: {missing}")
+            self.notes.append(f"on this machine: {missing}")

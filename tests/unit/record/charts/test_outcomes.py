@@ -35,7 +35,7 @@ def test_each_setting_is_a_point_with_its_number_and_its_name(tmp_path: Path, mo
     assert is_drawn(tmp_path / "speeds.png")
     points, beside = drawn[0].axes
     assert [text.get_text() for text in points.texts] == ["1", "2", "3", "4", "5", "70.0 GiB usable "]
-    assert points.get_title(loc="left") == "number 1 is the fastest that fits"
+    assert points.get_title(loc="left") == "number 1 is the fastest that fits; grey: another is as fast in less memory"
     listed = [text.get_text().replace("\n    ", " ") for text in beside.texts]
     assert listed == [f"{number}  {name}" for number, name in enumerate(names, start=1)]
     crosses = [line for line in points.lines if line.get_marker() == "x"]

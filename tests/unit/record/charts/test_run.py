@@ -10,7 +10,7 @@ import pytest
 
 from tests.pictures import cut_off, line_of, marked, overlapping, pictures
 from tests.unit.record.test_tables import GIB
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.record.charts.limits import Scale
 from torchtune_adaptive.record.charts.panels import draw_imbalance
 from torchtune_adaptive.record.charts.run import draw_run, panels_of, title
@@ -115,6 +115,27 @@ def test_the_title_of_a_run_says_what_happened(tmp_path: Path) -> None:
     journal.start(Event(kind=START, step=0, reason="another run"))
     journal.step(1, {})
     assert title(read_timeline(tmp_path)) == "1 step, none out of memory"
+
+
+def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path)
+    journal.start(Event(kind=START, step=0, reason=""))
+    journal.event(Event(kind=EPOCH, step=0, reason="", after=1, unit="rows"))
+    for step in (1, 2, 3):
+        journal.step(step, {"samples": 16, "microbatch_rows": 1})
+    journal.event(Event(kind=EXHAUSTED, step=4, reason="", before=1, after=1, unit="rows"))
+    assert title(read_timeline(tmp_path)) == "3 steps, out of memory for good in step 4"
+    figure = drawn_run(tmp_path, monkeypatch)
+    assert marked(figure.axes[0], "X") == [(4, 1)]
+    assert [text.get_text() for text in figure.axes[0].texts] == ["out of memory, and nothing smaller is left"]
+    assert figure.axes[0].get_xlim()[1] == 4.5
+    assert cut_off(figure) == []
+    assert overlapping(figure) == []
+    journal.start(Event(kind=START, step=3, reason="resumed"))
+    journal.step(4, {"samples": 16, "microbatch_rows": 1})
+    assert title(read_timeline(tmp_path)) == "4 steps, none out of memory"
 
 
 def a_run_of_ranks(directory: Path, *imbalances: float, unit: str = "bytes") -> None:

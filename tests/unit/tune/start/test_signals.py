@@ -191,7 +191,7 @@ os.kill(me, signal.SIGTERM)
 time.sleep({1})
 """
 LATE = (
-    "the step under way will not end in time (torchrun, if it was asked, ends the run in 2 s); "
+    "the step under way will not end in time (torchrun, if it passed this on, ends the run in 2 s); "
     "last checkpoint: out/step_2, and what was trained"
 )
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}

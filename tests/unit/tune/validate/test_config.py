@@ -76,7 +76,7 @@ def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Vali
     for kind in DEMO:
         status, out, errors = validate(DEMO[kind], "--here", "--ranks", "2", "epochs=3")
         assert (status, errors) == (0, ""), errors
-        assert out == f"adaptive_{kind}_finetune_distributed takes {DEMO[kind]} epochs=3\n"
+        assert out == f"ok: adaptive_{kind}_finetune_distributed would start with {DEMO[kind]} epochs=3\n"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -213,7 +213,7 @@ def test_a_time_out_that_no_clock_could_wait_for_is_refused(seconds: str, valida
 def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:
     status, out, errors = validate("llama3_2/1B_full", "device=cuda:99")
     assert (status, errors) == (0, "")
-    notes = [line for line in out.splitlines() if line.startswith("note: not here: ")]
+    notes = [line for line in out.splitlines() if line.startswith("note: on this machine: ")]
     assert [next(key for key in ("tokenizer", "device", "checkpoint_dir") if key in note) for note in notes] == [
         "tokenizer",
         "device",
@@ -231,7 +231,7 @@ def test_what_ours_take_is_taken_though_its_weights_are_elsewhere(
     monkeypatch.setitem(sys.modules, "torchvision", None)
     status, out, errors = validate(config.name, "--recipe", config.recipe, "output_dir=out")
     assert (status, errors) == (0, "")
-    assert "note: not here: tokenizer" in out or "demo" in config.name
+    assert "note: on this machine: tokenizer" in out or "demo" in config.name
 
 
 def test_a_package_that_a_component_needs_may_be_installed_elsewhere(validate: Validate, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_its_model_is_f
             mine.write_text(content)
             status, out, errors = validate(str(mine))
             assert (status, errors) == (0, "")
-            assert out == f"{recipe} takes {mine}\n"
+            assert out == f"ok: {recipe} would start with {mine}\n"
     assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", LORA), ["model.lora_attn_modules is missing"])
 
 

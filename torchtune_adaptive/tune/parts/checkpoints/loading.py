@@ -146,7 +146,7 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
     if not finds_files_itself(section) or Path(directory).is_dir():
         return None
     return (
-        f"{key}.checkpoint_dir is {directory!r}, which is no directory: "
+        f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
         "download the weights first (tune download) or correct the path"
     )
 
