@@ -112,13 +112,13 @@ def flags_of(config: Path) -> str:
     return found["flags"].strip() if found else ""
 
 
-def file_named(name: str, known: Mapping[str, Path], what: str) -> Path:
-    """The file of one of the known names, or at a path."""
+def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:
+    """The file of one of the known names, or at a path; `option` is where it was given."""
     if name in known:
         return known[name]
     if not name.startswith(PREFIX) and Path(name).is_file():
         return Path(name)
-    raise ConfigError(f"{name} is neither a file nor a known {what}{near_names(name, known)}")
+    raise ConfigError(f"{option}{name} is neither a file nor a known {what}{near_names(name, known)}")
 
 
 def near_names(name: str, known: Iterable[str]) -> str:

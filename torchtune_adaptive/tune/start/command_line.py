@@ -47,7 +47,7 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
 
 def locate(name: str) -> Path:
     """The file of a config given by its path or its name."""
-    return file_named(name, config_files(), "config")
+    return file_named(name, config_files(), "config", "--config ")
 
 
 def name_of(path: Path) -> str:
