@@ -29,7 +29,7 @@ from torchtune_adaptive.tune.trace.which_recipe import as_finetuning
 from torchtune_adaptive.tune.validate.plan import check_plan
 
 
-def answer(cfg: DictConfig) -> None:
+def main(cfg: DictConfig) -> None:
     settings, cfg = read_plan_settings(cfg), as_finetuning(cfg)
     check_plan(cfg, settings)
     at = sys.argv.index("--config")
@@ -38,7 +38,7 @@ def answer(cfg: DictConfig) -> None:
     if len(settings.several_ranks) > 1:
         compare(question)
     else:
-        answer_one(question)
+        predict_one(question)
 
 
 def compare(question: Question) -> None:
@@ -48,7 +48,7 @@ def compare(question: Question) -> None:
     show_compared(compared, question.plan.format)
 
 
-def answer_one(question: Question) -> None:
+def predict_one(question: Question) -> None:
     """What fits, and advice."""
     with progress_bar("tracing", traces(question.cfg), "steps") as bar:
         found = predict(question.cfg, question.plan, traced=bar.update)
@@ -77,4 +77,4 @@ def picture(path: Path, question: Question, found: Capacities, advice: Advice | 
 
 
 if __name__ == "__main__":
-    launch.answer(answer, keys=PLAN_KEYS)
+    launch.run_without_training(main, keys=PLAN_KEYS)

@@ -30,7 +30,7 @@ from torchtune_adaptive.tune.rl.prompt_room import check_room
 from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
 from torchtune_adaptive.tune.rl.stage_limits import find_limits
-from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY, TRAIN_VALUE, answering_of, build_stages
+from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY, TRAIN_VALUE, build_stages, sampling_of
 from torchtune_adaptive.tune.run.loss_watch import LossWatch
 from torchtune_adaptive.tune.run.metrics import Metrics
 from torchtune_adaptive.tune.run.run_journal import RunJournal
@@ -63,8 +63,8 @@ class AdaptivePPOFullFinetuneDistributed:
             self.progress = self.progress.resumed(checkpoint, told={"seed": "seed"})
         self.loss = build_ppo_loss(settings)
         self.data = build_prompts(settings, tokenizer, self._place.mesh)
-        self.answering = answering_of(tokenizer, ppo, self.progress.seed)
-        self.stages = build_stages(self.models, self.loss, self.answering, settings, ppo, device)
+        self.sampling = sampling_of(tokenizer, ppo, self.progress.seed)
+        self.stages = build_stages(self.models, self.loss, self.sampling, settings, ppo, device)
         journal.follow(*self.stages.runners.values())
         self._profiler = build_profiler(settings.config, device)
         self.parts = RolloutParts(
@@ -117,7 +117,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self.stages.roll_out(mine, iteration)
         # Advantages are whitened over the answers of all ranks, before anything is split.
         everything = gathered(mine)
-        figures = estimate(everything, self._ppo, self.answering.stop_tokens)
+        figures = estimate(everything, self._ppo, self.sampling.stop_tokens)
         updates = Updates(self.loss)
         for share in updates_of(everything, self._ppo, self.progress.seed, iteration):
             value = self.stages.run(TRAIN_VALUE, share, iteration)

@@ -56,6 +56,6 @@ def _main(program: str, arguments: Sequence[str], folder: Path, path: Path, time
     resource.setrlimit(resource.RLIMIT_AS, (mapped_bytes + MOST_BYTES,) * 2)
     sys.argv = [program, *arguments]
     if program == "plan":
-        launch.answer(adaptive_plan.answer, keys=[field.name for field in fields(PlanSettings)])
+        launch.run_without_training(adaptive_plan.main, keys=[field.name for field in fields(PlanSettings)])
     else:
         launch.main(type("OnlySetUp", (load_ours(program),), {"train": lambda self: None}))

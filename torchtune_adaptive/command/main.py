@@ -10,7 +10,7 @@ from types import ModuleType
 from torchtune_adaptive.command import cp, keys, ls, show, status, validate
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.config.remedies import in_keys
-from torchtune_adaptive.tune.start.endings import INTERRUPTED, answering
+from torchtune_adaptive.tune.start.endings import INTERRUPTED, printing
 
 COMMANDS: dict[str, ModuleType] = {
     "ls": ls,
@@ -29,7 +29,7 @@ FAILED = 1
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     try:
-        with answering():
+        with printing():
             status = options.run(options)
     except AdaptiveError as error:
         print(f"error: {in_keys(error)}", file=sys.stderr)

@@ -14,7 +14,7 @@ from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.wording import count_of
 
 UNBOUNDED_ROWS = 2**20
-"""What a surface that does not grow with the rows answers in place of infinity."""
+"""What a surface that does not grow with the rows returns in place of infinity."""
 
 _STEP_DOWN = 0.75
 """What is left of the predicted need that grows with a microbatch, after it ran out of memory."""

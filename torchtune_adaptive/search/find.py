@@ -30,7 +30,7 @@ def find_max_batch_size(
     expected_rows: int = 0,
     progress: OnProbe | None = None,
 ) -> SearchResult:
-    """Collective: the most rows that every step can train with on every rank, the same answer on all of them.
+    """Collective: the most rows that every step can train with on every rank, the same number on all of them.
 
     Several steps (a policy and a critic) are given by name: each is measured while all of them keep what they keep in
     training. Call it between two training steps, when gradients are None. It leaves parameters, buffers, optimizer

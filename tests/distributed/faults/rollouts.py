@@ -32,9 +32,9 @@ from torchtune_adaptive.tune.rl.stages import (
     TRAIN_VALUE,
     Gathering,
     RolloutStages,
-    answering_of,
     build_stages,
     passes_of,
+    sampling_of,
 )
 
 ROLLOUTS, NEW, STOP, SEED = 4, 2, 3, 5
@@ -142,7 +142,7 @@ class RolloutBench:
         cfg = ppo_config(Path("unused"), *sizes, *splits, resharding, f"stop_token_ids=[{STOP}]")
         self._settings, self._ppo = read_ppo_settings(cfg)
         self._loss = PPOLoss(epsilon=0.2, value_coeff=0.1)
-        self._answering = answering_of(SimpleNamespace(pad_id=0), self._ppo, SEED)
+        self._sampling = sampling_of(SimpleNamespace(pad_id=0), self._ppo, SEED)
         self._steps = count()
         self.models = Models(**{name: make(case.model) for name, make in MAKERS.items()})
         self._found: list[Rollout] = []
@@ -168,7 +168,7 @@ class RolloutBench:
     def _plain(self, rows: int) -> Run:
         settings, gathers = self._settings, not self.case.layer_by_layer
         gathering = Gathering(self.models.policy, gathers, settings.fsdp_reshard_after_forward)
-        passes = passes_of(self.models, self._loss, self._answering, settings, HOST, gathering)
+        passes = passes_of(self.models, self._loss, self._sampling, settings, HOST, gathering)
 
         def run(name: str, rollouts: Sequence[Rollout]) -> float:
             each, loss = rows if name == self.case.stage else self.case.rows, torch.zeros(())
@@ -235,7 +235,7 @@ class RolloutBench:
         self.stages: RolloutStages = build_stages(
             self.models,
             self._loss,
-            self._answering,
+            self._sampling,
             self._settings,
             self._ppo,
             HOST,

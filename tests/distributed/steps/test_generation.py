@@ -15,7 +15,7 @@ from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.rl.generation import Answering, generate
+from torchtune_adaptive.tune.rl.generation import Sampling, generate
 
 NEW = 5
 ROLLOUTS = 12
@@ -53,7 +53,7 @@ class Bench:
 
     def answer(self, samples: Sequence[tuple[int, Tensor]]) -> Totals:
         drawn = draws(1, self.runner.current_step or 0, [number for number, _ in samples], NEW)
-        tokens = generate(self.model, [prompt for _, prompt in samples], drawn, Answering(top_k=20), **HOST)
+        tokens = generate(self.model, [prompt for _, prompt in samples], drawn, Sampling(top_k=20), **HOST)
         self.kept.update({number: row.tolist() for (number, _), row in zip(samples, tokens, strict=True)})
         return Totals(torch.zeros(()), tokens.numel())
 
@@ -109,15 +109,15 @@ def test_the_most_probable_tokens_are_those_of_torchtune():
     model = build(ModelConfig(sharded=False)).eval()
     prompt = torch.arange(1, 7)
     expected, _ = generate_as_torchtune(model, prompt, max_generated_tokens=NEW, pad_id=-1, top_k=1)
-    found = generate(model, [prompt, prompt[:3]], torch.zeros(2, NEW), Answering(temperature=0), **HOST)
+    found = generate(model, [prompt, prompt[:3]], torch.zeros(2, NEW), Sampling(temperature=0), **HOST)
     assert found[0].tolist() == expected[0, len(prompt) :].tolist()
 
 
 def test_after_a_stop_token_there_is_padding():
     model, prompt = build(ModelConfig(sharded=False)), torch.arange(1, 7)
     drawn = draws(0, 0, [0], NEW)
-    free = generate(model, [prompt], drawn, Answering(), **HOST)[0].tolist()
-    stopped = generate(model, [prompt], drawn, Answering(stop_tokens=(free[1],), pad_id=63), **HOST)[0].tolist()
+    free = generate(model, [prompt], drawn, Sampling(), **HOST)[0].tolist()
+    stopped = generate(model, [prompt], drawn, Sampling(stop_tokens=(free[1],), pad_id=63), **HOST)[0].tolist()
     end = free.index(free[1])
     assert stopped == [*free[: end + 1], *[63] * (NEW - end - 1)]
 
@@ -126,6 +126,6 @@ def test_caches_that_were_half_made_are_removed():
     model = build(ModelConfig(sharded=False))
     model.layers[-1].setup_caches = lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("mine"))
     with pytest.raises(torch.OutOfMemoryError):
-        generate(model, [torch.arange(3)], torch.zeros(1, NEW), Answering(), **HOST)
+        generate(model, [torch.arange(3)], torch.zeros(1, NEW), Sampling(), **HOST)
     assert all(layer.attn.kv_cache is None for layer in model.layers)
     assert model.training

@@ -176,7 +176,7 @@ def test_a_peak_that_a_pull_request_of_torchtunes_gives() -> None:
 def ask(*arguments: str) -> None:
     """The command in this process."""
     with mock.patch.object(sys, "argv", ["adaptive_plan", "--config", *arguments]):
-        adaptive_plan.answer(read_command_line(sys.argv))
+        adaptive_plan.main(read_command_line(sys.argv))
 
 
 ON_GPU = ("device=cuda", "dtype=bf16", "gradient_accumulation_steps=1", "clip_grad_norm=null")

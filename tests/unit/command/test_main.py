@@ -151,7 +151,7 @@ def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
     assert sys.argv == before
     assert "key=value, got lr" in refused(capsys, "print", str(mine), "lr")
     assert "is a recipe" in refused(capsys, "print", "adaptive_plan", "a=2")
-    assert "def answer" in told(capsys, "print", "adaptive_plan")[1]
+    assert "def predict_one" in told(capsys, "print", "adaptive_plan")[1]
 
 
 def test_keys_explains_every_key_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
@@ -215,12 +215,12 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
 
 
-UNWRITTEN = "the answer cannot be written: No space left on device"
+UNWRITTEN = "the output cannot be written: No space left on device"
 LAUNCHED = """
 import sys
-from torchtune_adaptive.tune.start.launch import answer
+from torchtune_adaptive.tune.start.launch import run_without_training
 sys.argv = ["plan", "--config", "adaptive/demo/full"]
-answer(lambda cfg: print("an answer\\n" * 100_000), keys=[])
+run_without_training(lambda cfg: print("an answer\\n" * 100_000), keys=[])
 """
 
 
@@ -241,7 +241,7 @@ def test_an_answer_that_cannot_be_written_is_no_traceback(into: str, status: int
 def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
     command = f"{sys.executable} -c 'from torchtune_adaptive.command.main import main; main([\"keys\"])'"
     ended = shell(f"{command} > /dev/full; echo $?")
-    assert ended.stderr == f"error: {UNWRITTEN}; send it to another place\n"
+    assert ended.stderr == f"error: {UNWRITTEN}; send it somewhere else\n"
     assert ended.stdout == "1\n"
 
 

@@ -67,7 +67,7 @@ def save(figure: Figure, path: Path) -> Path:
 def no_run_ends_over(
     name: str,
 ) -> Callable[[Callable[Arguments, Path | None]], Callable[Arguments, Path | None]]:
-    """Decorates what draws a picture: however that fails, one line says why, and the answer is None."""
+    """Decorates what draws a picture: however that fails, one line says why, and it returns None."""
 
     def decorate(draw: Callable[Arguments, Path | None]) -> Callable[Arguments, Path | None]:
         @wraps(draw)

@@ -18,7 +18,7 @@ from torchtune_adaptive.step.draws import choose
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answering:
+class Sampling:
     """How the tokens of an answer are chosen, and where it ends."""
 
     temperature: float = 1.0
@@ -35,7 +35,7 @@ def generate(
     model: TransformerDecoder,
     prompts: Sequence[Tensor],
     drawn: Tensor,
-    answering: Answering,
+    sampling: Sampling,
     *,
     device: torch.device,
     dtype: torch.dtype,
@@ -43,14 +43,14 @@ def generate(
     """Collective: the new tokens, rows × columns of `drawn`: one number for each token, from 0 to 1, as of `draws`."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
-    tokens = torch.full((rows, longest + new), answering.pad_id, device=device)
+    tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
     for row, prompt in enumerate(prompts):
         tokens[row, longest - len(prompt) : longest] = prompt
     places = torch.arange(longest + new, device=device)
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     real = places >= padding[:, None]  # by place and not by token: a prompt may contain the padding's
     positions = (real.cumsum(-1) - 1).clamp(min=0)
-    stops = torch.tensor(sorted(answering.stop_tokens), dtype=tokens.dtype, device=device)
+    stops = torch.tensor(sorted(sampling.stop_tokens), dtype=tokens.dtype, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     drawn = drawn.to(device)
     with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
@@ -60,8 +60,8 @@ def generate(
             # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
             mask = (real[:, None] & (places <= asking[:, None])) | (places == asking[:, None])
             logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1]
-            found = _next(logits.float(), drawn[:, end - longest], answering)
-            tokens[:, end] = torch.where(ended, answering.pad_id, found)
+            found = _next(logits.float(), drawn[:, end - longest], sampling)
+            tokens[:, end] = torch.where(ended, sampling.pad_id, found)
             ended |= torch.isin(found, stops)
             begin = end
     return tokens[:, longest:]
@@ -72,13 +72,13 @@ def places_of_answers(longest: int, new: int) -> range:
     return range(longest, longest + new)
 
 
-def _next(logits: Tensor, drawn: Tensor, answering: Answering) -> Tensor:
-    if answering.temperature == 0:
+def _next(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Tensor:
+    if sampling.temperature == 0:
         return logits.argmax(-1)
-    if answering.top_k is not None:
-        least = logits.topk(min(answering.top_k, logits.size(-1))).values[:, -1:]
+    if sampling.top_k is not None:
+        least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
         logits = logits.masked_fill(logits < least, -torch.inf)
-    return choose((logits / answering.temperature).softmax(-1), drawn)
+    return choose((logits / sampling.temperature).softmax(-1), drawn)
 
 
 @contextmanager

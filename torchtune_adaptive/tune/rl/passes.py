@@ -25,7 +25,7 @@ from torchtune_adaptive.step.draws import draws
 from torchtune_adaptive.step.reports import Totals
 from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
-from torchtune_adaptive.tune.rl.generation import Answering, generate
+from torchtune_adaptive.tune.rl.generation import Sampling, generate
 from torchtune_adaptive.tune.rl.prompt_room import check_whole_length
 from torchtune_adaptive.tune.rl.rollouts import (
     ADVANTAGES,
@@ -51,14 +51,14 @@ class Generate:
     model: TransformerDecoder
     device: torch.device
     dtype: torch.dtype
-    answering: Answering
+    sampling: Sampling
     gathered: Callable[[], AbstractContextManager[object]]
     """Opened around a microbatch: whether parameters stay gathered from one token to the next."""
 
     def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
         width = len(rollouts[0].answer)
         numbers = [each.number for each in rollouts]
-        drawn = draws(self.answering.seed, rollouts[0].iteration, numbers, width, stage="generate")
+        drawn = draws(self.sampling.seed, rollouts[0].iteration, numbers, width, stage="generate")
         check_whole_length(self.model, max(len(each.prompt) for each in rollouts) + width)
         # A single token has no next one for which they would have to stay.
         keeping = self.gathered() if width > 1 else nullcontext()
@@ -67,11 +67,11 @@ class Generate:
                 self.model,
                 [each.prompt for each in rollouts],
                 drawn,
-                self.answering,
+                self.sampling,
                 device=self.device,
                 dtype=self.dtype,
             ).cpu()
-        keep_answers(rollouts, answers, self.answering.stop_tokens)
+        keep_answers(rollouts, answers, self.sampling.stop_tokens)
         return _nothing(answer_tokens(rollouts), self.device)
 
 

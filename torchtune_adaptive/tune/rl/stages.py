@@ -26,7 +26,7 @@ from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.microbatch import recovers, runners_of
-from torchtune_adaptive.tune.rl.generation import Answering
+from torchtune_adaptive.tune.rl.generation import Sampling
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
 from torchtune_adaptive.tune.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout
@@ -157,14 +157,14 @@ def samples_of_stage(stage: str, ppo: PPOSettings) -> int:
 def build_stages(
     models: Models,
     loss: PPOLoss,
-    answering: Answering,
+    sampling: Sampling,
     settings: Settings,
     ppo: PPOSettings,
     device: torch.device,
 ) -> RolloutStages:
     """Collective: what runs each stage. They share one ledger, which watches all models."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
-    passes = passes_of(models, loss, answering, settings, device, gathering)
+    passes = passes_of(models, loss, sampling, settings, device, gathering)
     ledger = CollectiveLedger(*models.everything, watches=recovers(settings))
     runners = _runners(passes, configured_limits(ppo), gathering, ledger, settings)
     stages = RolloutStages(runners, ledger, gathering)
@@ -175,18 +175,18 @@ def build_stages(
 def passes_of(
     models: Models,
     loss: PPOLoss,
-    answering: Answering,
+    sampling: Sampling,
     settings: Settings,
     device: torch.device,
     gathering: Gathering,
 ) -> dict[str, tuple[nn.Module, RolloutPass]]:
     """The model of each stage, and what it does with a microbatch."""
-    score = AnswerScorer(device=device, temperature=answering.temperature)
+    score = AnswerScorer(device=device, temperature=sampling.temperature)
     generate = Generate(
         model=cast(Any, models.policy),
         device=device,
         dtype=dtype_of(settings, device),
-        answering=answering,
+        sampling=sampling,
         gathered=gathering,
     )
     return {
@@ -228,9 +228,9 @@ def _runners(
     return Stages(runners)
 
 
-def answering_of(tokenizer: Tokenizer, ppo: PPOSettings, seed: int) -> Answering:
+def sampling_of(tokenizer: Tokenizer, ppo: PPOSettings, seed: int) -> Sampling:
     """As the config says; its stop tokens, else the tokenizer's."""
-    return Answering(
+    return Sampling(
         temperature=ppo.temperature,
         top_k=ppo.top_k,
         pad_id=tokenizer.pad_id,

@@ -56,7 +56,7 @@ class Longest(NamedTuple):
 
 
 def longest_sample(cfg: DictConfig, dataset: NamedSamples, kind: Kind) -> Longest:
-    """Collective: the longest sample; each rank reads its share, and the answer is kept for the next run."""
+    """Collective: the longest sample; each rank reads its share, and the result is kept for the next run."""
     path = Path(cfg.output_dir) / LENGTHS_FILE
     key = _key(cfg, len(dataset), kind)
     known = _read(path, key)
@@ -85,7 +85,7 @@ def _by_length(sample: Longest) -> tuple[int, int]:
 
 
 def _read(path: Path, key: str) -> Longest:
-    """The answer of an earlier scan of the same data; a sample of length 0 if there was none."""
+    """The result of an earlier scan of the same data; a sample of length 0 if there was none."""
     try:
         record = read_json(path) or {}
         return Longest(int(record["longest"]), int(record["index"])) if record.get("key") == key else Longest(0, 0)

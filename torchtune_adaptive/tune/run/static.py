@@ -33,19 +33,19 @@ def predicted_rows(
     """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
     has several; with `fallen_back`, as it runs after one row did not fit. 0 where nothing could be predicted."""
     tightest_bytes = min(int(budget) for (budget,) in Agreement(1).gather([budget_bytes]))
-    answer = 0
+    rows = 0
     if dist.get_rank() == 0:
         started = time.perf_counter()
         try:
             question = {"tokens": tokens, "budget_bytes": tightest_bytes, "stage": stage, "fallen_back": fallen_back}
-            answer = _in_a_process(cfg, dist.get_world_size(), question)
+            rows = _in_a_process(cfg, dist.get_world_size(), question)
             seconds = time.perf_counter() - started
-            logger.info("batch search · predicted to fit: %d rows (%.0f s)", answer, seconds)
+            logger.info("batch search · predicted to fit: %d rows (%.0f s)", rows, seconds)
         except (AdaptiveError, OSError, ValueError) as error:  # of which the other ranks would never learn
             logger.warning(
                 "batch search · the prediction failed, continuing as with adaptive.search: linear · %s", error
             )
-    return from_rank_0(answer)
+    return from_rank_0(rows)
 
 
 def _in_a_process(cfg: DictConfig, world_size: int, question: dict[str, object]) -> int:

@@ -64,8 +64,8 @@ def end_silently() -> None:
 
 
 @contextmanager
-def answering() -> Iterator[None]:
-    """Around what prints an answer: a reader who has seen enough, as `| head`, or a full disk, is no traceback."""
+def printing() -> Iterator[None]:
+    """Around what prints a result: a reader who has seen enough, as `| head`, or a full disk, is no traceback."""
     if sys.stdout is None:  # closed before the start, as by `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
     try:
@@ -78,7 +78,7 @@ def answering() -> Iterator[None]:
         if error.filename is not None:  # a file, and not what is printed
             raise
         _print_nowhere()
-        raise AdaptiveError(f"the answer cannot be written: {error.strerror}; send it to another place") from error
+        raise AdaptiveError(f"the output cannot be written: {error.strerror}; send it somewhere else") from error
 
 
 def _print_nowhere() -> None:

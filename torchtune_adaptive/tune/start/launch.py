@@ -41,9 +41,9 @@ from torchtune_adaptive.tune.start.endings import (
     FOR_THE_CAUSE_S,
     HEAD_START_S,
     INTERRUPTED,
-    answering,
     end_silently,
     end_with_the_launcher,
+    printing,
     refusing_early_exits,
     speaks_first,
 )
@@ -73,7 +73,7 @@ def main(recipe_type: type[Recipe], keys: Collection[str] = (), remedies: Mappin
     _ending_well(lambda: _run(recipe_type, keys), remedies)
 
 
-def answer(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+def run_without_training(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
     """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
     if _rank() == 0:
         _ending_well(lambda: _ask(question, keys))
@@ -151,7 +151,7 @@ def _who_was_asked() -> str:
 def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
     cfg = read_command_line(sys.argv)
     check_keys(cfg, keys, aloud=True)
-    with answering(), refusing_early_exits():
+    with printing(), refusing_early_exits():
         question(cfg)
 
 

@@ -39,9 +39,9 @@ from torchtune_adaptive.tune.rl.stages import (
     TRAIN_POLICY,
     TRAIN_VALUE,
     Gathering,
-    answering_of,
     passes_of,
     samples_of_stage,
+    sampling_of,
 )
 from torchtune_adaptive.tune.trace.fakes import FakeDevice, FakeStep, Rows, resharding
 from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
@@ -67,7 +67,7 @@ def ppo_steps(settings: Settings, place: Place, device: FakeDevice) -> dict[str,
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
     by_tokens = adaptive.token_budget is not None
     in_parts = ppo.gradient_accumulation_steps > 1 or settings.use_maximum_batch_size or by_tokens
-    ran = passes_of(models, loss, answering_of(NO_TOKENIZER, ppo, 0), settings, HOST, gathering)
+    ran = passes_of(models, loss, sampling_of(NO_TOKENIZER, ppo, 0), settings, HOST, gathering)
 
     def layer_by_layer() -> str:
         gathering.stays = False

@@ -79,5 +79,5 @@ def test_a_command_ends_with_the_message_in_keys(
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     with pytest.raises(SystemExit):
-        launch.answer(question, [])
+        launch.run_without_training(question, [])
     assert capsys.readouterr().err == f"\nerror: {in_keys(exhausted(512))}\n"

@@ -79,8 +79,8 @@ def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
     monkeypatch.setenv("RANK", "1")
-    launch.answer(question, [])
+    launch.run_without_training(question, [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(AssertionError, match="asked"):
-        launch.answer(question, [])
+        launch.run_without_training(question, [])
