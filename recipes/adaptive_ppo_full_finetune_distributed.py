@@ -96,7 +96,7 @@ class AdaptivePPOFullFinetuneDistributed:
         with self.parts.training(suspects=2 * self._settings.batch_size):
             for sizes in self.epochs[self.progress.epochs_run :]:
                 steps = begin_epoch(self.parts, self.progress, sizes, self.stage_limits.admission)
-                for prompts in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
+                for prompts in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch, "iterations"):
                     began, iteration = time.perf_counter(), self.progress.step + 1
                     figures = self.iterate(prompts, iteration)
                     self.progress = self.progress.after_step(sizes, self._place.ranks)

@@ -58,11 +58,13 @@ class Metrics:
         """Logs the peak of this memory, which starts anew at every logged step."""
         self._memory = memory
 
-    def epoch(self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0) -> Iterator[Item]:
-        """The steps left of an epoch, with a progress bar around them."""
+    def epoch(
+        self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
+    ) -> Iterator[Item]:
+        """The steps left of an epoch, with a progress bar around them, where they are `called` that."""
         self._sizes = sizes
         what = f"epoch {sizes.epoch}"
-        with progress_bar(what, sizes.steps, "steps", done=steps_done, shown=self._shown, at_once=True) as self._bar:
+        with progress_bar(what, sizes.steps, called, done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
             yield from steps
 
