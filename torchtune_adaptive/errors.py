@@ -18,6 +18,7 @@ class Remedy(Enum):
     MORE_RANKS = "train on more ranks"
     LARGER_BUDGET = "raise the memory limit, if one was given"
     SMALLER_LIMIT = "give a smaller limit"
+    LESS_STATE = "use a smaller model, or an optimizer that keeps less state"
     NO_RECOVERY = "give recover=False"
     RECOVERY = "leave out recover=False"
     FEWER_ROWS = "give fewer max_rows"
@@ -123,11 +124,11 @@ class RecoveryUnsupportedError(AdaptiveError):
 
 
 class UnrecoverableError(AdaptiveError):
-    """The ranks can no longer go on together: training has to start again from the last checkpoint."""
+    """The ranks can no longer go on together, until something is changed: the message says what."""
 
 
 class RanksPartedError(UnrecoverableError):
-    """A collective failed: another rank has ended, or what connects them."""
+    """A collective failed: another rank has ended, or what connects them. Started again, the run goes on."""
 
 
 class OneRowDoesNotFitError(AdaptiveError):

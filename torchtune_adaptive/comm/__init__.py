@@ -3,7 +3,7 @@
 from torchtune_adaptive.comm.collectives import Agreement, aside
 from torchtune_adaptive.comm.fsdp import AllGather, ReduceScatter
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.comm.replica_weights import make_replicas_alike
+from torchtune_adaptive.comm.replicas_alike import make_replicas_alike
 
 __all__ = [
     "Agreement",

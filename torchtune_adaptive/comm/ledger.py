@@ -24,7 +24,7 @@ from torchtune_adaptive.comm.counting import (
     Sent,
     issue_zeros,
 )
-from torchtune_adaptive.comm.foreign import Listener, MessageCount, refusal, what_is_foreign
+from torchtune_adaptive.comm.foreign_messages import Listener, MessageCount, refusal, what_is_foreign
 from torchtune_adaptive.comm.fsdp import FSDPModule
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 

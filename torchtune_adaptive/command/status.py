@@ -87,7 +87,8 @@ def judge(left: Left) -> tuple[Condition, str]:
     """The condition, and why."""
     run, newest = left.run, left.newest
     if not left.directory.is_dir():
-        return Condition.BROKEN, f"there is no folder {left.directory}"
+        is_file = left.directory.exists()
+        return Condition.BROKEN, f"{left.directory} is no folder" if is_file else f"there is no folder {left.directory}"
     if run is None and not left.found:
         return Condition.BROKEN, f"{left.directory} holds no run"
     if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
@@ -122,7 +123,8 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
     if left.newest is None and left.found:
         yield "begins anew with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
     elif condition is not Condition.FINISHED:
-        yield f"{'goes on' if left.newest else 'starts anew'} with: {_command(left)}"
+        first = "once that is fixed, " * (condition is Condition.BROKEN)
+        yield f"{first}{'goes on' if left.newest else 'starts anew'} with: {_command(left)}"
 
 
 def _started_after(run: RunFile | None, serial: int) -> bool:

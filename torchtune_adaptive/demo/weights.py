@@ -32,6 +32,8 @@ def demo_checkpointer(
     Only `demo.pt` is ever made. `sizes` are those that the config gives to `demo_model`, if any. Every rank may call
     this at once.
     """
+    if isinstance(checkpoint_files, str):
+        raise ValueError(f"checkpoint_files is {checkpoint_files!r}: give a list, [{checkpoint_files}]")
     if WEIGHTS_FILE in checkpoint_files:
         ensure_weights(Path(checkpoint_dir) / WEIGHTS_FILE, seed=seed, sizes=sizes)
     return FullModelTorchTuneCheckpointer(

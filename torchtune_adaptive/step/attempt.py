@@ -13,7 +13,7 @@ from torch import nn
 from torchtune_adaptive.comm.collectives import rank
 from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.comm.replica_weights import compare_replicas
+from torchtune_adaptive.comm.replicas_alike import compare_replicas
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
 from torchtune_adaptive.limits.change import in_step
 from torchtune_adaptive.limits.padded_plan import Plan

@@ -271,11 +271,13 @@ class StepRunner(Generic[Sample]):
 
         Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
         """
+        saved = "nothing is saved yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
         return fatal_where_memory_runs_out(
             lambda _: UnrecoverableError(
-                f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step "
-                "cannot be run again; start again from the last checkpoint "
-                f"({last_checkpoint or 'there is none yet'}) with more ranks, a smaller model, or an "
-                "optimizer that keeps less state"
+                f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step cannot be "
+                f"run again ({saved})",
+                Remedy.LESS_STATE,
+                Remedy.MORE_RANKS,
+                Remedy.LARGER_BUDGET,
             )
         )

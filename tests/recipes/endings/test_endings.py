@@ -192,6 +192,18 @@ def tune_on_two(tmp_path: Path, *overrides: str) -> Finished:
     return tune_run_here(*config, *CHEAP, *overrides, ranks=2, cwd=tmp_path, timeout_s=120)
 
 
+def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_message(tmp_path: Path) -> None:
+    sizes = {"embed_dim": 768, "num_heads": 12, "num_kv_heads": 4, "intermediate_dim": 1536}
+    wide = [f"{section}.{key}={size}" for section in ("model", "checkpointer.sizes") for key, size in sizes.items()]
+    config = ("adaptive_lora_finetune_distributed", "--config", "adaptive/demo/lora", "dtype=bf16", *CHEAP)
+    quantized = ("model.quantize_base=True", f"checkpointer.checkpoint_dir={tmp_path}", *wide)
+    ended = tune_run_here(*config, *quantized, ranks=3, cwd=tmp_path, timeout_s=120)
+    assert ended.status != 0
+    told = re.findall(r"error: model: its quantized weights cannot be sharded over 3 ranks .*", ended.output)
+    assert len(told) == 1, ended.output
+    assert told[0].endswith("train on fewer, or set model.quantize_base: False")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchtune_adaptive.comm.foreign import refusal
+from torchtune_adaptive.comm.foreign_messages import refusal
 from torchtune_adaptive.comm.tensor import refusals
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy
 

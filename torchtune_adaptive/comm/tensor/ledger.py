@@ -28,7 +28,7 @@ from torchtune_adaptive.comm.counting import (
     Sent,
     issue_zeros,
 )
-from torchtune_adaptive.comm.foreign import Listener, MessageCount
+from torchtune_adaptive.comm.foreign_messages import Listener, MessageCount
 from torchtune_adaptive.comm.tensor.functional import FunctionalCollective, counted, issue_functional_zeros
 from torchtune_adaptive.comm.tensor.masks import Masks
 from torchtune_adaptive.comm.tensor.refusals import (

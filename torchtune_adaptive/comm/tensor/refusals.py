@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.comm.foreign import what_is_foreign
+from torchtune_adaptive.comm.foreign_messages import what_is_foreign
 from torchtune_adaptive.comm.fsdp import FSDPModule, has_replicas, why_recovery_is_off
 from torchtune_adaptive.comm.tensor.masks import KNOWN
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy

@@ -135,7 +135,8 @@ def main() -> None:
     logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)
     timeline = read_timeline(directory)
     if not timeline.steps:
-        parser.exit(1, f"nothing to draw: {directory} holds no record of a run\n")
+        why = f"no step of the run in {directory} has ended" if timeline.events else f"{directory} holds no record"
+        parser.exit(1, f"nothing to draw: {why}\n")
     path = draw_run(directory, timeline)
     parser.exit(0 if path else 1, f"{path}\n" if path else None)
 

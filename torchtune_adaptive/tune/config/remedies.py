@@ -18,6 +18,7 @@ KEYS: Mapping[Remedy, str] = {
     Remedy.MORE_RANKS: "train on more ranks",
     Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if that is the bound",
     Remedy.SMALLER_LIMIT: "lower batch_size",
+    Remedy.LESS_STATE: Remedy.LESS_STATE.value,
     Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
     Remedy.RECOVERY: "leave out adaptive.recover_from_oom: False",
     Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",

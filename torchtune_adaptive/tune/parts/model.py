@@ -23,7 +23,7 @@ from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import peft
 from torchtune.training import activations
 
-from torchtune_adaptive.comm.replica_weights import make_replicas_alike
+from torchtune_adaptive.comm.replicas_alike import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.patching import replaced
@@ -189,7 +189,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
             reshard_after_forward=settings.fsdp_reshard_after_forward,
             dp_mesh=mesh[SHARDING],
         )
-    except AssertionError as error:
+    except (AssertionError, NotImplementedError) as error:
         if not _is_quantized(model):
             raise
         raise ConfigError(

@@ -48,7 +48,7 @@ from torchtune_adaptive.tune.start.endings import (
     speaks_first,
 )
 from torchtune_adaptive.tune.start.signals import listen, stop_listening
-from torchtune_adaptive.tune.start.silence import ending_when_a_rank_is_silent
+from torchtune_adaptive.tune.start.silent_ranks import ending_when_a_rank_is_silent
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing, saved_and_what_next
 from torchtune_adaptive.wording import ranks_named
 
@@ -179,9 +179,9 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
 def _end_with(error: AdaptiveError, message: str, wait_s: float) -> None:
     if not speaks_first(wait_s):
         end_silently()
-    if isinstance(error, RanksPartedError):
+    if isinstance(error, RanksPartedError):  # the same command goes on: nothing has to be changed
         message = f"{message}; {saved_and_what_next()}"
-    if not isinstance(error, UnrecoverableError):  # which goes on when it is started again
+    else:
         THIS_RUN.note_end(run_file.ERROR, message)
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
-from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.errors import RanksPartedError
 from torchtune_adaptive.wording import ranks_named
 
 GREETS_EVERY_S = 0.02
@@ -46,7 +46,7 @@ def _greeted(store: Any, world_size: int) -> str:
     until_s = time.monotonic() + default_pg_timeout.total_seconds()
     while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
         if time.monotonic() > until_s:
-            raise UnrecoverableError(f"{ranks_named(waiting)} did not join; restart all ranks")
+            raise RanksPartedError(f"{ranks_named(waiting)} did not join")
         for rank in waiting:
             if store.check([f"there/{rank}"]) and (there := store.get(f"there/{rank}").decode()) != answered[rank]:
                 store.set(f"start/{there}", name)

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.launcher import launcher_waits_s
 from torchtune_adaptive.tune.start.run_file import now
+from torchtune_adaptive.tune.start.started_by import launcher_waits_s
 from torchtune_adaptive.tune.start.this_run import was_restarted
 
 logger = logging.getLogger(__name__)

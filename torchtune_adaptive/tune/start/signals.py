@@ -19,7 +19,7 @@ from types import FrameType
 
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import attempt_folder, makes_first, somebody_told, speaks_first
-from torchtune_adaptive.tune.start.launcher import launcher_waits_s
+from torchtune_adaptive.tune.start.started_by import launcher_waits_s
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, Doing
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

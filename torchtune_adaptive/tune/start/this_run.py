@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 
 from torchtune_adaptive.tune.start import run_file
-from torchtune_adaptive.tune.start.launcher import command_to_go_on
+from torchtune_adaptive.tune.start.started_by import command_to_go_on
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 LONGEST_NOTE_S = 2.0

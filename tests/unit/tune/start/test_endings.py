@@ -10,9 +10,14 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from torchtune_adaptive.errors import LimitExhaustedError, RecoveryUnsupportedError
+from torchtune_adaptive.errors import (
+    LimitExhaustedError,
+    RanksPartedError,
+    RecoveryUnsupportedError,
+    UnrecoverableError,
+)
 from torchtune_adaptive.tune.config.remedies import in_keys
-from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.tune.start import launch, run_file
 from torchtune_adaptive.tune.start.endings import speaks_first
 
 
@@ -71,6 +76,29 @@ def test_another_error_is_left_as_it_is(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, launch.telling_where_memory_runs_out(False):
         raise error
     assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_file.ERROR)],
+)
+def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
+    error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    monkeypatch.setattr(launch.THIS_RUN, "places", (tmp_path,))
+    monkeypatch.setattr(launch, "FOR_THE_CAUSE_S", 0.0)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+
+    def question(_: DictConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
+    with pytest.raises(SystemExit):
+        launch.run_without_training(question, [])
+    run = run_file.read(tmp_path)
+    assert run is not None
+    assert run.ended == ended
 
 
 def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.tune.start import launcher, run_file, signals
-from torchtune_adaptive.tune.start.launcher import command_to_go_on, launcher_waits_s
+from torchtune_adaptive.tune.start import run_file, signals, started_by
 from torchtune_adaptive.tune.start.signals import Meaning, meaning_of
+from torchtune_adaptive.tune.start.started_by import command_to_go_on, launcher_waits_s
 from torchtune_adaptive.tune.start.this_run import ThisRun
 
 LISTENS = """
@@ -264,12 +264,12 @@ def test_what_is_not_saved_is_named(newest_step: int, step: int, told: str) -> N
 def test_how_long_the_launcher_waits(
     typed: str, variables: dict[str, str], waits_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "as_typed", typed.split)
+    monkeypatch.setattr(started_by, "as_typed", typed.split)
     assert launcher_waits_s() is None
     for name, value in {"TORCHELASTIC_RUN_ID": "none", **variables}.items():
         monkeypatch.setenv(name, value)
     assert launcher_waits_s() == waits_s
-    monkeypatch.setattr(launcher.metadata, "version", lambda _: "2.11.0+cpu")
+    monkeypatch.setattr(started_by.metadata, "version", lambda _: "2.11.0+cpu")
     assert launcher_waits_s() == 30
 
 
@@ -288,7 +288,7 @@ def test_how_long_the_launcher_waits(
     ],
 )
 def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launcher.sys, "orig_argv", typed)
+    monkeypatch.setattr(started_by.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_to_go_on() == goes_on
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

@@ -20,7 +20,7 @@ _AUTO = "the same command with resume_from_checkpoint=auto"
 
 
 class Outcomes:
-    """Of one run, from its first save to its last."""
+    """What has become of each save so far; a run has one of these."""
 
     def __init__(self, directory: Path, *, stops_on_error: bool) -> None:
         self._directory, self._stops_on_error = directory, stops_on_error

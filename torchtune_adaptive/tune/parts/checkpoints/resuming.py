@@ -30,8 +30,8 @@ from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.tune.parts.checkpoints.sources import Files, files_of
 from torchtune_adaptive.tune.start import run_file
-from torchtune_adaptive.tune.start.launcher import command_to_go_on, this_launcher
 from torchtune_adaptive.tune.start.output_lock import Lock, take, unwritable
+from torchtune_adaptive.tune.start.started_by import command_to_go_on, this_launcher
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, was_restarted
 
 logger = logging.getLogger(__name__)

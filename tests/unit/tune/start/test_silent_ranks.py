@@ -9,8 +9,8 @@ import pytest
 
 from torchtune_adaptive.comm.heartbeat import Silent
 from torchtune_adaptive.errors import RunFinished, RunStopped
-from torchtune_adaptive.tune.start import silence, this_run
-from torchtune_adaptive.tune.start.silence import message
+from torchtune_adaptive.tune.start import silent_ranks, this_run
+from torchtune_adaptive.tune.start.silent_ranks import message
 from torchtune_adaptive.tune.start.this_run import ThisRun, saved_and_what_next
 
 
@@ -56,10 +56,10 @@ def test_only_a_rank_that_ends_with_all_others_says_that_it_has_left(
         def stop(self, *, as_it_should: bool) -> None:
             ended.append(as_it_should)
 
-    monkeypatch.setattr(silence, "Heartbeat", Heard)
+    monkeypatch.setattr(silent_ranks, "Heartbeat", Heard)
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
-    with suppress(BaseException), silence.ending_when_a_rank_is_silent(60):
+    with suppress(BaseException), silent_ranks.ending_when_a_rank_is_silent(60):
         if error is not None:
             raise error
     assert ended == [as_it_should]

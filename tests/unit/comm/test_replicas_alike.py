@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.recipes.metering import profiled
-from torchtune_adaptive.comm.replica_weights import checksum
+from torchtune_adaptive.comm.replicas_alike import checksum
 
 
 def swapped(tensor: Tensor, one: int, other: int) -> Tensor:
