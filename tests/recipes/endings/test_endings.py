@@ -196,7 +196,7 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_messa
     sizes = {"embed_dim": 768, "num_heads": 12, "num_kv_heads": 4, "intermediate_dim": 1536}
     wide = [f"{section}.{key}={size}" for section in ("model", "checkpointer.sizes") for key, size in sizes.items()]
     config = ("adaptive_lora_finetune_distributed", "--config", "adaptive/demo/lora", "dtype=bf16", *CHEAP)
-    quantized = ("model.quantize_base=True", f"checkpointer.checkpoint_dir={tmp_path}", *wide)
+    quantized = ("model.quantize_base=True", "checkpointer.checkpoint_dir=weights", *wide)
     ended = tune_run_here(*config, *quantized, ranks=3, cwd=tmp_path, timeout_s=120)
     assert ended.status != 0
     told = re.findall(r"error: model: its quantized weights cannot be sharded over 3 ranks .*", ended.output)
