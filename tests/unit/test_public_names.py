@@ -78,7 +78,8 @@ MEANT_NOT_TO_BE = {"torchtune_adaptive.tune.plan.no_such_module"}
 
 def dotted_paths() -> Iterator[tuple[str, str]]:
     """Every dotted path of the package in a string, a config or a page, with where it stands."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = ["git", "ls-files", "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
     for name in listed.split("\0"):
         path = ROOT / name
         if path.suffix in {".md", ".toml", ".yaml"} and name not in {"docs/log.md", "CHANGELOG.md"}:

@@ -30,7 +30,8 @@ def draw_speeds(
     figure.suptitle(title, fontsize=10, x=0.01, horizontalalignment="left")
     axes, beside = figure.subplots(1, 2, width_ratios=(POINTS_INCHES, listed))
     unit, unit_bytes = unit_of(usable_bytes)
-    _draw_points(axes, outcomes, unit_bytes)
+    best = frontier_of(outcomes)
+    _draw_points(axes, outcomes, best, unit_bytes)
     usable = usable_bytes / unit_bytes
     axes.axvline(usable, color=ALARM, linewidth=1.2, linestyle="--")
     axes.set_ylim(bottom=0)
@@ -38,15 +39,14 @@ def draw_speeds(
     name = f"{usable:.1f} {unit} usable "
     axes.text(usable, 0, name, horizontalalignment="right", verticalalignment="bottom", color=ALARM, fontsize=9)
     what = "number 1 is the fastest that fits" if outcomes[0].fits else "nothing that was tried fits"
-    if any(each.fits and each not in frontier_of(outcomes) for each in outcomes):
+    if any(each.fits and each not in best for each in outcomes):
         what += "; grey: another is as fast in less memory"
     label(axes, what, f"memory of a rank ({unit})", "tokens per second, and the range expected")
     _list_entries(beside, entries)
     return save(figure, path)
 
 
-def _draw_points(axes: Axes, outcomes: Sequence[Outcome], unit_bytes: int) -> None:
-    best = frontier_of(outcomes)
+def _draw_points(axes: Axes, outcomes: Sequence[Outcome], best: Sequence[Outcome], unit_bytes: int) -> None:
     axes.plot([each.peak_bytes / unit_bytes for each in best], [each.tokens_per_s for each in best], color=BLUE)
     for number, each in enumerate(outcomes, start=1):
         memory, (slow, fast) = each.peak_bytes / unit_bytes, each.range_of_tokens_per_s

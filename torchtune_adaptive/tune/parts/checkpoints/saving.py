@@ -144,7 +144,9 @@ class Checkpoints:
 
         def prepare() -> State | None:
             if not in_background:
-                make_room_to_gather(self._contents.sharded(model), optimizer, self._device)
+                # torchtune's state_dict() of a quantized model in one process is a copy of it in full precision
+                if dist.get_world_size() > 1:
+                    make_room_to_gather(self._contents.sharded(model), optimizer, self._device)
                 return None
             if dist.get_rank() == 0:  # torch would create a folder that is gone anew, on whatever file system is left
                 folders.require_folder(self._staged(name).parent)
