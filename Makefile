@@ -33,8 +33,8 @@ test: $(READY)
 
 # what is wrong most often, in under two minutes on two quiet cores: lint, types, and whatever starts no run
 quick: lint
-	$(BIN)/python -m pytest tests/unit --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--deselect tests/unit/test_coverage.py --deselect tests/unit/test_documents.py::test_a_run_that_is_shown_would_start
+	$(BIN)/python -m pytest tests/unit tests/pages --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
+		--deselect tests/pages/test_coverage.py --deselect tests/pages/test_documents.py::test_a_run_that_is_shown_would_start
 
 # `quick`, and a run of each thing that README promises (tests/promises.txt): what every change has to pass
 check: quick

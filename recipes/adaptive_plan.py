@@ -12,8 +12,8 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.record.atomic_files import reason
 from torchtune_adaptive.record.charts.outcomes import draw_speeds
 from torchtune_adaptive.record.charts.predictions import draw
 from torchtune_adaptive.tune.console import progress_bar

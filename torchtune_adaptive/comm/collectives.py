@@ -85,8 +85,9 @@ class Agreement:
         too many ranks."""
         self._columns = columns
         # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
-        # exists from the start, and is read and written as Python numbers.
-        self._cells = array("d", bytes(8 * columns * world_size()))
+        # exists from the start, and is read and written as Python numbers. A view of it cannot change its size, which
+        # would move it from under the tensor.
+        self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         self._groups = _groups_that_reach_all() if dist.is_initialized() else ()
         self.waited_s = 0.0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import suppress
 from pathlib import Path
 
+from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.command.names import file_of, recipe_for
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.start.catalogue import flags_of
@@ -63,11 +65,25 @@ def _make_parents(destination: Path) -> None:
 
 def _write(content: bytes, destination: Path, *, replace: bool) -> None:
     try:
-        with destination.open("wb" if replace else "xb") as file:
-            file.write(content)
+        if replace and destination.exists():
+            replace_file(destination.resolve(), content)  # where it is a link, to the file itself
+        else:
+            _make(destination, content)
     except FileExistsError as error:
         raise ConfigError(f"{destination} exists already: choose another name, or give --force") from error
     except OSError as error:
         if not destination.parent.exists():
             raise ConfigError(f"there is no folder {destination.parent}: make it, or give --make-parents") from error
         raise ConfigError(f"{destination} cannot be written: {error.strerror}; choose another place") from error
+
+
+def _make(destination: Path, content: bytes) -> None:
+    """A file that was not there; if it cannot be written whole, it is not there afterwards."""
+    with destination.open("xb") as file:
+        try:
+            file.write(content)
+            file.flush()
+        except OSError:
+            with suppress(OSError):
+                destination.unlink()
+            raise

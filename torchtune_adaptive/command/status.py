@@ -91,10 +91,10 @@ def judge(left: Left) -> tuple[Condition, str]:
         return Condition.BROKEN, f"{left.directory} is no folder" if is_file else f"there is no folder {left.directory}"
     if run is None and not left.found:
         return Condition.BROKEN, f"{left.directory} holds no run"
-    if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
-        return Condition.FINISHED, _where(newest)
     if left.held_by is not None:
         return Condition.CAN_GO_ON, "it runs"
+    if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
+        return Condition.FINISHED, _where(newest)
     if run is not None and run.ended == run_file.ERROR:
         return Condition.BROKEN, run.message
     if newest is None and left.found:
@@ -103,7 +103,7 @@ def judge(left: Left) -> tuple[Condition, str]:
 
 
 def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
-    running = left.held_by is not None and condition is Condition.CAN_GO_ON
+    running = left.held_by is not None
     if left.run is None and not left.found:
         yield reason
         return

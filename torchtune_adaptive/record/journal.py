@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.limits.change import Change
-from torchtune_adaptive.record.atomic_files import reason, replace_file
 from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
 from torchtune_adaptive.record.timeline import Record, read_steps
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from torchtune_adaptive.record.atomic_files import keep_file, read_json
+from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.search.rows import SearchResult
 

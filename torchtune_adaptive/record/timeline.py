@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from torchtune_adaptive.record.atomic_files import reason
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.record.events import EPOCH, EVENTS_FILE, SCHEDULE, START, STEPS_FILE
 
 logger = logging.getLogger(__name__)

@@ -56,9 +56,15 @@ def condition(folder: Path) -> Condition:
     return judge(look(folder / "out"))[0]
 
 
-def assert_goes_on(folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], *overrides: str) -> None:
+LAST_LINE = re.compile(r"(trained(?: from step \d+)?|so far): loss [\d.]+ -> [\d.]+, checkpoints in ")
+
+
+def assert_goes_on(
+    folder: Path, ranks: int, undisturbed: dict[int, dict[str, torch.Tensor]], *overrides: str, after: int
+) -> None:
     again = live_on_ranks(ranks, "full", folder, *RUN, *overrides)
     assert [each.status for each in again] == [0] * ranks, again
+    assert LAST_LINE.findall(again[0].lines) == [f"trained from step {after + 1}"], again[0].lines
     weights, theirs = saved_weights(folder, EPOCHS - 1), undisturbed[ranks]
     assert [name for name in theirs if not torch.equal(weights[name], theirs[name])] == []
     assert [path.name for path in (folder / "out").glob(".*")] == []
@@ -90,7 +96,7 @@ def test_a_signal_saves_the_step_that_is_under_way(
     notices = [line for each in ended for line in each.lines.splitlines() if "a checkpoint follows this step" in line]
     assert len(notices) == (0 in blow.ranks)
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
-    assert_goes_on(tmp_path / "run", ranks, undisturbed)
+    assert_goes_on(tmp_path / "run", ranks, undisturbed, after=step)
 
 
 def test_an_asynchronous_save_is_whole_before_it_is_told(
@@ -101,7 +107,7 @@ def test_an_asynchronous_save_is_whole_before_it_is_told(
     place = tmp_path / "run" / "out" / "step_3"
     assert told(ended[0].lines) == f"stopped after step 3; last checkpoint: {place}"
     assert (place / "adaptive_checkpoint.json").is_file()
-    assert_goes_on(tmp_path / "run", 2, undisturbed, *options)
+    assert_goes_on(tmp_path / "run", 2, undisturbed, *options, after=3)
 
 
 @pytest.mark.parametrize("moment", [signalled.SAVE, signalled.PUBLISH])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import resource
 import runpy
 import subprocess
 import sys
@@ -154,6 +155,32 @@ def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
     assert "def predict_one" in told(capsys, "print", "adaptive_plan")[1]
 
 
+@pytest.mark.parametrize("before", [None, "mine: 1\n"], ids=["new", "replaced"])
+def test_a_copy_for_which_there_is_no_room_leaves_what_was_there(
+    before: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.yaml"
+    if before is not None:
+        copy.write_text(before)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        error = refused(capsys, "cp", "adaptive/demo/full", str(copy), "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error == f"error: {copy} cannot be written: File too large; choose another place\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == [before] * (before is not None)
+
+
+def test_force_makes_no_folder_and_follows_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--make-parents" in refused(capsys, "cp", "adaptive/demo/full", str(tmp_path / "none" / "x"), "--force")
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "mine.yaml")
+    (tmp_path / "mine.yaml").touch()
+    assert told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "link.yaml"), "--force")[0] == 0
+    assert (tmp_path / "mine.yaml").read_bytes() == DEMO.read_bytes()
+    assert (tmp_path / "link.yaml").is_symlink()
+
+
 def test_keys_explains_every_key_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = told(capsys, "keys")
     for field in dataclasses.fields(AdaptiveConfig):
@@ -243,6 +270,13 @@ def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
     ended = shell(f"{command} > /dev/full; echo $?")
     assert ended.stderr == f"error: {UNWRITTEN}; send it somewhere else\n"
     assert ended.stdout == "1\n"
+
+
+def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path) -> None:
+    (mine := tmp_path / "größe.yaml").write_text("a: ä\n", encoding="utf-8")
+    command = f'{sys.executable} -c \'from torchtune_adaptive.command.main import main; main(["print", "{mine}"])\''
+    ended = shell(f"PYTHONIOENCODING=ascii {command}")
+    assert (ended.stdout, ended.stderr) == ("a: \\xe4\n", "")
 
 
 @pytest.mark.parametrize(

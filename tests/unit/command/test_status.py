@@ -168,6 +168,50 @@ def test_a_run_that_runs_is_said_to(
     assert output_lock.holder(tmp_path) is None
 
 
+def test_a_run_that_could_not_say_that_it_began_runs_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_0", serial=0, finished=True)
+    monkeypatch.setattr("torchtune_adaptive.command.status.holder", lambda _: "another run")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "running: another run")
+
+
+def no_room_beside(directory: Path) -> None:
+    """As on a full disk: no file can be made, but what one holds can be overwritten."""
+    (directory / f"{run_file.RUN_FILE}.tmp").mkdir()
+
+
+def test_a_run_that_begins_on_a_full_disk_is_not_the_one_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_0", serial=0, finished=True)
+    run_file.end(tmp_path, run_file.FINISHED)
+    assert status(tmp_path, capsys)[0] == FINISHED
+    no_room_beside(tmp_path)
+    started(tmp_path, serial=1)
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+    run_file.end(tmp_path, run_file.ERROR, "the disk is full")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (BROKEN, "broken: the disk is full")
+    started(tmp_path, serial=1)  # what is shorter leaves nothing of what was longer
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+
+
+def test_where_nothing_can_be_noted_the_run_says_what_that_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / run_file.RUN_FILE).mkdir()
+    started(tmp_path)
+    assert caplog.messages == [
+        f"{tmp_path / run_file.RUN_FILE} was not written (Is a directory): "
+        "`tune-adaptive status` cannot say how this run has ended"
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [run_file.RUN_FILE]
+
+
 def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
-from torchtune_adaptive.record.atomic_files import reason, replace_file
+from torchtune_adaptive.atomic_files import reason, replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
+from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.comm.collectives import Agreement
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.record.atomic_files import keep_file, read_json
 from torchtune_adaptive.tune.config.rules import MOST_TOKENS
 from torchtune_adaptive.tune.console import progress_bar
 from torchtune_adaptive.tune.parts.culprits import NamedSamples

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from omegaconf import OmegaConf
 from torchtune import training
 
+from torchtune_adaptive.atomic_files import keep_file, reason
 from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.record.atomic_files import keep_file, reason
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config import components
@@ -33,6 +33,18 @@ CONFIG = "torchtune_config.yaml"
 """Name that torchtune gives to the config it logs."""
 
 
+class _Trend(NamedTuple):
+    """The first and last value of what is shown of the training, and the step of the first."""
+
+    figure: str
+    since_step: int
+    first: float
+    last: float
+
+    def __str__(self) -> str:
+        return f"{self.figure} {self.first:.4f} -> {self.last:.4f}"
+
+
 class Metrics:
     """Logs each step under torchtune's names and keeps the progress bar of the epoch."""
 
@@ -45,8 +57,7 @@ class Metrics:
         self._memory: MemorySource | None = None
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
-        self._trend: tuple[str, float, float] | None = None
-        """What is shown of the training, and its first and last value."""
+        self._trend: _Trend | None = None
         self._checkpoints_in = checkpoint_directory(settings)
         self._logger_failed = False
         if self._shown:
@@ -95,18 +106,18 @@ class Metrics:
             **memory,
             **result.sent.figures,
         }
-        self._show("loss", loss, decimals=4)
+        self._show(step, "loss", loss, decimals=4)
         self._log(step, {**figures, **(more or {}), "oom_recoveries": recoveries}, run)
         return loss
 
     def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
         """Logs an iteration of several steps: `run` are figures that only the record has."""
-        self._show("reward", figures["scores"], decimals=3)
+        self._show(step, "reward", figures["scores"], decimals=3)
         self._log(step, figures, run)
 
-    def _show(self, figure: str, value: float, *, decimals: int) -> None:
+    def _show(self, step: int, figure: str, value: float, *, decimals: int) -> None:
         if self._shown:
-            self._trend = (figure, self._trend[1] if self._trend else value, value)
+            self._trend = self._trend._replace(last=value) if self._trend else _Trend(figure, step, value, value)
             self._bar.update(note=f"{figure} {value:.{decimals}f}")
 
     def _log(self, step: int, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
@@ -133,7 +144,8 @@ class Metrics:
             return
         if self._trend:
             what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
-            logger.info("%s: %s %.4f -> %.4f, checkpoints in %s", what, *self._trend, self._checkpoints_in)
+            since = "" if self._trend.since_step == 1 else f" from step {self._trend.since_step}"
+            logger.info("%s%s: %s, checkpoints in %s", what, since, self._trend, self._checkpoints_in)
         with suppress(OSError):
             self._logger.close()
 
@@ -148,8 +160,8 @@ def keep_config(settings: Settings) -> None:
     """The whole config as it runs, where torchtune's own loggers put it; others would not."""
     path = Path(settings.output_dir) / CONFIG
     text = OmegaConf.to_yaml(settings.config, resolve=True)
-    keep_file(path, text.encode(), "the config of this run is not kept")
-    logger.info("config: %s", path)
+    if keep_file(path, text.encode(), "the config of this run is not kept"):
+        logger.info("config: %s", path)
 
 
 def _load(result: StepResult, tokens_per_second: float) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import sys
@@ -65,9 +66,12 @@ def end_silently() -> None:
 
 @contextmanager
 def printing() -> Iterator[None]:
-    """Around what prints a result: a reader who has seen enough, as `| head`, or a full disk, is no traceback."""
+    """Around what prints a result: a reader who has seen enough, as `| head`, a full disk, or a terminal without the
+    letters of a path is no traceback."""
     if sys.stdout is None:  # closed before the start, as by `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         sys.stdout.flush()

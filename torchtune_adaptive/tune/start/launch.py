@@ -94,11 +94,9 @@ def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
             ):
                 _live(recipe)
     except RunFinished as finished:
-        let_go()
         if _rank() == 0:
             logger.info("%s", finished)
     except RunStopped as stopped:
-        let_go()
         if _rank() == 0:
             logger.info("%s: %s; %s", THIS_RUN.asked_by, stopped, saved_and_what_next())
             THIS_RUN.note_end(run_file.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
@@ -156,7 +154,11 @@ def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
 
 
 def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
-    """Does the work. Whatever ends it early is reported once, by the rank that met it first."""
+    """Does the work. Whatever ends it early is reported once, by the rank that met it first.
+
+    The ranks are not in step then, and the group is still there: its threads are let go, or they could abort the
+    process after its last word.
+    """
     try:
         try:
             show_decisions()
@@ -174,6 +176,8 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
             raise
     except KeyboardInterrupt:  # it may also come while another error is told
         _end_interrupted()
+    finally:
+        let_go()
 
 
 def _end_with(error: AdaptiveError, message: str, wait_s: float) -> None:

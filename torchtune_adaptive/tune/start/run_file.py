@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+
+from torchtune_adaptive.atomic_files import reason, replace_file
+
+logger = logging.getLogger(__name__)
 
 RUN_FILE = "adaptive_run.json"
 
@@ -80,8 +85,24 @@ def _is_sound(run: RunFile) -> bool:
 
 
 def _write(directory: Path, run: RunFile) -> None:
-    """Whole or not at all; a run is worth more than a file about it."""
-    draft = directory / f"{RUN_FILE}.tmp"
-    with suppress(OSError):
-        draft.write_text(json.dumps(asdict(run), indent=1), encoding="utf-8")
-        os.replace(draft, directory / RUN_FILE)
+    """A run is worth more than a file about it, so a full disk ends none. But what the run before it has left there
+    would be taken for its own."""
+    path, content = directory / RUN_FILE, json.dumps(asdict(run), indent=1).encode()
+    try:
+        try:
+            replace_file(path, content)
+        except OSError:
+            _overwrite(path, content)
+    except OSError as error:
+        logger.warning(
+            "%s was not written (%s): `tune-adaptive status` cannot say how this run has ended", path, reason(error)
+        )
+
+
+def _overwrite(path: Path, content: bytes) -> None:
+    """Writes into a file that is there, and so into the room that it has: a full disk has no other."""
+    with path.open("r+b", buffering=0) as file:
+        written = file.write(content)
+        file.truncate()
+    if written < len(content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.record import atomic_files
-from torchtune_adaptive.record.atomic_files import keep_file, read_json, replace_file
+from torchtune_adaptive import atomic_files
+from torchtune_adaptive.atomic_files import keep_file, read_json, replace_file
 
 WRITING_FOREVER = """
 import runpy, sys
