@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import reprlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, RecursionError) as error:
         raise ValueError(reason(error)) from error
     if not isinstance(content, dict):
-        raise ValueError(f"it holds a {type(content).__name__}")
+        raise ValueError(f"it holds {reprlib.repr(content)}, which is no object of names and values")
     return content
 
 

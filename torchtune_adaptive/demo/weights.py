@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.errors import ConfigError
 
@@ -74,6 +75,10 @@ def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: i
     try:
         draft.write_bytes(content)
         os.replace(draft, path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be written: {reason(error)}; make room, or give another checkpointer.checkpoint_dir"
+        ) from error
     finally:
         draft.unlink(missing_ok=True)
 

@@ -40,5 +40,9 @@ def read_search(directory: Path, fingerprint: Mapping[str, object], kind: type[R
         if record is None or record["fingerprint"] != json.loads(json.dumps(dict(fingerprint))):
             return None
         return kind.from_json(record["result"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not the record of a search ({error}); delete it to search again") from error
+    except KeyError as error:
+        raise ValueError(
+            f"{path} is not the record of a search (it has no {error}), and has to be written anew"
+        ) from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the record of a search ({error}), and has to be written anew") from error

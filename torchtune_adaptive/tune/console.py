@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -10,11 +11,13 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
+from typing import Any
 
 import torch.distributed as dist
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -62,6 +65,35 @@ class JsonLines(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
+
+
+class LossyStream(io.FileIO):
+    """A stream whose reader may end, or whose disk may fill: what is printed then is lost, and one line says so."""
+
+    _failed = False
+
+    def write(self, data: Any, /) -> Any:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                logger.warning("stdout cannot be written (%s): what is printed is lost", reason(error))
+            return len(data)
+
+
+def outlive_readers() -> None:
+    """Makes a run independent of who reads what components print on stdout, such as torchtune's metric loggers."""
+    before = sys.stdout
+    if before is not sys.__stdout__ or not isinstance(before, io.TextIOWrapper):  # replaced by somebody, or closed
+        return
+    before.flush()
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(LossyStream(before.fileno(), "w", closefd=False)),
+        encoding=before.encoding,
+        errors="backslashreplace",
+        line_buffering=before.line_buffering or before.write_through,
+    )
 
 
 def say(line: str) -> None:

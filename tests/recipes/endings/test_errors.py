@@ -159,6 +159,9 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["output_dir is '/proc/none'", "cannot be written to"]),
         (f"output_dir={'x' * 300}", ["output_dir is 'xxx", "x...: allowed is a path of names of at most 255 bytes"]),
+        ("tokenizer.max_seq_len=300.5", ["tokenizer.max_seq_len is 300.5: allowed is a whole number of at least 1"]),
+        ("tokenizer.max_seq_len=1e400", ["tokenizer.max_seq_len is inf: allowed is a whole number of at least 1"]),
+        ("metric_logger.log_dir=[1]", ["metric_logger.log_dir is [1]: allowed is a path"]),
         ("checkpointer.output_dir=5", ["checkpointer.output_dir is 5: allowed is a path"]),
         ("checkpointer.output_dir={a: 1}", ["checkpointer.output_dir is {'a': 1}: allowed is a path"]),
         ("checkpointer.checkpoint_dir=5", ["checkpointer.checkpoint_dir is 5: allowed is a path"]),
@@ -226,6 +229,7 @@ def test_a_section_that_is_missing_or_no_section_is_named(
         ("checkpointer.colour=red", ["checkpointer.colour: demo_checkpointer takes no such argument", "allowed are"]),
         ("checkpointer.model_type=LAMA", ["checkpointer", "LAMA"]),
         ("checkpointer.checkpoint_files=[none.pt]", ["checkpointer", "weights is not a valid directory"]),
+        *((f"checkpointer.checkpoint_files={value}", ["checkpointer"]) for value in ("x", "0", "null", "1.5", "[]")),
         ("checkpointer.checkpoint_dir=None", ["checkpointer.checkpoint_dir is None"]),
     ],
 )

@@ -133,14 +133,18 @@ def test_a_result_that_this_version_cannot_read_is_no_answer_under_another_finge
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3"])
 def test_a_file_that_is_not_a_search_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
     (tmp_path / "batch_search.json").write_text(content)
-    with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search .*; delete it"):
+    with pytest.raises(
+        ValueError, match=r"batch_search.json is not the record of a search .*, and has to be written anew"
+    ):
         read_search(tmp_path, FINGERPRINT, SearchResult)
 
 
 @pytest.mark.parametrize("content", [b"null", b"\xff", b"[" * 100_000], ids=["null", "no UTF-8", "deep"])
 def test_neither_is_one_that_no_text_is_in(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "batch_search.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search .*; delete it"):
+    with pytest.raises(
+        ValueError, match=r"batch_search.json is not the record of a search .*, and has to be written anew"
+    ):
         read_search(tmp_path, FINGERPRINT, SearchResult)
 
 

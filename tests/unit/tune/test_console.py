@@ -5,11 +5,14 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
 import pytest
 
+from tests.ranks import PATIENCE
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import console
 from torchtune_adaptive.tune.console import FORMAT, JsonLines, in_json, progress_bar, show_decisions, tell_error
@@ -136,3 +139,36 @@ def test_another_format_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FORMAT, "yaml")
     with pytest.raises(ConfigError, match=f"{FORMAT} is 'yaml': allowed is text or json"):
         in_json()
+
+
+PRINTS = """
+import time
+from torchtune_adaptive.tune.console import outlive_readers, show_decisions
+show_decisions()
+outlive_readers()
+time.sleep(0.5)
+print("first")
+print("second")
+"""
+LOST = "stdout cannot be written ({}): what is printed is lost\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "-u"])
+@pytest.mark.parametrize(
+    ("into", "printed", "said"),
+    [
+        ("| cat", "first\nsecond\n", ""),
+        ("> /dev/full", "", LOST.format("No space left on device")),
+        ("| true", "", LOST.format("Broken pipe")),
+        (">&-", "", ""),
+    ],
+)
+def test_a_run_outlives_who_reads_what_is_printed(into: str, printed: str, said: str, unbuffered: str) -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {unbuffered} -c '{PRINTS}' {into}; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=30 * PATIENCE,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == (f"{printed}0\n", said)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, together
 from torchtune_adaptive.tune.config import rules
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig, read_adaptive
 from torchtune_adaptive.tune.config.rules import (
@@ -29,6 +30,13 @@ from torchtune_adaptive.tune.config.rules import (
 AUTO = "auto"
 FUSED_ON_SHARDS = ("Adam", "AdamW")
 """Optimizers of torch whose fused update takes the shards of FSDP2."""
+IN_SECTIONS = {
+    "tokenizer.max_seq_len": COUNT | NULL,
+    "metric_logger.log_dir": PATH | NULL,
+    "checkpointer.checkpoint_dir": PATH | NULL,
+    "checkpointer.output_dir": PATH | NULL,
+}
+"""Keys of components, of which these would speak late, or of something else."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
 
 
@@ -126,13 +134,9 @@ def read_common(cfg: DictConfig) -> Settings:
     has planned it."""
     settings = replace(rules.read(Settings, cfg), config=cfg)
     _check_fused(cfg)
-    section = cfg.get("checkpointer")
-    if not OmegaConf.is_dict(section):
-        return settings  # told of where the checkpointer is built
-    for name in ("checkpoint_dir", "output_dir"):
-        rules.check(PATH | NULL, section.get(name), f"checkpointer.{name}")
+    together(partial(rules.check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
     key = "keep_last_n_checkpoints"
-    there = section.get(key)
+    there = value_at(cfg, f"checkpointer.{key}")
     if there is None:
         return settings
     if settings.keep_last_n_checkpoints not in (None, there):

@@ -127,7 +127,8 @@ def plot_course(parts: Parts, progress: Progress) -> tuple[Course, Progress]:
         microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
         dealer = dealer_of(parts.model, settings, data, microbatches.limit)
         microbatches = replace(microbatches, dealer=dealer)
-        announce(epochs, settings, before, parts.place.ranks, microbatches.limit)
+        samples = data.loader.samples_per_rank
+        announce(epochs, settings, before, parts.place.ranks, microbatches.limit, samples)
         if earlier is not None:
             most = count_of(earlier.rows, "pair") if isinstance(earlier, RowLimit) else earlier
             say(f"{REFERENCE}: at most {most} a microbatch")

@@ -109,7 +109,12 @@ def _naming_the_key() -> Iterator[None]:
 
 
 def announce(
-    epochs: Sequence[EpochSizes], settings: Settings, progress: Progress, ranks: int, limit: Limit | None
+    epochs: Sequence[EpochSizes],
+    settings: Settings,
+    progress: Progress,
+    ranks: int,
+    limit: Limit | None,
+    samples_per_rank: int,
 ) -> None:
     """Logs the arithmetic of the run before it starts, and what differs from the run that it resumes."""
     if dist.get_rank() != 0:
@@ -137,6 +142,18 @@ def announce(
         line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
     count = count_of(len(epochs), "epoch")
     logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count)
+    if settings.max_steps_per_epoch is None:
+        _tell_what_is_left_out(sizes.samples_per_step, settings.samples_per_step, samples_per_rank, ranks)
+
+
+def _tell_what_is_left_out(step: int, configured_step: int, samples_per_rank: int, ranks: int) -> None:
+    left, configured = samples_per_rank % step, samples_per_rank % configured_step
+    if left > configured:
+        logger.info(
+            "%d of %d samples fill no step and are left out of an epoch (as configured: %d); "
+            "adaptive.accumulation: keep leaves the step as it is",
+            *(each * ranks for each in (left, samples_per_rank, configured)),
+        )
 
 
 def _step(settings: Settings, rows_that_fit: int | None) -> Accumulation:

@@ -34,7 +34,7 @@ from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.remedies import KEYS, in_keys, leaving_out_what_is_set
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
-from torchtune_adaptive.tune.console import SHOW_CONFIG, show_decisions, tell_error
+from torchtune_adaptive.tune.console import SHOW_CONFIG, outlive_readers, show_decisions, tell_error
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.command_line import read_command_line
 from torchtune_adaptive.tune.start.endings import (
@@ -68,6 +68,7 @@ def main(recipe_type: type[Recipe], keys: Collection[str] = (), remedies: Mappin
     `keys` are those that only this recipe knows, `remedies` what the library advises, in keys of its config.
     """
     end_with_the_launcher()
+    outlive_readers()
     listen()
     faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
     _ending_well(lambda: _run(recipe_type, keys), remedies)

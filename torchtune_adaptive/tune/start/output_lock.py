@@ -114,6 +114,10 @@ def _opened(path: Path) -> int | None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except IsADirectoryError as error:
+        raise ConfigError(
+            f"{path} is a folder, and a run has its lock there: remove it, or choose another output_dir"
+        ) from error
     except OSError as error:
         if error.errno == errno.EROFS:
             return None

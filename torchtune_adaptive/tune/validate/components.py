@@ -21,7 +21,8 @@ from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts import profiling
-from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST
+from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST, finds_files_itself
+from torchtune_adaptive.tune.parts.checkpoints.named import file_names
 from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
 from torchtune_adaptive.tune.parts.loss import checked_loss
 from torchtune_adaptive.tune.parts.model import META, built_on
@@ -160,6 +161,8 @@ def check_checkpointer(cfg: DictConfig) -> None:
     section = components.require(cfg, "checkpointer")
     kept = [str(key) for key in section if key != KEEP_LAST]
     check_fits("checkpointer", OmegaConf.masked_copy(section, kept), should_load_recipe_state=False)
+    if "checkpoint_files" in section or finds_files_itself(section):
+        file_names(section.get("checkpoint_files"))
     kind = section.get("model_type")
     if isinstance(kind, str) and kind not in (known := training.ModelType.__members__):
         raise ConfigError(f"checkpointer.model_type is {kind!r}: allowed is {', '.join(known)}")

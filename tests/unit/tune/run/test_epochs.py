@@ -27,6 +27,36 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
     )
     progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=(sizes,), ranks=before)
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        announce((sizes, sizes), rules.read(Settings, cfg), progress, ranks, None)
+        announce((sizes, sizes), rules.read(Settings, cfg), progress, ranks, None, 6)
     samples = f"{2 * ranks} samples a step (before: {2 * before})"
     assert caplog.messages[0] == f"resumed on {said}: {samples}"
+
+
+@pytest.mark.parametrize(
+    ("rows", "samples_per_rank", "more", "said"),
+    [
+        (8, 12, {}, ["8 of 24 samples fill no step and are left out of an epoch (as configured: 0)"]),
+        (8, 15, {}, ["14 of 30 samples fill no step and are left out of an epoch (as configured: 2)"]),
+        (8, 16, {}, []),
+        (8, 17, {}, []),
+        (2, 13, {}, []),
+        (8, 12, {"max_steps_per_epoch": 1}, []),
+    ],
+)
+def test_a_step_that_has_grown_says_what_it_leaves_out_of_an_epoch(
+    rows: int,
+    samples_per_rank: int,
+    more: dict[str, int],
+    said: list[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    cfg = OmegaConf.create({**KEYS, "batch_size": 2, "gradient_accumulation_steps": 1, **more})
+    sizes = EpochSizes(
+        epoch=0, batch_size=rows, microbatches=1, microbatch_rows=rows, samples_per_step=rows, steps=1, lr_factor=1.0
+    )
+    progress = Progress(seed=0, epochs_run=0, total_epochs=2, max_steps_per_epoch=None, ranks=2)
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        announce((sizes, sizes), rules.read(Settings, cfg), progress, 2, None, samples_per_rank)
+    assert [message.split(";")[0] for message in caplog.messages[1:]] == said

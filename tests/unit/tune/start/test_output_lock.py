@@ -154,6 +154,12 @@ def test_a_file_system_without_locks_costs_a_line(
     ]
 
 
+def test_a_folder_in_place_of_the_lock_is_named(tmp_path: Path) -> None:
+    (tmp_path / LOCK_FILE).mkdir()
+    with pytest.raises(ConfigError, match=r"\.adaptive_lock is a folder, .*: remove it"):
+        take(tmp_path)
+
+
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="which cannot be written to: "):
