@@ -29,10 +29,6 @@ Finished: TypeAlias = tuple[str, Manifest, list[RandomState]]
 """What is left to be added to a checkpoint that is written: its name, its manifest, the random generators."""
 
 
-THREADS = 2
-"""The writing threads: few, since training needs the cores."""
-
-
 class BackgroundSave:
     """One save at a time. Its collectives have a group of their own, where they cannot meet training's."""
 
@@ -51,8 +47,11 @@ class BackgroundSave:
         self.name, self._error = finished[0], None
         self._ended.clear()
         began = time.perf_counter()
-        # one file for each thread: a file for each tensor would be hundreds to sync, and to sum up
-        writer = FileSystemWriter(folder, single_file_per_rank=True, thread_count=THREADS, sync_files=True)
+        # One thread, and so one file: of several, torch hears of errors in one alone, and takes a checkpoint that lacks
+        # the others' parts for a whole one. What is on the host need not be copied ahead.
+        writer = FileSystemWriter(
+            folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0, sync_files=True
+        )
         future = async_save(copied, storage_writer=writer, process_group=self.group, async_stager=Copied())
         assert isinstance(future, Future)
         future.add_done_callback(partial(self._finish, finished, began))

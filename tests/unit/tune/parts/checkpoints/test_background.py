@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.optim import AdamW8bit
 
 from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.tune.parts.checkpoints.background import copy_of
+from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, copy_of
 
 COPIES = ("copy_", "clone", "_to_copy")
 
@@ -96,3 +101,35 @@ def test_training_stands_still_for_one_copy_of_its_state() -> None:
     with Copied() as copied:
         copy_of(state)
     assert copied.bytes == sum(plain.numel() * plain.element_size() for plain in flat(state))
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("failing", range(3))
+def test_a_save_tells_an_error_or_holds_everything(
+    failing: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """torch writes the parts of a rank in as many threads as it is told to, and looks after one of them."""
+    opened: list[Path] = []
+    create_stream = FileSystem.create_stream
+
+    def on_a_full_disk(system: FileSystem, path: Path, mode: str) -> AbstractContextManager[Any]:
+        opened.append(path)
+        if len(opened) - 1 == failing:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return create_stream(system, path, mode)
+
+    monkeypatch.setattr(FileSystem, "create_stream", on_a_full_disk)
+    state = copy_of(of(*trained(torch.optim.AdamW)))
+    published: list[str] = []
+    save = BackgroundSave(lambda finished: published.append(finished[0]))
+    save.start(tmp_path, state, ("step_1", None, []))  # type: ignore[arg-type]
+    error = save.wait()
+    monkeypatch.undo()
+    if error is None:
+        found = FileSystemReader(tmp_path).read_metadata()
+        assert {index.fqn for index in found.storage_data} == set(found.state_dict_metadata)
+    else:
+        assert "No space left on device" in str(error)
+    assert published == ["step_1"] * (error is None)
+    assert (error is None) == (len(opened) <= failing)
+    assert capfd.readouterr().err == ""
