@@ -40,7 +40,8 @@ quick: lint
 check: quick
 	$(BIN)/python -m pytest @tests/promises.txt --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-# lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test`
+# lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test`. What processes had
+# noted that a test has killed may be torn: it is left out, with a warning
 coverage: $(READY)
 	rm -rf .coverage
 	mkdir .coverage
