@@ -19,13 +19,14 @@ MEASURED = ("peak", "of budget", "time", "")
 _TIMES = "\u00d7"
 
 
-def search_table(result: SearchResult, sequence_length: int, stage: str = "") -> str:
-    """Every probe in the order it was measured, the choice marked, and how often memory ran out if it did."""
+def search_table(result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row") -> str:
+    """Every probe in the order it was measured, the choice marked, and how often memory ran out if it did. What is
+    counted is called a `sample`."""
     budget, chosen = format_bytes(result.budget_bytes), {result.rows: f"<- chosen ({result.reason})"}
     probes = [(probe.rows, *_cells(probe, result.budget_bytes, chosen.get(probe.rows, ""))) for probe in result.probes]
     lines = [
         f"batch search{_named(stage)} · {result.strategy} · {sequence_length} tokens · budget {budget} a rank",
-        in_columns([("rows", *MEASURED), *probes]),
+        in_columns([(f"{sample}s", *MEASURED), *probes]),
     ]
     if result.out_of_memory_count:
         lines.append(f"  out of memory {times(result.out_of_memory_count)} while probing, recovered")

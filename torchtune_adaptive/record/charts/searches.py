@@ -154,8 +154,9 @@ def _draw_phases(axes: "Axes", result: SearchResult, shown: list[Probe], unit_by
     corners = [0.0, *(each.ends for each in binding)]
     most = [max(line.bytes_at(rows) for line in lines.values()) / unit_bytes for rows in corners]
     axes.plot(corners, most, color=BLUE, linewidth=1.8, label="needed")
-    axes.plot(corners[1:-1], most[1:-1], "|", color=BLUE, markersize=9, mew=1.4)  # where another phase needs most
     named = [each for each in binding if each.ends - each.begins > LONG_ENOUGH * right]
+    between = [at for at, (one, other) in enumerate(pairwise(binding), 1) if {one, other} <= set(named)]
+    axes.plot([corners[at] for at in between], [most[at] for at in between], "|", color=BLUE, markersize=9, mew=1.4)
     for each in named:
         _name_phase(axes, each, result, right, unit_bytes)
     others = lines.keys() - {each.phase for each in named}

@@ -70,7 +70,8 @@ def _what_is_wrong(
     if isinstance(error, TypeError) and isinstance(section, DictConfig):
         if told := misfit_in_words(key, section, args, kwargs):
             return told
-        also = _misplaced([name for name in map(str, section) if f"'{name}'" in str(error)])
+        named = [name for name in map(str, section) if f"'{name}'" in str(error)]
+        also = _misplaced(named) or _left_over(key, named, error)
         return f"{key} could not be built from {_described(section)}: {in_a_line(error)}{also}"
     return f"{key} could not be built from {_described(section)}: {in_a_line(error)}"
 
@@ -87,6 +88,12 @@ def _misplaced(names: Sequence[str]) -> str:
     """Where a key of `adaptive:` belongs that a component was given and did not know."""
     ours = [key for key in keys_of(AdaptiveConfig) if key in names]
     return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in ours)
+
+
+def _left_over(key: str, names: Sequence[str], error: BaseException) -> str:
+    """What a component has handed on to another one, which does not take it: a key of the component before it, say."""
+    unexpected = "unexpected keyword argument" in str(error)
+    return "".join(f"; leave {key}.{name} out (~{key}.{name} on the command line)" for name in names if unexpected)
 
 
 def _described(section: object) -> str:

@@ -37,9 +37,9 @@ def device_named(settings: Settings) -> torch.device:
 
 
 def _not_offered(settings: Settings, reason: str) -> ConfigError:
+    fewer = ", or start no more processes on a machine than it has devices" * torch.accelerator.is_available()
     return ConfigError(
-        f"device is {settings.device!r}, which this machine does not offer ({reason}): "
-        "set device: cpu, or start no more processes on a machine than it has devices"
+        f"device is {settings.device!r}, which this machine does not offer ({reason}): set device: cpu{fewer}"
     )
 
 

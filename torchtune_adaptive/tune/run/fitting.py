@@ -115,7 +115,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         kind=SearchResult,
         measure=measure,
         options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
-        table=partial(search_table, sequence_length=step.length, stage=request.stage),
+        table=partial(search_table, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         draw=partial(draw_search, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         event=partial(search_event, sequence_length=step.length, stage=request.stage),
     )

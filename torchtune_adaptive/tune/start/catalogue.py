@@ -34,6 +34,7 @@ RECIPES: Mapping[str, str | None] = {
 takes the configs of all others."""
 CHANGED = (PPO,)
 """Recipes whose counterpart has configs that cannot work on several devices as they are; an error names the lines."""
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
 _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
 
@@ -67,7 +68,14 @@ def our_configs() -> tuple[Listed, ...]:
 def installed_configs() -> dict[str, Path]:
     """Name -> file of every config that comes with this package."""
     root = Path(str(resources.files("torchtune_adaptive.configs")))
-    return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in sorted(root.rglob("*.yaml"))}
+    files = sorted(root.rglob("*.yaml"), key=lambda path: (path.parent, _by_size(path.stem)))
+    return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in files}
+
+
+def _by_size(name: str) -> tuple[float, str]:
+    """Sorts 7B before 32B, and what has no size before both."""
+    size = _SIZE.match(name)
+    return (float(size[1]) if size else 0.0, name)
 
 
 def stock_configs() -> tuple[Listed, ...]:

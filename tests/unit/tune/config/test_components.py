@@ -77,6 +77,12 @@ def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: di
     assert says in text
 
 
+def test_a_key_that_a_component_hands_on_to_what_does_not_take_it_can_be_left_out() -> None:
+    text = message("anything", lr=3, lrr=4)
+    assert text.endswith("; leave optimizer.lrr out (~optimizer.lrr on the command line)")
+    assert "leave" not in message("fails", lr=3)
+
+
 @pytest.mark.parametrize(("path", "shown"), [(None, "null"), (5, "5")])
 def test_a_component_that_is_no_path_is_refused(path: Any, shown: str) -> None:
     with pytest.raises(ConfigError, match=rf"^model\._component_ is {shown}: allowed is the dotted path"):
