@@ -59,19 +59,20 @@ def predict_one(question: Question) -> None:
 
     advice = Output(question, found, advise_on).show()
     if question.plan.picture is not None:
-        picture(Path(question.plan.picture).resolve(), question, found, advice)
+        drawn = picture(Path(question.plan.picture).resolve(), question, found, advice)
+        if drawn is not None:
+            print(f"picture: {drawn}", file=sys.stderr)
 
 
-def picture(path: Path, question: Question, found: Capacities, advice: Advice | None) -> None:
+def picture(path: Path, question: Question, found: Capacities, advice: Advice | None) -> Path | None:
     """Settings by their speed where that was asked for, else what fits."""
     first = found.capacities[0]
     title = heading(question, first, found.trains)
     try:
         if advice is None or not advice.by_speed:
-            draw(path, first, frontier(found), title)
-            return
+            return draw(path, first, frontier(found), title)
         names = [printed.name_of(each, question.plan.ranks) for each in advice.outcomes]
-        draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
+        return draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
     except OSError as error:
         raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; give another place") from error
 

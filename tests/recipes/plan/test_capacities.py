@@ -166,7 +166,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
         (("format=csv", "advise=True"), "advise is True and format is csv, which has no rows for advice"),
         (("world_size=[1,2]", "picture=plan.png"), "picture draws the answer for one number of ranks"),
         (("link_bandwidth=h100",), "link_bandwidth: cannot read 'h100'"),
-        (("use_maximum_batch_size=True", "adaptive.token_budget=auto"), "both say what fits"),
+        (("use_maximum_batch_size=True", "adaptive.token_budget=auto"), "limited by rows or by tokens"),
         (("adaptive.precompute_reference=True",), "finetuning has no reference"),
         (("world_size=[2,3]", "data_parallel_replicate_dim=2"), "the world size is 3"),
         (("teacher_model._component_=torchtune_adaptive.demo.model.demo_model",), "distils one model into another"),

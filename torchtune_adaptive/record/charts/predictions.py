@@ -26,6 +26,8 @@ from torchtune_adaptive.wording import count_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+ALIKE = 0.004
+"""The share of the budget within which one line hides another."""
 _RESIDENT = ("weights", "optimizer state")
 
 
@@ -86,12 +88,23 @@ def _draw_memory(axes: Axes, capacity: Capacity) -> None:
     ends = [LineName(phase, peaks[-1][phase] / unit_bytes, c) for c, phase in zip(LINE_COLOURS, phases, strict=False)]
     # a phase that needs more than there is leaves the axes at their top
     inside = [name._replace(end=min(name.end, 1.18 * budget)) for name in ends]
-    name_lines(axes, [*inside, LineName(f"usable, {budget:.1f} {unit}", budget, ALARM)])
+    name_lines(axes, [*sharing(inside, ALIKE * budget), LineName(f"usable, {budget:.1f} {unit}", budget, ALARM)])
     fits = count_of(capacity.most_rows, "row") if capacity.most_rows else "not even one row"
     verb = "fit" if capacity.most_rows > 1 else "fits"
-    title = f"{fits} of {capacity.tokens} tokens {verb}; dots: with what is reserved"
+    title = f"{fits} of {capacity.tokens} tokens {verb}; dots: what the allocator reserves"
     label(axes, title, "rows in a microbatch", f"peak memory of a rank ({unit})")
     axes.locator_params(axis="x", integer=True)
+
+
+def sharing(names: Sequence[LineName], apart: float) -> list[LineName]:
+    """The names, from the top on; lines that end less than this apart, of which one hides the other, share one."""
+    shared: list[LineName] = []
+    for line in sorted(names, key=lambda line: -line.end):
+        if shared and shared[-1].end - line.end < apart:
+            shared[-1] = line._replace(name=f"{shared[-1].name}, {line.name}")
+        else:
+            shared.append(line)
+    return shared
 
 
 def draw_frontier(axes: Axes, frontier: Sequence[Capacity]) -> None:

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec
 
 from torchtune_adaptive.atomic_files import reason, replace_file
@@ -120,15 +121,27 @@ def legible(sizes: Iterable[float], apart: float, height: Callable[[float], floa
     return shown
 
 
+def spread(heights: Sequence[float], apart: float) -> list[float]:
+    """Heights of an axis from the top on, moved as little as lets each be this much below the one before it."""
+    # Moved up by what those above it need, they only have not to rise: those that do are levelled out.
+    levels: list[list[float]] = []
+    for at, height in enumerate(heights):
+        levels.append([height + at * apart])
+        while len(levels) > 1 and fmean(levels[-2]) < fmean(levels[-1]):
+            levels[-2:] = [levels[-2] + levels[-1]]
+    level = [fmean(each) for each in levels for _ in each]
+    return [min(each, 1.0) - at * apart for at, each in enumerate(level)]
+
+
 def name_lines(axes: Axes, names: Sequence[LineName]) -> None:
-    """Names right of the axes, each as high as its line ends, or as near to that as those above it leave room."""
+    """Names right of the axes, each as near to the end of its line as the others leave room."""
     lowest, highest = axes.get_ylim()
-    above = 1.0 + NAME_HEIGHT
-    for line in sorted(names, key=lambda line: -line.end):
-        above = min((line.end - lowest) / (highest - lowest), above - NAME_HEIGHT)
+    from_the_top = sorted(names, key=lambda line: -line.end)
+    heights = spread([(line.end - lowest) / (highest - lowest) for line in from_the_top], NAME_HEIGHT)
+    for line, height in zip(from_the_top, heights, strict=True):
         axes.text(
             1.015,
-            above,
+            height,
             line.name,
             transform=axes.transAxes,
             verticalalignment="center",

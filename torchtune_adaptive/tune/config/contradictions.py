@@ -86,12 +86,12 @@ def check_token_budget(settings: Settings) -> None:
             f"{adaptive.token_budget}: microbatches by tokens have as many rows as that allows; set one of them to null"
         )
     for key, reason in (
-        ("use_maximum_batch_size", "which finds the rows of a microbatch: both say what fits"),
-        ("optimizer_in_bwd", "which updates weights after every microbatch: a step cannot have several"),
+        ("use_maximum_batch_size", "a microbatch is limited by rows or by tokens"),
+        ("optimizer_in_bwd", "weights are updated after every microbatch, so that a step cannot have several"),
     ):
         if getattr(settings, key):
             raise ConfigError(
-                f"{key} is True, {reason}, and adaptive.token_budget is {adaptive.token_budget}; "
+                f"{key} is True and adaptive.token_budget is {adaptive.token_budget}, but {reason}: "
                 f"set {key}: False or adaptive.token_budget: null"
             )
 

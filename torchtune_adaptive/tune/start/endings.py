@@ -70,8 +70,9 @@ def printing() -> Iterator[None]:
     letters of a path is no traceback."""
     if sys.stdout is None:  # closed before the start, as by `>&-`
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - until the end of the process
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+    with suppress(OSError):  # what was a file at the start, and is a pipe now, cannot be asked where it is
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            sys.stdout.reconfigure(errors="backslashreplace")
     try:
         yield
         sys.stdout.flush()

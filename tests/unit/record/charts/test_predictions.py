@@ -74,3 +74,9 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, name: str) -> None:
 def test_what_can_be_saved_is_not(tmp_path: Path, name: str) -> None:
     check_drawable(tmp_path / name, "picture")
     assert list(tmp_path.iterdir()) == [], "a question leaves nothing behind"
+
+
+def test_lines_of_which_one_hides_the_other_share_a_name() -> None:
+    names = [LineName("update", 1.0, "grey"), LineName("head forward", 9.0, "green"), LineName("loss", 8.99, "red")]
+    assert sharing(names, apart=0.1) == [LineName("head forward, loss", 8.99, "red"), names[0]]
+    assert sharing(names, apart=0.001) == [names[1], names[2], names[0]]
