@@ -11,8 +11,8 @@ import pytest
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.prediction.capacity import Capacity
-from torchtune_adaptive.record.charts.predictions import check_drawable, draw_frontier
-from torchtune_adaptive.record.charts.style import new_figure
+from torchtune_adaptive.record.charts.predictions import check_drawable, draw_frontier, sharing
+from torchtune_adaptive.record.charts.style import LineName, new_figure
 
 
 def frontier(most: list[int], with_retries: list[int]) -> list[Capacity]:
