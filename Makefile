@@ -18,6 +18,7 @@ VERSION_TESTS ?= tests/distributed tests/recipes tests/unit/tune/parts/unpadded
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
+	@echo 'What happened: runs/demo/full/adaptive_report.png. To go on: . $(BIN)/activate, then tune-adaptive status runs/demo/full'
 
 # preference training: full, with a reference model, then adapters, whose reference is the policy without them
 demo-dpo: $(READY)

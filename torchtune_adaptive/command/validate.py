@@ -6,7 +6,8 @@ tune-adaptive validate mine.yaml --here           # on the machine that it will 
 
 Keys, values and what they mean together are checked, and every component is built, or held against what it takes: the
 model without weights, on no device. What only the machine can tell on which it will run (its devices, the files of
-weights and tokenizer, the output folder) is a note; with --here it counts, too. The dataset is not read.
+weights and tokenizer, whether the output folder can be written) is a note; with --here it counts, too. What is in that
+folder counts in any case. The dataset is not read.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 KEYS: Mapping[Remedy, str] = {
-    Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len",
+    Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len (and adaptive.sequence_length where it is set)",
     Remedy.SHORTEN: "set adaptive.oversize to truncate or skip",
     Remedy.CHECKPOINT_ACTIVATIONS: "set enable_activation_checkpointing: True",
     Remedy.MORE_RANKS: "train on more ranks",

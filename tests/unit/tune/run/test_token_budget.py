@@ -48,7 +48,7 @@ def test_other_token_budgets_are_refused(budget: object) -> None:
 def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
     settings = dataclasses.replace(SETTINGS, **{key: True})
     check_token_budget(settings)
-    with pytest.raises(ConfigError, match=rf"{key} is True, .* set {key}: False or adaptive.token_budget: null"):
+    with pytest.raises(ConfigError, match=rf"{key} is True and .*: set {key}: False or adaptive.token_budget: null"):
         check_token_budget(having(settings, token_budget=4096))
 
 
