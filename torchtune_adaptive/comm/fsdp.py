@@ -162,7 +162,8 @@ def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
 def _drop_whole_gradient(parameter: FSDPParam) -> None:
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
-    parameter.unsharded_accumulated_grad = None
+    if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 the gradient above is the only one
+        parameter.unsharded_accumulated_grad = None
 
 
 def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
