@@ -66,7 +66,6 @@ lint: $(READY)
 # every point at which a rank can run out of memory, one after the other
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
-	$(BIN)/python -W ignore -m tests.recipes.long.tensor_sweep
 
 # the distributed and recipe tests, and those of kernels, beside every supported version of torch, each in an environment of its own; not in CI
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)

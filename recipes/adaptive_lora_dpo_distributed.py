@@ -95,7 +95,7 @@ class AdaptiveLoraDPODistributed:
                     # What the reference says of a pair is kept in it, for the stage that follows.
                     pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
                     results = self.stages.run(pairs, step=step, upcoming=upcoming)
-                    result = results[POLICY].with_sent_of(results.get(REFERENCE))
+                    result = results[POLICY]
                     with self.stages[POLICY].committing("the optimizer step", last_checkpoint=self.checkpoints.last):
                         grad_norm = self.optimization.update(result.sums[PAIRS])
                     self.progress = self.progress.after_step(sizes, self._place.ranks)

@@ -17,7 +17,6 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from tests.distributed.tensors import parallelized
 from torchtune_adaptive.step.runner import Totals
 from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
@@ -48,16 +47,10 @@ class ModelConfig:
     """Of the sharded model: more than one are hybrid sharding."""
     offload: bool = False
     """Shards and gradients live on the host, and are copied to the device and back: here, from memory to memory."""
-    tensor_ranks: int = 1
-    """Ranks that share every layer, and their samples: more than one are tensor parallelism."""
-    tensor_plan: str = "plain"
-    """What they share, one of tensors.PLANS."""
-    chunks: int = 1
-    """Of the logits."""
 
 
-def build(config: ModelConfig, *, without_data: bool = False) -> nn.Module:
-    """Collective: the same model on every rank. Without data, under a fake mode, it is none."""
+def build(config: ModelConfig) -> nn.Module:
+    """The same model on every rank."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCABULARY,
@@ -76,12 +69,6 @@ def build(config: ModelConfig, *, without_data: bool = False) -> nn.Module:
     take_documents(model)
     for parameter in model.parameters():
         nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.05)
-    if config.chunks > 1:
-        model.set_num_output_chunks(config.chunks)
-    if config.tensor_ranks > 1:
-        model = parallelized(
-            model, config.tensor_plan, mesh_of(tensor_ranks=config.tensor_ranks)["tp"], without_data=without_data
-        )
     if config.checkpointing == "full":
         training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
     elif config.checkpointing == "selective":
@@ -97,11 +84,7 @@ def shard(model: nn.Module, config: ModelConfig) -> nn.Module:
     if config.offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
         copy_what_is_offloaded()
-    mesh = mesh_of(config.replicas, config.tensor_ranks)
-    if config.tensor_ranks > 1:
-        mesh = mesh["dp"]
-        if mesh.size() == 1:
-            return model
+    mesh = mesh_of(config.replicas)
     for name, module in reversed(list(model.named_modules())):
         if name == "" or training.get_shard_conditions(name, module):
             fully_shard(module, mesh=mesh, **options)
@@ -126,11 +109,9 @@ def copy_what_is_offloaded() -> None:
 
 
 @cache  # a mesh keeps its groups for good
-def mesh_of(replicas: int = 1, tensor_ranks: int = 1) -> DeviceMesh:
+def mesh_of(replicas: int = 1) -> DeviceMesh:
     """Collective: all ranks in one dimension, or in two."""
     ranks = dist.get_world_size()
-    if tensor_ranks > 1:
-        return init_device_mesh("cpu", (ranks // tensor_ranks, tensor_ranks), mesh_dim_names=("dp", "tp"))
     if replicas == 1:
         return init_device_mesh("cpu", (ranks,))
     return init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard"))

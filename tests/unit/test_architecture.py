@@ -46,7 +46,6 @@ ROOMS: dict[str, set[str]] = {
     "schedules": set(),
     "memory": set(),
     "comm": {"memory"},
-    "comm/tensor": {"comm", "memory"},
     "step": {"limits", "memory", "comm"},
     "search": {"limits", "memory", "comm", "step"},
     "record": {"limits", "schedules", "memory.peak", "search"},
@@ -70,7 +69,6 @@ ROOMS: dict[str, set[str]] = {
         "schedules",
         "memory",
         "comm",
-        "comm/tensor",
         "step",
     },
     "tune/parts/unpadded": {"tune/config", "comm"},
@@ -298,7 +296,7 @@ def test_below_tune_only_comm_speaks_to_other_ranks() -> None:
 
     speaking = {name for name in library() if speaks(MODULES[name])}
     assert speaking
-    assert speaking <= modules_in({"comm", "comm/tensor"})
+    assert speaking <= modules_in({"comm"})
 
 
 @pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH) - NEEDS_TORCH - {"search"}))

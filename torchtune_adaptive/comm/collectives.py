@@ -90,8 +90,6 @@ class Agreement:
         self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
         self._groups = _groups_that_reach_all() if dist.is_initialized() else ()
-        self.waited_s = 0.0
-        """Seconds in which this rank has waited for the others to agree, all in all."""
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: the rows of all ranks, in order of rank."""
@@ -99,11 +97,9 @@ class Agreement:
         cells[:] = array("d", bytes(8 * len(cells)))
         cells[rank() * width : (rank() + 1) * width] = array("d", row)
         if world_size() > 1:
-            began = time.perf_counter()
             with explaining_failures("the agreement at the end of a step"):
                 for group in self._groups:  # rows do not overlap: the sum is the table
                     dist.all_reduce(self._tensor, group=group)
-            self.waited_s += time.perf_counter() - began
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 

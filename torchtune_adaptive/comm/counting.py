@@ -1,9 +1,9 @@
 """FSDP2's collectives, each of which tells somebody before it communicates. Nothing is known here of steps."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,39 +39,8 @@ class Collective:
     group: dist.ProcessGroup
     # Some reductions compare by identity; which one it is follows from the dtype and the group.
     op: Reduction | None = field(compare=False)
-    # Not compared: peers cannot see which object issues it, and a shadow's modules have their own.
+    # Not compared: peers cannot see which object issues it.
     comm: Communicator = field(compare=False)
-
-    @property
-    def sent_bytes(self) -> int:
-        """What each rank sends where the group passes parts around a ring, as NCCL and gloo do with large tensors."""
-        ranks = self.group.size()
-        rounds = 2 * (ranks - 1) if self.kind is AllReduce else ranks - 1
-        return self.numel * self.dtype.itemsize * rounds // ranks
-
-
-class Sent(NamedTuple):
-    """Bytes that a rank has sent for a model's parameters and gradients."""
-
-    within_shards: int = 0
-    """Among the ranks that hold a whole model together: inside of a node, as a rule."""
-    across_replicas: int = 0
-    """Among the ranks that hold the same shard: between nodes, as a rule."""
-
-    @classmethod
-    def total(cls, of_stages: Iterable["Sent"]) -> "Sent":
-        return cls(*map(sum, zip(*of_stages, strict=True)))
-
-    @property
-    def figures(self) -> dict[str, int]:
-        """For the record of a run, which leaves out what is not sent at all."""
-        return {f"sent_{where}_bytes": sent for where, sent in self._asdict().items() if sent}
-
-    def plus(self, collective: Collective) -> "Sent":
-        sent = collective.sent_bytes
-        if collective.kind is AllReduce:
-            return self._replace(across_replicas=self.across_replicas + sent)
-        return self._replace(within_shards=self.within_shards + sent)
 
 
 class Counter(Protocol):

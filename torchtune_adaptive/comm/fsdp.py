@@ -64,16 +64,13 @@ def replace_collectives(
     return put_back
 
 
-def why_recovery_is_off(model: nn.Module, tensor_ranks: int = 1) -> str | None:
-    """Why a step of this model cannot be run again after running out of memory; None if it can.
-
-    `tensor_ranks` share each shard by tensor parallelism, whose collectives somebody else counts.
-    """
+def why_recovery_is_off(model: nn.Module) -> str | None:
+    """Why a step of this model cannot be run again after running out of memory; None if it can."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return (
             "hooks use gradients as soon as they are ready (an optimizer in the backward), so backward updates weights"
         )
-    if world_size() == tensor_ranks:
+    if world_size() == 1:
         return None
     if not isinstance(model, FSDPModule):
         return (
@@ -81,21 +78,21 @@ def why_recovery_is_off(model: nn.Module, tensor_ranks: int = 1) -> str | None:
             "replicate_with_fsdp), so what its ranks communicate is not known"
         )
     groups = groups_of(model)
-    reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group, tensor_ranks))]
+    reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
     if reasons:
         return reasons[0]
     sharded = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
-    if tensor_ranks == 1 and any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
+    if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
         return "some parameters are distributed in another way than by fully_shard (tensor parallel)"
     return None
 
 
-def _why_group_is_unsupported(group: FSDPParamGroup, tensor_ranks: int) -> str | None:
+def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
     mesh = group.mesh_info
-    known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim)) + (tensor_ranks > 1)
+    known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))
     if any(cast(DTensor, parameter.sharded_param).device_mesh.ndim > known for parameter in group.fsdp_params):
         return "its mesh has dimensions besides those of its shards and replicas (tensor parallel)"
-    if mesh.mesh.size() * tensor_ranks != world_size():
+    if mesh.mesh.size() != world_size():
         return "it is sharded over some of the ranks only"
     if group._all_reduce_hook is not None:
         return "it has an all-reduce hook, whose collectives are not known"

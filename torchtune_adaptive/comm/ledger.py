@@ -6,7 +6,6 @@ FSDP2 and its collectives, counts them, knows from an earlier microbatch what fo
 issues the rest with zeros.
 """
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -21,7 +20,6 @@ from torchtune_adaptive.comm.counting import (
     CountedAllGather,
     CountedReduceScatter,
     CountedReplicas,
-    Sent,
     issue_zeros,
 )
 from torchtune_adaptive.comm.foreign_messages import Listener, MessageCount, refusal, what_is_foreign
@@ -32,14 +30,10 @@ from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, Unrecove
 class CollectiveLedger:
     """Counts FSDP's collectives since the step began, and issues those that are still to come.
 
-    `position` is where this rank is in the step; at the end of a step all ranks are at the same position. Stages that
-    run the same models share one ledger, which keeps a record for each of them.
+    `position` is where this rank is in the step; at the end of a step all ranks are at the same position. The stages of
+    a step share one ledger, which keeps a record for each of them. A stage owns the models that it runs: only those are
+    prepared, settled and reset for it, so gradients that another stage has finished stay as they are.
     """
-
-    tensor_position = 0
-    tensor_groups: tuple[tuple[int, ...], ...] = ()
-    """Empty: under tensor parallelism a TensorLedger counts."""
-    why_recovery_is_off = staticmethod(fsdp.why_recovery_is_off)
 
     def __init__(self, *roots: object, watches: bool = True) -> None:
         """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
@@ -48,11 +42,6 @@ class CollectiveLedger:
         without a backward leaves nothing gathered.
         """
         self.position = 0
-        self.sent = Sent()
-        """Since the step began."""
-        self.waited_s = 0.0
-        """Seconds in which this rank has waited for collectives, all in all. NCCL lets the GPU wait, which counts
-        nothing here."""
         self._microbatches = 0
         self._records: dict[str, CollectiveRecord] = {}  # by stage
         self._record = CollectiveRecord(trained=())  # of the stage that runs
@@ -64,9 +53,10 @@ class CollectiveLedger:
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
         self._begun_at = (0, 0)  # messages and position when the running microbatch began
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        self._replicated = [root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)]
         self._watches = watches and bool(self._roots) and world_size() > 1
-        self._groups = [group for root in self._roots for group in fsdp.groups_of(root) if self._watches]
+        self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
+        self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
+        self._use(self._roots)
         self._put_back = [
             fsdp.replace_collectives(
                 root,
@@ -86,7 +76,7 @@ class CollectiveLedger:
         self.abandon()
 
     def abandon(self) -> None:
-        """Whatever has ended a step halfway: a backward outside of steps has gradients of its own alone."""
+        """Cleans up after an aborted step, so that a later backward does not add to its gradients."""
         for root in self._roots:
             fsdp.abandon(root)
 
@@ -94,13 +84,21 @@ class CollectiveLedger:
         """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""
         self._records.pop(stage, None)
 
-    def begin_step(self, microbatches: Sequence[object], stage: str = "") -> None:
-        """Starts counting, from a state in which every microbatch communicates the same."""
-        self.position, self.sent = 0, Sent()
-        self._microbatches, self._number = len(microbatches), -1
+    def _use(self, models: Sequence[object]) -> None:
+        """From here on, the stage that runs owns these models."""
+        self._owned = [root for root in self._roots if root in models]
+        self._groups = [group for root in self._owned for group in self._groups_of[root]]
+        self._replicated = [root for root in self._owned if root in self._with_replicas]
+
+    def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
+        """Starts counting a step of a stage that runs these models, from a state in which every microbatch
+        communicates the same."""
+        self.position = 0
+        self._microbatches, self._number = microbatches, -1
         if self._watches:
             self._messages.look_for_groups()
-        for root in self._roots:
+        self._use(models)
+        for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
         if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
@@ -190,7 +188,7 @@ class CollectiveLedger:
 
         The next pass would communicate less than the record says, and whoever writes into parameters find none.
         """
-        for root in self._roots:
+        for root in self._owned:
             fsdp.settle(root)
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
@@ -211,14 +209,11 @@ class CollectiveLedger:
             with explaining_failures("a collective of FSDP"):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
-                self.sent = self.sent.plus(collective)
                 if learns:
                     self._messages_of.append(self._messages() - before)
                 if wait_here:
                     assert work is not None, "it was asked to be asynchronous"
-                    began = time.perf_counter()
                     work.wait()
-                    self.waited_s += time.perf_counter() - began
                     return None
             return work
         finally:
@@ -267,6 +262,6 @@ class CollectiveLedger:
         return schedule
 
     def reset(self) -> None:
-        """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
-        for root in self._roots:
+        """Returns the models of the stage that runs to their state between two steps, without their gradients."""
+        for root in self._owned:
             fsdp.reset(root)

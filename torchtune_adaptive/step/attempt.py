@@ -6,12 +6,12 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Generic, Literal, Protocol, TypeAlias
+from typing import Generic, Literal, TypeAlias
 
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.comm.counting import Sent
+from torchtune_adaptive.comm.fsdp import why_recovery_is_off
 from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.comm.replicas_alike import compare_replicas
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
@@ -27,38 +27,8 @@ KindOfPass: TypeAlias = Literal["microbatch", "drain"]
 AroundPass: TypeAlias = Callable[[KindOfPass], AbstractContextManager[object]]
 
 
-class Ledger(Protocol):
-    """Counts what a step communicates, and finishes it for a rank that has failed: a CollectiveLedger, as a rule."""
-
-    @property
-    def position(self) -> int: ...
-    @property
-    def tensor_position(self) -> int: ...
-    @property
-    def foreign_messages(self) -> int: ...
-
-    @property
-    def tensor_groups(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def sent(self) -> Sent: ...
-    @property
-    def waited_s(self) -> float: ...
-
-    def why_recovery_is_off(self, model: nn.Module) -> str | None: ...
-    def begin_step(self, microbatches: Sequence[Sequence[object]], stage: str = "") -> None: ...
-    def begin_microbatch(self, number: int) -> None: ...
-    def listening(self) -> AbstractContextManager[object]: ...
-    def end_microbatch(self) -> None: ...
-    def break_off_microbatch(self) -> None: ...
-    def drain(self, run_stand_in: Callable[[], object]) -> None: ...
-    def refuse_recovery(self, messages: int) -> str: ...
-    def reset(self) -> None: ...
-    def abandon(self) -> None: ...
-    def close(self) -> None: ...
-
-
-def _check_recovery(models: Sequence[nn.Module], why_it_is_off: Callable[[nn.Module], str | None]) -> None:
-    for reason in filter(None, map(why_it_is_off, models)):
+def _check_recovery(models: Sequence[nn.Module]) -> None:
+    for reason in filter(None, map(why_recovery_is_off, models)):
         raise RecoveryUnsupportedError(
             f"a step of this model cannot be run again after running out of memory: {reason}", Remedy.NO_RECOVERY
         )
@@ -72,16 +42,16 @@ class PlanRunner(Generic[Sample]):
         models: Sequence[nn.Module],
         forward_backward: Callable[[Sequence[Sample]], Totals],
         kind: SampleKind[Sample],
-        ledger: Ledger | None,
+        ledger: CollectiveLedger | None,
         *,
         recover: bool,
         stage: str = "",
     ) -> None:
         if recover:
-            _check_recovery(models, (ledger or CollectiveLedger).why_recovery_is_off)
+            _check_recovery(models)
         self.around_pass: AroundPass = lambda _: nullcontext()
         self._forward_backward, self._kind = forward_backward, kind
-        self.ledger: Ledger = ledger or CollectiveLedger(*models, watches=recover)
+        self.ledger = ledger or CollectiveLedger(*models, watches=recover)
         self._models = models
         self._recover = recover
         self._stage = stage
@@ -102,7 +72,7 @@ class PlanRunner(Generic[Sample]):
         totals: Totals | None = None
         self._began = time.perf_counter()
         microbatches = [[samples[index] for index in rows] or self._nothing(samples) for rows in plan]
-        self.ledger.begin_step(microbatches, self._stage)
+        self.ledger.begin_step(len(microbatches), self._models, self._stage)
         for number, (rows, microbatch) in enumerate(zip(plan, microbatches, strict=True)):
             before = totals
             totals = self._run_microbatch(number, microbatch, before)
@@ -160,9 +130,9 @@ class PlanRunner(Generic[Sample]):
         """Collective: takes part in what the peers still communicate in this step, with next to no memory."""
         # A drain may run out of memory too. What it has issued by then counts, so each try goes on from there, and
         # only one that gets nowhere is the end.
-        stuck_at = None
+        stuck_at: int | None = None
         while not self._try_to_drain(sample):
-            if (position := (self.ledger.position, self.ledger.tensor_position)) == stuck_at:
+            if (position := self.ledger.position) == stuck_at:
                 raise UnrecoverableError(
                     f"rank {rank()} ran out of memory with nothing but its shard of the training state "
                     "allocated, so it cannot even finish the collectives that its peers wait for",
@@ -178,7 +148,7 @@ class PlanRunner(Generic[Sample]):
             self.discard()
             release()
             # Any sample will do, since FSDP communicates parameters only; and it is run only where no record says what
-            # comes next. Under tensor parallelism, where the batch matters, the ledger rehearses the real microbatch.
+            # comes next.
             with self.around_pass("drain"):
                 self.ledger.drain(lambda: self._forward_backward([self._kind.stand_in(sample)]))
             return True

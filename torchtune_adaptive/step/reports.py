@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from torchtune_adaptive.comm.collectives import Agreement, sum_over_ranks
-from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.limits.governor import CompletedStep
 from torchtune_adaptive.limits.limit import Microbatch
@@ -75,13 +74,6 @@ class StepResult:
     """None where nothing measures it."""
     asked_to_stop: bool = False
     """Whether some rank was asked to end the run: all of them know it at the same step."""
-    sent: Sent = field(default_factory=Sent)
-    """What this rank has sent for parameters and gradients, in the attempt that counts; nothing without recovery, where
-    nobody counts."""
-
-    def with_sent_of(self, stage: StepResult | None) -> StepResult:
-        """This result, of the last stage of a step, with what an earlier one has sent."""
-        return self if stage is None else replace(self, sent=Sent.total((stage.sent, self.sent)))
 
 
 class Attempt(NamedTuple):
@@ -104,8 +96,6 @@ class Report(NamedTuple):
     joined_tokens: float = 0
     """Tokens of that microbatch where nothing is padded; 0 where it is."""
     position: float = 0
-    tensor_position: float = 0
-    """Collectives of tensor parallelism."""
     target_tokens: float = 0
     loss_sum: float = 0
     upcoming_microbatches: float = 0
@@ -117,8 +107,6 @@ class Report(NamedTuple):
     cost: float = 0
     seconds: float = 0
     """Seconds since the last step that counted."""
-    worked: float = 1
-    """Share of the time since the last report that this rank has not waited for others."""
     retries: float = 0
     peak_bytes: float = 0
     budget_bytes: float = 0
@@ -195,17 +183,14 @@ class Reports(tuple[Report, ...]):
             cost=sum(report.cost for report in self),
         )
 
-    def check_positions(self, tensor_groups: Sequence[Sequence[int]] = ()) -> None:
-        """Raises where ranks have not issued as many collectives as those whom they share them with."""
-        counts = [[int(report.position) for report in self]]
-        counts += [[int(self[rank].tensor_position) for rank in group] for group in tensor_groups]
-        for positions in counts:
-            if len(set(positions)) > 1:
-                raise UnrecoverableError(
-                    f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so "
-                    "what they received is not what they expected; give all ranks the same model and the same "
-                    "number of samples"
-                )
+    def check_positions(self) -> None:
+        """Raises where the ranks have issued different numbers of collectives."""
+        positions = [int(report.position) for report in self]
+        if len(set(positions)) > 1:
+            raise UnrecoverableError(
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so what they "
+                "received is not what they expected; give all ranks the same model and the same number of samples"
+            )
 
 
 def exchange(agreement: Agreement, report: Report) -> Reports:
@@ -213,7 +198,7 @@ def exchange(agreement: Agreement, report: Report) -> Reports:
     return Reports(Report(*row) for row in agreement.gather(report))
 
 
-def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int, sent: Sent) -> StepResult:
+def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
     """Collective: for sums, and on CUDA for the loss, which did not ride on the agreement."""
     assert totals is not None, "a rank that ran out of memory has said so, and nobody asks for a result"
     names = sorted(totals.sums)
@@ -234,7 +219,6 @@ def result_of(totals: Totals | None, reports: Reports, microbatches: int, recove
         sums=dict(zip(names, sums, strict=True)),
         memory=reports.fullest,
         asked_to_stop=reports.asked_to_stop,
-        sent=sent,
     )
 
 

@@ -15,6 +15,7 @@ from typing import Generic
 from torch import nn
 
 from torchtune_adaptive.comm.collectives import Agreement, let_go, rank
+from torchtune_adaptive.comm.ledger import CollectiveLedger
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy, UnrecoverableError, without_backward
 from torchtune_adaptive.limits.change import RECOVERY, Change
 from torchtune_adaptive.limits.governor import Governor, LimitState
@@ -24,8 +25,7 @@ from torchtune_adaptive.memory.device import MemorySource, RngState
 from torchtune_adaptive.memory.gauge import Gauge
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.step.agreed_plan import Planner
-from torchtune_adaptive.step.attempt import AroundPass, Ledger, PlanRunner
-from torchtune_adaptive.step.pace import Pace
+from torchtune_adaptive.step.attempt import AroundPass, PlanRunner
 from torchtune_adaptive.step.reports import Attempt, Report, Reports, StepResult, exchange, result_of, troubling
 from torchtune_adaptive.step.reports import Totals as Totals
 from torchtune_adaptive.step.samples import Sample, SampleKind
@@ -51,7 +51,7 @@ class StepRunner(Generic[Sample]):
     A step of several stages has a runner for each: `stage` is its name, in messages and in the record. `frozen` are
     models that a microbatch runs beside the trained one. A stage may have no backward at all; it keeps its results by
     sample, since a repeated attempt writes them again: give it `trains=False`, for advice that helps. Stages that share
-    models share a `ledger`, and all of them a `pace`, which tells who holds the others up.
+    models share a `ledger`.
 
     `asked_to_stop` says whether this rank is to end the run, by a signal say: what the ranks agree on anyway tells all
     of them, in the result of the same step.
@@ -67,12 +67,11 @@ class StepRunner(Generic[Sample]):
         cost_of: Callable[[int], float] = float,
         recover: bool = True,
         regrow_after: int = 200,
-        ledger: Ledger | None = None,
+        ledger: CollectiveLedger | None = None,
         frozen: Sequence[nn.Module] = (),
         stage: str = "",
         trains: bool = True,
         asked_to_stop: Callable[[], bool] = bool,
-        pace: Pace | None = None,
     ) -> None:
         """Collective: on CUDA it creates the group that the ranks agree on. The model has to be sharded."""
         self.model, self.kind, self.cost_of = model, kind, cost_of
@@ -92,7 +91,6 @@ class StepRunner(Generic[Sample]):
         self._planner = Planner(self._agreement, padded=kind.padded)
         self._governor = Governor.of(limit, regrow_after=regrow_after, stage=stage)
         self._gauge = Gauge(shared=bool(stage))
-        self._pace = (pace or Pace()).add_waits(self.ledger, self._agreement)
 
     @property
     def limit(self) -> Limit:
@@ -134,7 +132,6 @@ class StepRunner(Generic[Sample]):
         """Puts FSDP's own collectives back. Call it last: the process should end afterwards."""
         self._closed = True
         self.ledger.close()
-        self._pace.remove_waits(self.ledger, self._agreement)
         let_go()
 
     def run(self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None) -> StepResult:
@@ -168,10 +165,9 @@ class StepRunner(Generic[Sample]):
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
             if not reports.failed:
                 self._gauge.end_step()
-                self._pace.tell(step, [report.worked for report in reports])
                 self._planner.keep(ahead, reports.upcoming_microbatches)
                 self._reconsider(reports, step)
-                return result_of(totals, reports, len(plan), recoveries, self.ledger.sent)
+                return result_of(totals, reports, len(plan), recoveries)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
             lost_seconds = self._plan_runner.discard()
@@ -207,7 +203,7 @@ class StepRunner(Generic[Sample]):
         if reports.failed:
             self._plan_runner.discard()
             return Attempt(None, tuple(reports.failed), reports.asked_to_stop)
-        result = result_of(totals, reports, len(plan), 0, self.ledger.sent)
+        result = result_of(totals, reports, len(plan), 0)
         return Attempt(result, (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
@@ -235,18 +231,16 @@ class StepRunner(Generic[Sample]):
             length=size.length,
             joined_tokens=size.tokens or 0,
             position=self.ledger.position,
-            tensor_position=self.ledger.tensor_position,
             target_tokens=totals.target_tokens if totals else 0,
             loss_sum=loss_on_host,
             upcoming_microbatches=upcoming,
             **load_of(plan, lengths, padded=padded, rows=self.kind.row_lengths(samples), cost=self.cost_of)._asdict(),
             **reading._asdict(),
-            worked=self._pace.share_worked(),
             asked_to_stop=self._asked_to_stop(),
             foreign_messages=self.ledger.foreign_messages,
         )
         reports = exchange(self._agreement, mine)
-        reports.check_positions(self.ledger.tensor_groups)
+        reports.check_positions()
         if self.recovers and reports.foreign_messages:
             self.recovers = False
             self._plan_runner.refuse_recovery(reports.foreign_messages, self.current_step)

@@ -1,7 +1,6 @@
 """Steps of one model, as in finetuning, and the ways in which one may run out of memory."""
 
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import count
 from typing import NamedTuple
 
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed import tensors
 from tests.distributed.faults.failing import fail_there, operations_of
 from tests.distributed.faults.kinds import KINDS
 from tests.distributed.models import (
@@ -19,11 +17,9 @@ from tests.distributed.models import (
     build,
     forward_backward_of,
     gradients_of,
-    mesh_of,
     same_gradients,
     samples_of,
 )
-from torchtune_adaptive.comm.tensor import TensorLedger
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.step.samples import SampleKind
@@ -60,7 +56,6 @@ class Case:
 JOINED = ModelConfig(joined=True, dropout=0.0)
 HYBRID = ModelConfig(replicas=2)
 OFFLOADED = ModelConfig(offload=True)
-TENSOR = ModelConfig(tensor_ranks=2, dropout=0.0, layers=1)
 
 CASES = (
     Case("plain"),
@@ -104,23 +99,6 @@ CASES = (
     Case("offloaded, full checkpointing", replace(OFFLOADED, checkpointing="full"), stride=5),
     Case("offloaded, bf16", replace(OFFLOADED, bf16=True), stride=5),
     Case("offloaded, hybrid", replace(OFFLOADED, replicas=2), 4, stride=5),
-    Case("tensor", TENSOR),
-    Case("tensor, rank 0 fails", TENSOR, failing=(0,), stride=3, only_swept=True),
-    Case("tensor, all ranks fail", TENSOR, failing=(0, 1), stride=3, only_swept=True),
-    Case("tensor, fails in the retry too", TENSOR, rows=4, again="retry", stride=3, only_swept=True),
-    Case("tensor, fails in the drain too", TENSOR, rows=4, again="drain", stride=3),
-    Case("tensor, first pass", TENSOR, first_pass=True, stride=5),
-    Case("tensor, full checkpointing", replace(TENSOR, checkpointing="full"), stride=3, only_swept=True),
-    Case("tensor, loss parallel", replace(TENSOR, tensor_plan="loss"), stride=3),
-    Case("tensor, sequence parallel", replace(TENSOR, tensor_plan="sequence"), stride=3),
-    Case("tensor, sharded", TENSOR, 4, (3,)),
-    Case("tensor, sharded, rank 0 fails", TENSOR, 4, (0,), stride=3, only_swept=True),
-    Case("tensor, sharded, a group fails", TENSOR, 4, (2, 3), stride=5, only_swept=True),
-    Case("tensor, sharded, a rank of each group fails", TENSOR, 4, (0, 3), stride=5),
-    Case("tensor, sharded, fails in the drain too", TENSOR, 4, (2,), 4, again="drain", stride=5),
-    Case("tensor, sharded, first pass", TENSOR, 4, first_pass=True, stride=9, only_swept=True),
-    Case("tensor, sharded, chunked logits", replace(TENSOR, chunks=4), 4, stride=5),
-    Case("tensor, sharded, bf16, full checkpointing", replace(TENSOR, bf16=True, checkpointing="full"), 4, stride=5),
 )
 
 
@@ -147,17 +125,14 @@ class Bench:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.samples = samples_of(dist.get_rank() // case.model.tensor_ranks, case.samples)
+        self.samples = samples_of(dist.get_rank(), case.samples)
         self._steps = count()
         self._renew()
 
     def _renew(self) -> None:
         config = self.case.model
         self.model = build(config)
-        if config.tensor_ranks > 1:
-            self.forward_backward = tensors.forward_backward_of(self.model, config.tensor_plan)
-        else:
-            self.forward_backward = forward_backward_of(self.model, joined=config.joined)
+        self.forward_backward = forward_backward_of(self.model, joined=config.joined)
 
     def undisturbed(self, rows: int) -> Step:
         """Collective: plain FSDP2, without anything of ours, in microbatches of `rows`."""
@@ -202,16 +177,9 @@ class Bench:
             self.forward_backward,
             limit=RowLimit(self.case.rows),
             kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-            ledger=self._tensor_ledger() if self.case.model.tensor_ranks > 1 else None,
         )
         self.fresh = runner.state_dict()
         return runner
-
-    def _tensor_ledger(self) -> TensorLedger[Tensor]:
-        config = self.case.model
-        without_data = partial(build, config, without_data=True)
-        rehearsal = tensors.rehearsal_of(without_data, config.tensor_plan)
-        return TensorLedger(self.model, mesh_of(tensor_ranks=config.tensor_ranks)["tp"].get_group(), rehearsal)
 
     def _start(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -219,7 +187,5 @@ class Bench:
 
     def _outcome(self, totals: Totals) -> Step:
         gradients, rng = gradients_of(self.model), torch.get_rng_state()
-        if self.case.model.tensor_ranks > 1:  # torch cannot take the norm of DTensors over different meshes
-            return Step(gradients, totals.loss_sum.item(), totals.target_tokens, torch.zeros(()), rng)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).full_tensor()
         return Step(gradients, totals.loss_sum.item(), totals.target_tokens, norm, rng)

@@ -117,25 +117,6 @@ def test_a_rank_of_one_replica_that_runs_out_of_memory_is_recovered_from(runs: t
     assert all("out of memory on rank 3" in event["reason"] for event in recoveries)
 
 
-def test_bytes_across_replicas_are_recorded_and_do_not_grow_with_microbatches(runs: tuple[str, Path]) -> None:
-    _, folder = runs
-    sent = {case: read_timeline(folder / case / "out").steps for case in ("flat", "hybrid", "tokens")}
-    across = {step["sent_across_replicas_bytes"] for case in ("hybrid", "tokens") for step in sent[case]}
-    assert len(across) == 1
-    assert all("sent_across_replicas_bytes" not in step for step in sent["flat"])
-    assert all(step["sent_within_shards_bytes"] > 0 for step in (*sent["flat"], *sent["hybrid"]))
-
-
-def test_what_the_reference_gathers_is_recorded_too(runs: tuple[str, Path]) -> None:
-    kind, folder = runs
-    if kind != "full_dpo":
-        pytest.skip("which has a model of its own for that")
-    step = read_timeline(folder / "hybrid" / "out").steps[0]
-    # both models are as large: forward and backward of the policy gather it, and its gradients are scattered
-    gathered_once = step["sent_across_replicas_bytes"] / 2
-    assert step["sent_within_shards_bytes"] > 3 * gathered_once
-
-
 def train_with_adapters_of_its_own(kind: str, folder: Path, alike: bool) -> None:
     """Collective: as a user does, with adapters that every rank draws for itself."""
     unlike: Any = mock.patch.object(model_builder, "make_replicas_alike")

@@ -48,11 +48,6 @@ class AdaptiveConfig:
         means="`True`: repeat a step that ran out of memory. `False`: let it end the run. null: repeat it, except "
         "with `optimizer_in_bwd` or tensor parallelism",
     )
-    recover_untested: bool = option(
-        BOOL,
-        False,
-        means="`True`: recover even where that has not been tested: under tensor parallelism on anything but CPUs",
-    )
     regrow_after: int = option(
         COUNT_OR_0,
         200,

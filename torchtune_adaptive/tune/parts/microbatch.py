@@ -17,19 +17,15 @@ from torchtune import training
 from torchtune.training import OffloadActivations
 
 from torchtune_adaptive.comm.collectives import sum_over_ranks
-from torchtune_adaptive.comm.tensor import Rehearsal, TensorLedger
-from torchtune_adaptive.comm.tensor.refusals import DROPOUT, has_dropout
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.pace import Pace
 from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.config.settings import Settings, on_gpu
+from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import check_length, longest_taken
 from torchtune_adaptive.tune.parts.data import Batching, Data
-from torchtune_adaptive.tune.parts.loss import Logits, build_loss, scoring_only, zero_of
-from torchtune_adaptive.tune.parts.model import build_shadow_model
+from torchtune_adaptive.tune.parts.loss import Logits, scoring_only, zero_of
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.process_group import Place
 from torchtune_adaptive.tune.parts.samples import Sample
@@ -148,37 +144,9 @@ def build_step_runner(
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
     batching = batching_of(data, model, settings, place.device)
     forward_backward = build_forward_backward(model, loss_fn, batching, settings, place.device)
-    recover = recovers(settings, model)
-    ledger = None
-    if recover and settings.tensor_parallel_dim > 1:
-        assert isinstance(forward_backward, ForwardBackward), "offloading is refused there"
-        ledger = tensor_ledger(forward_backward, settings, place)
-    build = runners_of(settings, recover=recover)
+    build = runners_of(settings, recover=recovers(settings))
     kind, limit = batching.kind.for_steps(), RowLimit(settings.batch_size)
-    return build(model, forward_backward, kind=kind, limit=limit, cost_of=cost_of(model), ledger=ledger)
-
-
-def tensor_ledger(forward_backward: ForwardBackward, settings: Settings, place: Place) -> TensorLedger[Sample]:
-    """Collective: what counts under tensor parallelism, and knows how to run a microbatch without data."""
-    kind = forward_backward.batching.kind
-
-    def build() -> nn.Module:
-        model = build_shadow_model(settings, place)
-        build_loss(settings, model)  # a loss that takes logits in chunks makes the model cut them
-        return model
-
-    def key_of(samples: Sequence[Sample]) -> tuple[int, int, bool]:
-        learns = any(any(kind.learned_tokens(sample)) for sample in samples)
-        return len(samples), max(map(kind.length_of, samples)), learns
-
-    rehearsal = Rehearsal(
-        build=build,
-        batch=forward_backward.prepare,
-        run=lambda model, prepared: replace(forward_backward, model=model).run(prepared),
-        key_of=key_of,
-    )
-    group, untested = place.mesh["tp"].get_group(), settings.adaptive.recover_untested
-    return TensorLedger(forward_backward.model, group, rehearsal, untested_backends=untested)
+    return build(model, forward_backward, kind=kind, limit=limit, cost_of=cost_of(model))
 
 
 def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
@@ -195,7 +163,6 @@ def runners_of(settings: Settings, *, recover: bool) -> partial[StepRunner[Any]]
         recover=recover,
         regrow_after=settings.adaptive.regrow_after,
         asked_to_stop=THIS_RUN.asked_to_stop,
-        pace=Pace(),
     )
 
 
@@ -215,8 +182,8 @@ def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
     return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
 
 
-def recovers(settings: Settings, model: nn.Module | None = None) -> bool:
-    reason = obstacle_to_recovery(settings, model)
+def recovers(settings: Settings) -> bool:
+    reason = obstacle_to_recovery(settings)
     if reason is None:
         return settings.adaptive.recover_from_oom is not False
     if dist.get_rank() == 0:
@@ -224,35 +191,15 @@ def recovers(settings: Settings, model: nn.Module | None = None) -> bool:
     return False
 
 
-def obstacle_to_recovery(settings: Settings, model: nn.Module | None = None) -> str | None:
-    """Why a step cannot be run again: weights change before it ends, or peers would be left waiting."""
+def obstacle_to_recovery(settings: Settings) -> str | None:
+    """Why a step cannot be run again: weights change before it ends, or its peers would wait for activations."""
     reason = None
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"
     elif settings.tensor_parallel_dim > 1:
-        sharing = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
-        if not settings.adaptive.recover_from_oom:
-            return f"{sharing}; adaptive.recover_from_oom: True enables it there too"
-        if (not_yet := _not_under_tensor_parallelism(settings, model)) is not None:
-            reason = f"{sharing}, and {not_yet}"
+        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
     if reason is not None and settings.adaptive.recover_from_oom:
         raise ConfigError(
             f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
         )
     return reason
-
-
-def _not_under_tensor_parallelism(settings: Settings, model: nn.Module | None) -> str | None:
-    """What keeps a rank from knowing what the others expect of it, or has not been tested."""
-    if settings.compile:
-        return "compile is True, which hides some of them"
-    if model is not None and has_dropout(model):
-        return f"the model has {DROPOUT}"
-    if settings.enable_activation_offloading:
-        return "enable_activation_offloading is True, which no pass without data can repeat"
-    if on_gpu(settings) and not settings.adaptive.recover_untested:
-        return (
-            f"device is {settings.device!r}: with another backend than gloo this has not been tested "
-            "(adaptive.recover_untested: True enables it all the same)"
-        )
-    return None

@@ -19,14 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
-from torchtune.models.llama3_1 import Llama3ScaledRoPE
 from torchtune.modules import peft
-from torchtune.training import activations
 
 from torchtune_adaptive.comm.replicas_alike import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.contradictions import check_replicas
 from torchtune_adaptive.tune.config.settings import LoraSettings, Settings
@@ -63,22 +60,6 @@ def build_full_model(
     _load(model, weights, settings, place.device, strict=True)
     training.validate_no_params_on_meta_device(model)
     return model
-
-
-def build_shadow_model(settings: Settings, place: Place) -> nn.Module:
-    """`build_full_model` for a fake mode, under tensor parallelism: without weights, and without a word to anyone."""
-    # torchtune counts the layers of a process, of which it checkpoints every n-th; scaling branches on each frequency
-    with replaced((activations.checkpoint_wrapper, "_count", 0), (Llama3ScaledRoPE, "apply_scaling", same_frequencies)):
-        model = built_on(place.device, settings.config, dtype_of(settings, place.device))
-        model = _parallelize_tensors(model, settings.config, place.mesh["tp"], source=None)
-        _checkpoint_activations(model, settings)
-        _shard(model, settings, place.mesh)
-    return model
-
-
-def same_frequencies(_: object, frequencies: torch.Tensor, *__: object) -> torch.Tensor:
-    """Frequencies as they are, in place of scaled ones: scaling branches on values, and there are none."""
-    return frequencies.clone()
 
 
 def build_frozen_model(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.comm.counting import Sent
 from torchtune_adaptive.step.reports import Fullest, StepResult
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, Ran, RolloutStages
 
@@ -68,8 +67,7 @@ def figures_of_run(stages: RolloutStages, began: float, samples: int) -> dict[st
     fullest: Fullest | None = max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
     rate = tokens / max(1e-9, time.perf_counter() - began)
     memory = {} if fullest is None else fullest._asdict()
-    sent = Sent.total(each.sent for each in results).figures
-    return {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": rate, **memory, **sent}
+    return {"samples": samples, "target_tokens": tokens, "target_tokens_per_second": rate, **memory}
 
 
 def _rate(ran: Mapping[str, Sequence[Ran]], stages: Sequence[str], *, of: str) -> float:

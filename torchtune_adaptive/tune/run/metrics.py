@@ -104,7 +104,6 @@ class Metrics:
             "target_tokens": result.target_tokens // sharing,
             "target_tokens_per_second": tokens_per_second / sharing,
             **memory,
-            **result.sent.figures,
         }
         self._show(step, "loss", loss, decimals=4)
         self._log(step, {**figures, **(more or {}), "oom_recoveries": recoveries}, run)

@@ -30,7 +30,6 @@ from torchtune.training import _activation_offloading, activations
 from torchtune_adaptive.comm.fsdp import computing_on, cutting_for_rank_0
 from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.model import same_frequencies
 from torchtune_adaptive.tune.parts.unpadded import kernels
 
 
@@ -51,7 +50,7 @@ def working_on_fakes() -> Iterator[None]:
     """While open, models can be built, sharded and filled without data."""
     with (
         replaced(
-            (Llama3ScaledRoPE, "apply_scaling", same_frequencies),
+            (Llama3ScaledRoPE, "apply_scaling", _same_frequencies),
             (training._distributed, "distribute_tensor", own_shard),
             (torch.utils, "swap_tensors", _swap_fakes),
             # torchtune counts the layers of a process, of which it checkpoints every n-th: a new one begins here
@@ -186,3 +185,8 @@ def without_garbage_collection() -> Iterator[None]:
             gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+def _same_frequencies(_: object, frequencies: torch.Tensor, *__: object) -> torch.Tensor:
+    """Frequencies as they are, in place of scaled ones: scaling branches on values, and there are none."""
+    return frequencies.clone()

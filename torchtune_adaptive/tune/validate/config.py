@@ -113,8 +113,8 @@ def _check_question(settings: Settings, models: Sequence[nn.Module], findings: F
 
 def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:
     """Values that are well each by itself."""
-    findings.collect(lambda: obstacle_to_recovery(settings, model))
-    findings.collect(lambda: _check_search(settings, model))
+    findings.collect(lambda: obstacle_to_recovery(settings))
+    findings.collect(lambda: _check_search(settings))
     findings.collect(lambda: start_progress(settings, ranks=1))
     findings.collect(lambda: _check_growth(settings))
     if model is None:
@@ -127,11 +127,11 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
     findings.collect(lambda: obstacle_to_dealing(model, settings, packed=packed))
 
 
-def _check_search(settings: Settings, model: nn.Module | None) -> None:
+def _check_search(settings: Settings) -> None:
     search, recover = settings.adaptive.search, settings.adaptive.recover_from_oom
     if not settings.use_maximum_batch_size or search not in NEED_RECOVERY or recover:
         return
-    why = "adaptive.recover_from_oom is False" if recover is False else obstacle_to_recovery(settings, model)
+    why = "adaptive.recover_from_oom is False" if recover is False else obstacle_to_recovery(settings)
     if why is not None:
         raise ConfigError(
             f"adaptive.search is {search}, which runs out of memory on purpose, but {why}: set adaptive.search: linear"
