@@ -5,7 +5,7 @@ import time
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -45,6 +45,12 @@ def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Says that no microbatch communicates on this group, whenever it is used: by a thread that saves, for example."""
     _ASIDE.add(group)
     return group
+
+
+def gloo_group_aside(members: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Collective over its members, by default all ranks: a group of its own for what is said between microbatches."""
+    options: dict[str, Any] = {} if members is None else {"use_local_synchronization": True}
+    return aside(cast(dist.ProcessGroup, dist.new_group(members, backend="gloo", **options)))
 
 
 def is_aside(group: dist.ProcessGroup) -> bool:
@@ -123,12 +129,10 @@ def _made_to_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
     columns = next(each for each in range(math.isqrt(ranks), 0, -1) if ranks % each == 0)
     if ranks <= ONE_RING or columns == 1:
         carries_host = backend_for("cpu") == "gloo"
-        return (None,) if carries_host else (aside(dist.new_group(backend="gloo")),)
+        return (None,) if carries_host else (gloo_group_aside(),)
     row, column = divmod(rank(), columns)
     members = [row * columns + each for each in range(columns)], list(range(column, ranks, columns))
-    # Only its members make a group: nobody has to hear of those of all others.
-    options: dict[str, Any] = {"backend": "gloo", "use_local_synchronization": True}
-    return tuple(aside(dist.new_group(each, **options)) for each in members)
+    return tuple(gloo_group_aside(each) for each in members)
 
 
 def let_go() -> None:

@@ -1,33 +1,87 @@
-"""FSDP2's insides: what it is, whether it can be run again, and how it is brought back to between two steps.
+"""FSDP2's insides: whether a step can be run again, and how FSDP2 is returned to its state between two steps.
 
-This is the only file that knows them. Written against torch 2.11, 2.12 and 2.13.
+This is the only file that knows them. Everything private that it touches is in one list, `_TOUCHED`, which is compared
+with the installed torch at import: a version that lacks a name is refused there, not in the first recovery.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
-from torch.distributed.fsdp._fully_shard._fsdp_param import ShardedState
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.comm.collectives import world_size
+from torchtune_adaptive.dependencies import refuse_torch
 from torchtune_adaptive.patching import replaced
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except ImportError as error:
+    refuse_torch(str(error))
 
 __all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
+
+_TOUCHED: dict[Any, str] = {
+    FSDPModule: "_get_fsdp_state reshard set_custom_all_gather set_custom_reduce_scatter set_requires_all_reduce",
+    FSDPState: "_comm_ctx _lazy_init",
+    FSDPCommContext: "post_forward_order",
+    FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
+    "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward",
+    FSDPParam: "_extensions_data _unsharded_param grad_offload_event sharded_param to_sharded "
+    "unsharded_accumulated_grad",
+    DDPMeshInfo: "mesh replicate_mesh_dim replicate_process_group shard_mesh_dim",
+    AllGather.__call__: "async_op group input_tensor output_tensor",
+    ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
+}
+"""Names by class, parameters by function."""
+_RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
+"""From torch 2.13 on. torch 2.11 has to be reset by hand, and has one group of parameters for each module."""
+_TOUCHED_BY_VERSION: dict[Any, str] = (
+    {FSDPState: "_fsdp_param_groups"}
+    if _RESETS_ITSELF
+    else {
+        FSDPState: "_device_handle _fsdp_param_group _modules_to_run_forward _state_ctx _training_state",
+        FSDPCommContext: "all_gather_state reduce_scatter_state",
+        FSDPParamGroup: "_all_gather_result _all_reduce_state _post_reduce_event _reshard_after_forward_event "
+        "_training_state",
+    }
+)
+
+
+def missing_names(touched: dict[Any, str]) -> list[str]:
+    """Names that the installed torch does not have."""
+    return [
+        f"{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{name} in {owner.__qualname__}()"
+        for owner, names in touched.items()
+        for name in names.split()
+        if name not in _names_of(owner)
+    ]
+
+
+def _names_of(owner: Any) -> set[str]:
+    """Attributes of a class, those that only its methods mention included; parameters of a function."""
+    if not isinstance(owner, type):
+        return set(inspect.signature(owner).parameters)
+    members = [inspect.unwrap(getattr(each, "fget", None) or each) for each in vars(owner).values() if callable(each)]
+    mentioned = {name for each in members if hasattr(each, "__code__") for name in each.__code__.co_names}
+    return mentioned | {*dir(owner), *owner.__annotations__}
+
+
+if missing := missing_names(_TOUCHED) + missing_names(_TOUCHED_BY_VERSION):
+    refuse_torch(f"FSDP2 has no {', '.join(missing)}")
 
 
 def replace_collectives(
@@ -113,9 +167,9 @@ def groups_of(root: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameter groups of one module: none or one, or (from torch 2.12) one for each of its meshes."""
-    state = module._get_fsdp_state()
-    if hasattr(state, "_fsdp_param_groups"):
+    """The parameter groups of one module: none or one, or (but for torch 2.11) one for each of its meshes."""
+    state: Any = module._get_fsdp_state()
+    if _RESETS_ITSELF:
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
@@ -159,8 +213,9 @@ def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
 def _drop_whole_gradient(parameter: FSDPParam) -> None:
     if hasattr(parameter, "_unsharded_param"):
         parameter._unsharded_param.grad = None
-    if "unsharded_accumulated_grad" in vars(parameter):  # from torch 2.15 the gradient above is the only one
-        parameter.unsharded_accumulated_grad = None
+    # From torch 2.15 on this only reads the gradient above.
+    if not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property):
+        cast(Any, parameter).unsharded_accumulated_grad = None
 
 
 def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
@@ -214,7 +269,7 @@ def settle(root: FSDPModule) -> None:
 
 def reset(root: FSDPModule) -> None:
     """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
-    if hasattr(root, "reset_iter_state"):  # from torch 2.13
+    if _RESETS_ITSELF:
         root.reset_iter_state()
     else:
         _reset_iter_state(root)
@@ -225,7 +280,7 @@ def reset(root: FSDPModule) -> None:
 
 
 def _reset_iter_state(root: Any) -> None:
-    """What FSDPModule.reset_iter_state does, which is public from torch 2.13."""
+    """For torch 2.11: FSDPModule.reset_iter_state, which is public from torch 2.13 on."""
     state = root._get_fsdp_state()
     # Nothing is in flight after that, so the events that FSDP would wait for can simply be dropped. It cannot
     # block forever: peers need nothing from this rank to issue what this rank has issued already.
@@ -233,10 +288,7 @@ def _reset_iter_state(root: Any) -> None:
     comm = state._comm_ctx
     comm.all_gather_state = None
     comm.post_forward_order.clear()
-    if hasattr(comm, "reduce_scatter_states"):  # from torch 2.12
-        comm.reduce_scatter_states.clear()
-    else:
-        comm.reduce_scatter_state = None
+    comm.reduce_scatter_state = None
     for each in state._state_ctx.all_states:
         each._modules_to_run_forward.clear()
         each._training_state = TrainingState.IDLE

@@ -1,6 +1,8 @@
 """The side that knows torchtune: what the recipes share, on top of the library below.
 
-Imported first of all, this quiets what dependencies print at import, once on every rank.
+Imported before torchtune, so that notices of dependencies are hidden in time.
 """
 
-from torchtune_adaptive.tune import quiet as quiet
+from torchtune_adaptive.dependencies import hide_notices
+
+hide_notices()

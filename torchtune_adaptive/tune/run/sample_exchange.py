@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.comm.collectives import explaining_failures, world_size
+from torchtune_adaptive.comm.collectives import explaining_failures, gloo_group_aside, world_size
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
@@ -104,7 +104,7 @@ class Dealer:
         self._cost = cost
         self._asked_to_stop = asked_to_stop
         self._stopping = False  # some rank is to, and all know it
-        self._group = dist.new_group(backend="gloo")
+        self._group = gloo_group_aside()
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
 
     def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
@@ -155,6 +155,7 @@ class Dealer:
             arrival = dist.all_to_all_single(
                 received, sent, incoming, [*map(len, outgoing)], group=self._group, async_op=True
             )
+            assert arrival is not None, "it was asked to be asynchronous"
         return _Travelling(received, [sizes[at] for at in mine], [indices[at] for at in mine], arrival, sent)
 
     def _receive(self, step: _Travelling) -> list[Sample]:

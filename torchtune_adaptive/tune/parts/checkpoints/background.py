@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_map
 
-from torchtune_adaptive.comm.collectives import aside
+from torchtune_adaptive.comm.collectives import gloo_group_aside
 from torchtune_adaptive.memory.snapshot import copied_to_host
 from torchtune_adaptive.tune.parts.checkpoints.contents import State
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
@@ -34,7 +34,7 @@ class BackgroundSave:
 
     def __init__(self, publish: Callable[[Finished], None]) -> None:
         """Collective: creates the group. `publish` is called on rank 0, once every rank has written its part."""
-        self.group = aside(dist.new_group(backend="gloo"))
+        self.group = gloo_group_aside()
         self.name: str | None = None
         """The checkpoint that is being written, or was and has not been waited for."""
         self.seconds = 0.0

@@ -1,0 +1,50 @@
+"""Other packages: the versions that work here, the line that refuses others, and notices that no user can act on."""
+
+import logging
+import sys
+import warnings
+from importlib.metadata import version
+from pathlib import Path
+from typing import NoReturn
+
+TORCH = "2.11, or 2.13 to 2.15"
+TORCHAO = "0.13 to 0.15"
+
+
+def refuse_torch(why: str) -> NoReturn:
+    _refuse(f"torch {version('torch')} does not work with torchtune-adaptive ({why}): install torch {TORCH}")
+
+
+def refuse_unfit_torchao() -> None:
+    """Refuses versions without functions that torchtune imports."""
+    installed = version("torchao")
+    if not (0, 13) <= tuple(map(int, installed.split(".")[:2])) < (0, 16):
+        _refuse(f"torchao {installed} does not work with torchtune: install torchao {TORCHAO}")
+
+
+def _refuse(why: str) -> NoReturn:
+    program = Path(sys.argv[0]).name
+    if program in ("tune", "tune-adaptive") or program.startswith("adaptive_"):
+        sys.exit(f"error: {why}")
+    raise ImportError(why)
+
+
+def hide_notices() -> None:
+    """Warnings about the user's own config or data are not touched."""
+    # torchao looks for compiled extensions of its own that no recipe uses
+    logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.getMessage())
+    # torchdata 0.11 calls what torch 2.13 has deprecated
+    warnings.filterwarnings("ignore", message=".*set_vital.*")
+    # torchtune's profiler asks for XPU unless the config says otherwise
+    warnings.filterwarnings("ignore", message="XPU is not available")
+
+
+def when_tune_imports_torch() -> None:
+    """torch calls this at the end of its own import (an entry point of `torch.backends`).
+
+    In torchtune's command, no other code of ours runs before torchtune imports torchao, which prints a warning or fails
+    with a traceback. Other programs are left alone.
+    """
+    if Path(sys.argv[0]).name == "tune":
+        hide_notices()
+        refuse_unfit_torchao()
