@@ -7,7 +7,6 @@ length, or needs a mask of tokens².
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -21,9 +20,8 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 WIDEST_HEAD = 256
 """What the GPU's kernel takes."""
 
-# torch 2.10 says is_causal; 2.12 and 2.13 have a window: all tokens before one's own, none after it
-_HAS_WINDOW = "window_size" in inspect.signature(varlen_attn).parameters
-CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if _HAS_WINDOW else {"is_causal": True}
+CAUSAL = (-1, 0)
+"""The window of each token: all tokens before it, none after it."""
 
 
 def attend_each(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
@@ -42,7 +40,7 @@ def is_on_gpu(tensor: Tensor) -> bool:
 
 def _on_gpu(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
     """torch's own kernel for samples of various lengths: [tokens, heads, width] each."""
-    return cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **CAUSAL))
+    return cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, window_size=CAUSAL))
 
 
 @torch.library.custom_op("torchtune_adaptive::attend_each", mutates_args=(), device_types="cpu")
