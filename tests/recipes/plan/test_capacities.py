@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import re
 from pathlib import Path
@@ -39,24 +37,20 @@ def test_a_config_of_torchtunes_needs_no_weights_tokenizer_or_data(capsys: pytes
     assert "1.0 GiB are assumed" in output
 
 
-@pytest.mark.parametrize("form", ["csv", "json"])
-def test_figures_for_programs(form: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_for_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    ask("adaptive/demo/lora", f"format={form}", "sequence_length=[128,256]", "memory_limit=64MiB")
-    output, beside = capsys.readouterr()
-    note = "this is for 1 rank, though the launcher starts 2: give world_size=2 for those"
-    assert note in json.loads(output)["notes"] if form == "json" else f"note: {note}\n" in beside
-    rows = json.loads(output)["predictions"] if form == "json" else list(csv.DictReader(io.StringIO(output)))
-    assert list(dict.fromkeys(int(row["tokens"]) for row in rows)) == [128, 256]
-    chosen = [int(row["rows"]) for row in rows if str(row["chosen"]) == "True"]
+    ask("adaptive/demo/lora", "format=json", "sequence_length=[128,256]", "memory_limit=64MiB")
+    answer = json.loads(capsys.readouterr().out)
+    assert "this is for 1 rank, though the launcher starts 2: give world_size=2 for those" in answer["notes"]
+    assert any("makes" in note and "samples a step of each rank" in note for note in answer["notes"])
+    rows = answer["predictions"]
+    assert list(dict.fromkeys(row["tokens"] for row in rows)) == [128, 256]
+    chosen = [row["rows"] for row in rows if row["chosen"]]
     assert chosen[0] == 2 * chosen[1]
-    if form == "json":
-        commands = json.loads(output)["commands"]
-        for most, line in zip(chosen, commands, strict=True):
-            assert f" batch_size={most}" in line
-        assert [row.get("command") for row in rows if row["chosen"]] == commands
-        assert any("makes" in note and "samples a step of each rank" in note for note in json.loads(output)["notes"])
-        assert abs(json.loads(output)["largest_error"]) < 0.005
+    for most, line in zip(chosen, answer["commands"], strict=True):
+        assert f" batch_size={most}" in line
+    assert [row.get("command") for row in rows if row["chosen"]] == answer["commands"]
+    assert abs(answer["largest_error"]) < 0.005
 
 
 def test_a_length_that_the_chunks_of_the_loss_do_not_divide_is_rounded_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,9 +85,6 @@ def test_several_numbers_of_ranks_are_answered_for_each_stage(capsys: pytest.Cap
     assert {row["tokens_per_s"] for row in found["predictions"]} == {None}
     assert abs(found["largest_error"]) < 0.005
     assert all(f"--nproc_per_node {ranks} " in line for ranks, line in zip((1, 2), found["commands"], strict=True))
-    ask("adaptive/demo/dpo", "world_size=[1,2]", "memory_limit=64MiB", "format=csv", "sequence_length=64")
-    (first, *_) = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    assert (first["stage"], first["tokens_per_s"], first["tokens_per_s_from"]) == (POLICY, "", "")
 
 
 def test_the_answer_is_there_before_the_advice(
@@ -119,14 +110,6 @@ def test_advice_is_on_the_length_that_does_not_fit(
     output = capsys.readouterr().out
     assert asked == [256]
     assert output.index("does not fit in 11.0 MiB: one row of 256") < output.index("nothing that was tried fits")
-
-
-def test_csv_is_not_kept_waiting_for_advice_that_it_cannot_hold(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torchtune_adaptive.tune.plan.advice.what_fits", lambda others: pytest.fail("traced"))
-    ask("adaptive/demo/full", "format=csv", "memory_limit=8MiB")
-    assert list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
 
 
 def test_a_budget_that_is_too_small_is_answered_with_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,8 +145,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
         (("sequence_length=4096",), "takes at most 2048"),
         (("tensor_parallel_dim=2", "tensor_parallel_plan=x", "optimizer.fused=False"), "tensor_parallel_dim is 2"),
         (("dataset.packed=True",), "dataset.packed on a CPU"),
-        (("format=yaml",), "allowed is table or csv or json"),
-        (("format=csv", "advise=True"), "advise is True and format is csv, which has no rows for advice"),
+        (("format=yaml",), "allowed is table or json"),
         (("world_size=[1,2]", "picture=plan.png"), "picture draws the answer for one number of ranks"),
         (("link_bandwidth=h100",), "link_bandwidth: cannot read 'h100'"),
         (("use_maximum_batch_size=True", "adaptive.token_budget=auto"), "limited by rows or by tokens"),

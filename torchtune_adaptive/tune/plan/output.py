@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TextIO
+from typing import Any
 
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.prediction.capacity import Capacity
@@ -50,7 +49,7 @@ class Output:
 
     def show(self) -> Advice | None:
         """Prints the answer; returns the advice that it ends with, if any."""
-        formats = {"table": self._as_table, "csv": self._as_csv, "json": self._as_json}
+        formats = {"table": self._as_table, "json": self._as_json}
         return formats[self.question.plan.format]()
 
     def _as_table(self) -> Advice | None:
@@ -103,11 +102,6 @@ class Output:
         at_most = read_adaptive(self.question.cfg.get("adaptive")).max_batch_size
         return printed.choice(each, f"rows of {stage}" if stage else "batch_size", at_most)
 
-    def _as_csv(self) -> None:
-        """Without advice, which can be no row, nor can a note."""
-        print(printed.as_csv(self._rows()))
-        _tell(self.found.notes, sys.stderr)
-
     def _as_json(self) -> Advice | None:
         advised = advised_length(self.question, self.found)
         advice = None if advised is None else self.advise_on(advised)
@@ -151,15 +145,12 @@ def show_compared(compared: Compared, form: str) -> None:
         rows = [{**row, "command": one} for row, one in zip(rows, of_outcomes, strict=True)]
         lines = [each for each in commands.values() if each]
         print(printed.as_json(rows, compared.notes, commands=lines, largest_error=compared.largest_error))
-    elif form == "csv":
-        print(printed.as_csv(rows))
-        _tell(compared.notes, sys.stderr)
     else:
         print(printed.by_ranks(compared.outcomes))
         print(printed.checked(compared.largest_error))
         _tell(compared.notes)
 
 
-def _tell(notes: Sequence[str], file: TextIO | None = None) -> None:
+def _tell(notes: Sequence[str]) -> None:
     for note in notes:
-        print(f"note: {note}", file=file)
+        print(f"note: {note}")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torchtune_adaptive.memory_sizes import format_apart, format_bytes
 from torchtune_adaptive.prediction.capacity import MOST_ROWS, Capacity, Prediction
@@ -191,24 +188,6 @@ def budgets(found: Capacities) -> list[dict[str, object]]:
         for stage, budget in found.token_budgets.items()
         for at, capacity in enumerate(found.by_stage[stage])
     ]
-
-
-def as_csv(rows: Sequence[dict[str, object]]) -> str:
-    """A pair of figures is in two columns."""
-    flat = [_flat(row) for row in rows]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(flat[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(flat)
-    return text.getvalue().rstrip("\n")
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    if "tokens_per_s_between" not in row:
-        return row
-    slow, fast = row["tokens_per_s_between"] or (None, None)
-    others = {key: value for key, value in row.items() if key != "tokens_per_s_between"}
-    return {**others, "tokens_per_s_from": slow, "tokens_per_s_to": fast}
 
 
 def as_json(rows: Sequence[dict[str, object]], notes: Sequence[str], **beside: object) -> str:

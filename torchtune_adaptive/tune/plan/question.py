@@ -62,10 +62,10 @@ class PlanSettings:
         means="how CUDA's caching allocator will be set; null: as `PYTORCH_CUDA_ALLOC_CONF` says here, else False",
     )
     format: str = option(
-        one_of("table", "csv", "json"),
+        one_of("table", "json"),
         "table",
-        means="of the answer; `csv` is figures alone, without advice, and notes go to stderr; `json` has all of it, "
-        "also the commands that measure it, and by how much the check was off (`largest_error`)",
+        means="of the answer; `json` has all of it, with the commands that measure it and the error of the check "
+        "(`largest_error`)",
     )
     advise: bool | None = option(
         BOOL | NULL,

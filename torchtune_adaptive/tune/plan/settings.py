@@ -51,8 +51,6 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
 
 
 def check_advice(cfg: DictConfig, settings: PlanSettings) -> None:
-    if settings.advise and settings.format == "csv":
-        raise ConfigError("advise is True and format is csv, which has no rows for advice: set format=json")
     if settings.advise and trains_with_ppo(cfg):
         raise ConfigError("advise does not support PPO; leave it out")
 

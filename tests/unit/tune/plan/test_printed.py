@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from dataclasses import replace
 
@@ -29,12 +27,9 @@ def test_a_table_says_that_one_row_does_not_fit() -> None:
     assert line.split() == ["1", "43.0", "MiB", "43.0", "MiB", "update", "does", "not", "fit"]
 
 
-def test_figures_are_the_same_in_csv_and_json() -> None:
+def test_figures_for_programs_name_the_choice() -> None:
     figures = printed.figures(capacity(340))
-    from_csv = list(csv.DictReader(io.StringIO(printed.as_csv(figures))))
-    from_json = json.loads(printed.as_json(figures, ["a note"]))
-    assert from_json == {"predictions": figures, "notes": ["a note"]}
-    assert from_csv == [{key: str(value) for key, value in row.items()} for row in figures]
+    assert json.loads(printed.as_json(figures, ["a note"])) == {"predictions": figures, "notes": ["a note"]}
     assert [row["rows"] for row in figures if row["chosen"]] == [64]
 
 
@@ -114,14 +109,6 @@ def test_a_time_that_is_not_told_is_no_number() -> None:
     assert (row["tokens_per_s"], row["tokens_per_s_between"]) == (None, None)
     assert printed.by_ranks([unknown]).endswith("unknown")
     assert "unknown" in printed.speeds([unknown], ranks=1)
-
-
-def test_a_range_is_two_columns() -> None:
-    known, unknown = outcome("", ranks=2), replace(outcome("", ranks=4), seconds=None)
-    text = printed.as_csv(printed.by_ranks_for_programs([known, unknown]))
-    first, second = csv.DictReader(io.StringIO(text))
-    assert (first["tokens_per_s_from"], first["tokens_per_s_to"]) == ("4096.0", "10240.0")
-    assert (second["tokens_per_s"], second["tokens_per_s_from"], second["tokens_per_s_to"]) == ("", "", "")
 
 
 def test_stages_are_beside_each_other_for_each_number_of_ranks() -> None:

@@ -287,7 +287,6 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     ended = validate(*question, *wrong)
     assert_refused(ended, ["the world size is 12"])
     assert_refused(ended, ["sequence_length is 1000000, but the model takes at most 131072"])
-    assert_refused(validate(*question, "memory_limit=h100", "format=csv", "advise=True"), ["advise is True", "csv"])
     assert_refused(
         validate(*question, "memory_limit=h100", "adaptive.token_budget=auto", "use_maximum_batch_size=True"),
         ["use_maximum_batch_size is True"],
