@@ -1,1 +1,1 @@
-"""Runs that stop and go on: checkpoints, saves that fail, records of earlier versions."""
+"""Runs that stop and go on: checkpoints, saves that fail, spoiled records."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,24 +36,12 @@ PPO_RUN_KEYS = (
 )
 ONLY_SPLIT = {"full_ppo": {"gradient_accumulation_steps"}}
 """Keys among them that in a recipe only say how a step is split: they are saved all the same, and may change."""
-TOLD_KEYS = ("loss", "lr_scheduler", "clip_grad_norm", "dtype", "tokenizer.max_seq_len")
-"""Keys that may change in the course of a run, but not without a word: they change what it trains from there on."""
-TOLD_PPO_KEYS = (
-    "kl_coeff",
-    "gamma",
-    "lmbda",
-    "whiten_rewards",
-    "min_response_length",
-    "penalise_no_eos",
-    "reward_penalty",
-)
 WEIGHTS_IN = " weights in "
 """Between whose weights they are and their file, in the key of a fingerprint."""
 WHOLE_BYTES = 2**26
 """Up to here a file of weights is read from end to end, of a larger one its ends and strips between them."""
 ENDS_BYTES = 2**22
 STRIPS, STRIP_BYTES = 4096, 2**12
-EARLIER_FINGERPRINT = re.compile(r"\d+ bytes, CRC-32 [0-9a-f]{8}")
 MAY_BE_LOWERED = ("tokenizer.max_seq_len",)
 """Keys that errors advise to lower when memory is short: a run may go on with less."""
 
@@ -73,11 +60,6 @@ def identity_of(cfg: DictConfig, recipe: str) -> dict[str, object]:
     return {key: value for key, value in flat.items() if key not in MAY_BE_LOWERED}
 
 
-def told_values(cfg: DictConfig) -> dict[str, object]:
-    """The values that a run may change, and tells of, by their dotted keys."""
-    return _flat({key: _plain(cfg, key) for key in (*TOLD_KEYS, *TOLD_PPO_KEYS)})
-
-
 def weights_in(what: str, section: Any) -> dict[str, object]:
     """A fingerprint of weights that are not trained: an adapter is worth nothing without those it was trained beside,
     nor a policy's loss without its reference's. By content: paths change."""
@@ -89,12 +71,15 @@ def weights_in(what: str, section: Any) -> dict[str, object]:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """Size and checksums of a file: of its ends, which is all that earlier versions read, and of what lies between."""
+    """Size and checksum of a file: of its ends, and of all or parts of what lies between them."""
     if not path.is_file():
         return None
-    size = path.stat().st_size
-    ends = _crc32_of_spans(path, [(0, ENDS_BYTES), (max(0, size - ENDS_BYTES), ENDS_BYTES)])
-    return f"{size} bytes, CRC-32 {ends:08x}, {_crc32_of_spans(path, _spans(size)):08x} between"
+    size, crc32 = path.stat().st_size, 0
+    with path.open("rb") as file:
+        for offset, length in [(0, ENDS_BYTES), (max(0, size - ENDS_BYTES), ENDS_BYTES), *_spans(size)]:
+            file.seek(offset)
+            crc32 = zlib.crc32(file.read(length), crc32)
+    return f"{size} bytes, CRC-32 {crc32:08x}"
 
 
 def _spans(size: int) -> Iterator[tuple[int, int]]:
@@ -105,27 +90,15 @@ def _spans(size: int) -> Iterator[tuple[int, int]]:
     return ((size * strip // STRIPS, STRIP_BYTES) for strip in range(STRIPS))
 
 
-def _crc32_of_spans(path: Path, spans: Iterable[tuple[int, int]]) -> int:
-    crc32 = 0
-    with path.open("rb") as file:
-        for offset, length in spans:
-            file.seek(offset)
-            crc32 = zlib.crc32(file.read(length), crc32)
-    return crc32
-
-
 def difference(configured: Mapping[str, object], saved: Mapping[str, object]) -> str | None:
-    """The first key whose value is not the one that the checkpoint's run had, and both values."""
-    return next(iter(differences(configured, saved)), None)
-
-
-def differences(configured: Mapping[str, object], saved: Mapping[str, object]) -> list[str]:
-    """Every such key, with both values; weights by their files, and by their contents where these have one name."""
-    told = (configured.keys() | saved.keys()) - ONLY_SPLIT.get(str(configured.get("recipe")), set())
-    keys = sorted(told, key=lambda key: (key != "recipe", key))
-    pairs = ((key, _value(key, configured), _value(key, saved)) for key in keys)
-    changed = {key: (ours, theirs) for key, ours, theirs in pairs if not _alike(ours.value, theirs.value)}
-    return list(dict.fromkeys(_told(key, *values, configured, saved) for key, values in changed.items()))
+    """The first key whose value is not the one that the checkpoint's run had, and both values; weights by their files,
+    and by their contents where these have one name."""
+    keys = (configured.keys() | saved.keys()) - ONLY_SPLIT.get(str(configured.get("recipe")), set())
+    for key in sorted(keys, key=lambda key: (key != "recipe", key)):
+        ours, theirs = _value(key, configured), _value(key, saved)
+        if ours.value != theirs.value:
+            return _told(key, ours, theirs, configured, saved)
+    return None
 
 
 def _told(
@@ -143,15 +116,6 @@ def _files(whose: str, values: Mapping[str, object]) -> str:
     beginning = f"{whose}{WEIGHTS_IN}"
     names = [key.removeprefix(beginning) for key in values if key.startswith(beginning)]
     return ", ".join(names) or "no file"
-
-
-def _alike(ours: object, theirs: object) -> bool:
-    """Whether two values are the same, as far as the older of them says: a fingerprint of earlier versions ends
-    before what lies between the ends of a file."""
-    if ours == theirs:
-        return True
-    ends_only = isinstance(theirs, str) and EARLIER_FINGERPRINT.fullmatch(theirs) is not None
-    return ends_only and isinstance(ours, str) and ours.startswith(f"{theirs}, ")
 
 
 class _Configured(NamedTuple):

@@ -17,7 +17,7 @@ from torchtune_adaptive.wording import count_of
 MANIFEST_FILE = "adaptive_checkpoint.json"
 VERSION = 1
 OWN_CHECKSUM = "crc32"
-"""Key of the manifest's own checksum; older checkpoints lack it."""
+"""Key of the manifest's own checksum."""
 CHUNK_BYTES = 2**22
 
 Fault = str
@@ -70,8 +70,6 @@ class Manifest:
     saved_at: str
     files: Mapping[str, FileRecord]
     """Every other file of the folder."""
-    told: Mapping[str, object] | None = None
-    """The part of the config that the run may change, but not without a word; None in checkpoints from before."""
 
     @property
     def bytes(self) -> int:
@@ -127,7 +125,7 @@ def changed_file(folder: Path, manifest: Manifest) -> str | None:
 
 
 def _parsed(values: Any) -> Manifest:
-    if (own := values.pop(OWN_CHECKSUM, None)) is not None and own != _checksum(values):
+    if values.pop(OWN_CHECKSUM) != _checksum(values):
         raise ValueError("it is not what was saved")
     version = values.pop("version")
     if not all(isinstance(values.get(name), dict) for name in ("identity", "versions", "files")):

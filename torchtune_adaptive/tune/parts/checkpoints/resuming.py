@@ -24,7 +24,7 @@ from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import AUTO, Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.folders import FoundCheckpoint
-from torchtune_adaptive.tune.parts.checkpoints.identity import difference, differences, identity_of, told_values
+from torchtune_adaptive.tune.parts.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.named import named_files
 from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
@@ -178,9 +178,6 @@ def _newest(
         return None
     check_same_run(chosen.manifest, settings.config, recipe, directory)
     _check_unfinished(chosen, chosen.manifest, settings, steps)
-    told = chosen.manifest.told
-    if told is not None and (changes := differences(told_values(settings.config), told)):
-        logger.warning("changed since the checkpoint was saved: %s", "; ".join(changes))
     return chosen
 
 

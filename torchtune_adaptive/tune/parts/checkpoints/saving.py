@@ -32,7 +32,7 @@ from torchtune_adaptive.tune.parts.checkpoints.contents import (
     make_ready,
     make_room_to_gather,
 )
-from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
+from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, record_files, versions, write_manifest
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 from torchtune_adaptive.tune.parts.checkpoints.random_state import (
@@ -75,7 +75,7 @@ class Checkpoints:
         self._resumed_from = start.files.folder.name if start.files else None
         self._checkpointer = build(settings.config, self._directory / folders.SAVING, start.files)
         # the demo's checkpointer makes the weights that belong to the identity
-        self._identity, self._told = identity_of(settings.config, contents.recipe), told_values(settings.config)
+        self._identity = identity_of(settings.config, contents.recipe)
         self._background = BackgroundSave(self._publish) if settings.enable_async_checkpointing else None
         self._draws_from = start.files.folder if start.files else None
         self._asked_to_stop = False
@@ -258,7 +258,6 @@ class Checkpoints:
             versions=versions(),
             saved_at=now(),
             files={},
-            told=self._told,
         )
 
     def _settle(self, name: str, problem: str | None, seconds: float, *, last: bool = False) -> None:

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings
-from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of, told_values
+from torchtune_adaptive.tune.parts.checkpoints.identity import identity_of
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Position
 from torchtune_adaptive.tune.parts.checkpoints.resuming import Start, decide
 
@@ -58,9 +58,8 @@ def saved(
     directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
 ) -> Path:
     position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
-    cfg = config(directory)
-    identity, told = identity_of(cfg, recipe), told_values(cfg)
-    return save(directory, name, serial, identity=identity, told=told, position=position, **options)
+    identity = identity_of(config(directory), recipe)
+    return save(directory, name, serial, identity=identity, position=position, **options)
 
 
 def folder_of(begun: Start) -> str:

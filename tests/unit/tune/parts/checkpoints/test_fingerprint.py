@@ -56,22 +56,6 @@ def test_a_large_file_is_read_in_part(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(identity, name, value)
     content = bytes(range(200))
     (tmp_path / "base.pt").write_bytes(content)
-    ends = zlib.crc32(content[:10] + content[190:])
-    strips = zlib.crc32(b"".join(content[start : start + 4] for start in (0, 40, 80, 120, 160)))
-    assert fingerprint_of(tmp_path) == {KEY: f"200 bytes, CRC-32 {ends:08x}, {strips:08x} between"}
-
-
-def test_what_an_earlier_version_has_saved_counts_as_far_as_it_goes(tmp_path: Path) -> None:
-    path = sparse(tmp_path, 9 * MIB)
-    ends = zlib.crc32(bytes(8 * MIB))
-    saved = {KEY: f"{9 * MIB} bytes, CRC-32 {ends:08x}"}
-    assert difference(fingerprint_of(tmp_path), saved) is None
-    change(path, 4 * MIB, 1)
-    assert difference(fingerprint_of(tmp_path), saved) is None
-    change(path, 9 * MIB - 1, 1)
-    assert difference(fingerprint_of(tmp_path), saved) is not None
-
-
-def test_a_value_that_only_begins_alike_is_another() -> None:
-    assert difference({"model": "a, b"}, {"model": "a"}) is not None
-    assert difference({KEY: "9 bytes, CRC-32 00000000"}, {KEY: "9 bytes, CRC-32 00000000, 00000001 between"})
+    strips = b"".join(content[start : start + 4] for start in (0, 40, 80, 120, 160))
+    crc32 = zlib.crc32(content[:10] + content[190:] + strips)
+    assert fingerprint_of(tmp_path) == {KEY: f"200 bytes, CRC-32 {crc32:08x}"}

@@ -245,13 +245,3 @@ def test_a_manifest_in_which_any_bit_has_changed_is_damaged(tmp_path: Path) -> N
         for bit in range(8):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
             assert isinstance(read_manifest(path.parent), str), (at, bit)
-
-
-def test_a_manifest_from_before_it_had_a_checksum_is_taken_as_it_is(tmp_path: Path) -> None:
-    path = save(tmp_path, "step_6") / MANIFEST_FILE
-    values = json.loads(path.read_text(encoding="utf-8"))
-    del values["crc32"]
-    path.write_text(json.dumps(values), encoding="utf-8")
-    assert isinstance(read_manifest(path.parent), Manifest)
-    path.write_text(json.dumps({**values, "files": {}}), encoding="utf-8")
-    assert isinstance(read_manifest(path.parent), str)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.tune.parts.checkpoints.identity import differences
+from torchtune_adaptive.tune.parts.checkpoints.identity import difference
 
 MODEL = {"model._component_": "torchtune.models.llama3.llama3"}
 UNKNOWN = {"model._component_": "no.such"}
@@ -25,34 +25,34 @@ ADAM = {"optimizer._component_": "torch.optim.AdamW"}
     ],
 )
 def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], saved: dict[str, Any], told: str) -> None:
-    assert differences(configured, saved) == [told]
+    assert difference(configured, saved) == told
 
 
 def test_weights_are_told_by_their_files_and_by_their_contents_where_these_have_one_name() -> None:
     ours = {"reward weights in b.pt": "2 bytes", "reference weights in c.pt": "3 bytes"}
     theirs = {"reward weights in a.pt": "1 bytes", "reference weights in c.pt": "4 bytes"}
-    assert differences(ours, theirs) == [
-        "reference weights in c.pt are 3 bytes, and were 4 bytes",
-        "reward weights are read from b.pt, and were from a.pt",
-    ]
+    assert difference(ours, theirs) == "reference weights in c.pt are 3 bytes, and were 4 bytes"
+    del ours["reference weights in c.pt"], theirs["reference weights in c.pt"]
+    assert difference(ours, theirs) == "reward weights are read from b.pt, and were from a.pt"
 
 
 @pytest.mark.parametrize(
     ("section", "key", "value"), [(MODEL, "model.attn_dropout", 0.0), (ADAM, "optimizer.betas", [0.9, 0.999])]
 )
 def test_to_write_a_default_out_changes_nothing(section: dict[str, Any], key: str, value: Any) -> None:
-    assert differences(section | {key: value}, section) == differences(section, section | {key: value}) == []
+    assert difference(section | {key: value}, section) is None
+    assert difference(section, section | {key: value}) is None
 
 
 def test_what_only_splits_an_update_of_ppo_may_change() -> None:
     ours, saved = ({"recipe": "full_ppo", "gradient_accumulation_steps": steps} for steps in (1, 2))
-    assert differences(ours, saved) == []
-    assert differences(ours | {"seed": 1}, saved | {"seed": 2}) == ["seed is 1, and was 2"]
+    assert difference(ours, saved) is None
+    assert difference(ours | {"seed": 1}, saved | {"seed": 2}) == "seed is 1, and was 2"
     of_finetuning = "gradient_accumulation_steps is 1, and was 2"
-    assert differences(ours | {"recipe": "full"}, saved | {"recipe": "full"}) == [of_finetuning]
+    assert difference(ours | {"recipe": "full"}, saved | {"recipe": "full"}) == of_finetuning
 
 
 def test_another_recipe_is_what_is_told_first() -> None:
     ours = {"batch_size": 4, "recipe": "full"}
     saved = {"batch_size": 2, "frozen weights in demo.pt": "9 bytes", "recipe": "lora"}
-    assert differences(ours, saved)[0] == "recipe is 'full', and was 'lora'"
+    assert difference(ours, saved) == "recipe is 'full', and was 'lora'"

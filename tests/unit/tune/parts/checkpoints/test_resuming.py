@@ -87,14 +87,6 @@ def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
     assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "it was asked for, by a command of its own"
 
 
-def test_what_a_reward_is_made_of_does_not_change_without_a_word(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    saved(tmp_path, "epoch_0")
-    start(tmp_path, "kl_coeff=0.9", "whiten_rewards=True")
-    assert "kl_coeff is 0.9, and was not given; whiten_rewards is True, and was not given" in caplog.text
-
-
 def test_where_steps_are_counted_a_run_is_finished_by_the_ranks_that_it_had(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0", ranks=2)  # after 4 steps
     assert start(tmp_path, steps=lambda ranks: 10 // ranks).resumes
@@ -152,18 +144,6 @@ def test_a_finished_run_that_is_killed_while_it_is_tidied_up_is_tidied_up_by_the
         start(tmp_path, "keep_last_n_checkpoints=1")
     assert sorted(path.name for path in folders.named(tmp_path)) == ["epoch_2"]
     assert folders.leftovers(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "change", ["clip_grad_norm=0.5", "dtype=bf16", "loss._component_=a.b", "tokenizer.max_seq_len=64"]
-)
-def test_what_a_run_may_change_it_tells(tmp_path: Path, caplog: pytest.LogCaptureFixture, change: str) -> None:
-    saved(tmp_path, "epoch_0")
-    with caplog.at_level("WARNING"):
-        assert start(tmp_path).resumes
-        assert caplog.messages == []
-        assert start(tmp_path, change).resumes
-    assert caplog.messages[0].startswith(f"changed since the checkpoint was saved: {change.split('=')[0]} is ")
 
 
 def test_a_manifest_that_somebody_has_edited_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
