@@ -14,12 +14,10 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.atomic_files import reason
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.record.charts.outcomes import draw_speeds
-from torchtune_adaptive.record.charts.predictions import draw
+from torchtune_adaptive.report.pictures import draw_forecast
 from torchtune_adaptive.tune.console import progress_bar
-from torchtune_adaptive.tune.plan import printed
 from torchtune_adaptive.tune.plan.advice import Advice, advise, on_ranks
-from torchtune_adaptive.tune.plan.capacities import Capacities, frontier, predict, traces
+from torchtune_adaptive.tune.plan.capacities import frontier, predict, traces
 from torchtune_adaptive.tune.plan.output import Output, heading, show_compared
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, read_plan_settings
@@ -57,24 +55,16 @@ def predict_one(question: Question) -> None:
         with progress_bar("tracing for advice", None, "steps") as bar:  # how many, only they can tell
             return advise(question, found, at, traced=bar.update)
 
-    advice = Output(question, found, advise_on).show()
-    if question.plan.picture is not None:
-        drawn = picture(Path(question.plan.picture).resolve(), question, found, advice)
-        if drawn is not None:
-            print(f"picture: {drawn}", file=sys.stderr)
-
-
-def picture(path: Path, question: Question, found: Capacities, advice: Advice | None) -> Path | None:
-    """Settings by their speed where that was asked for, else what fits."""
-    first = found.capacities[0]
-    title = heading(question, first, found.trains)
+    Output(question, found, advise_on).show()
+    if question.plan.picture is None:
+        return
+    path, first = Path(question.plan.picture).resolve(), found.capacities[0]
     try:
-        if advice is None or not advice.by_speed:
-            return draw(path, first, frontier(found), title)
-        names = [printed.name_of(each, question.plan.ranks) for each in advice.outcomes]
-        return draw_speeds(path, advice.outcomes, names, first.budget.usable_bytes, title)
+        drawn = draw_forecast(path, first, frontier(found), heading(question, first, found.trains))
     except OSError as error:
-        raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; give another place") from error
+        raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; choose another place") from error
+    if drawn is not None:
+        print(f"picture: {drawn}", file=sys.stderr)
 
 
 if __name__ == "__main__":

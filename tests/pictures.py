@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,8 @@ def line_of(axes: Any, label: str) -> tuple[list[float], list[float]]:
     return list(x), list(y)
 
 
-def names_of(axes: Any) -> list[str]:
-    """What lines are called at their ends, from top to bottom."""
-    assert axes.get_legend() is None
-    named = [text for text in axes.texts if text.get_gid() == "name"]
-    heights = [text.get_position()[1] for text in named]
-    assert all(above - below > 0.07 for above, below in pairwise(heights)), "one lies over another"
-    return [text.get_text() for text in named]
+def legend_of(figure: Any) -> list[str]:
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
 def tick_labels(axes: Any) -> list[Any]:
@@ -64,17 +58,6 @@ def cut_off(figure: Any) -> list[str]:
     assert said
     boxes = [(text.get_text(), text.get_window_extent()) for text in said if text.get_visible()]
     return [text for text, box in boxes if min(box.x0, box.y0) < -1 or box.x1 > width + 1 or box.y1 > height + 1]
-
-
-def overlapping(figure: Any) -> list[tuple[str, str]]:
-    """Remarks and headings of which one lies over another."""
-    figure.draw_without_rendering()
-    texts = [text for axes in figure.axes for text in (*axes.texts, axes.title, axes._left_title) if text.get_text()]
-    texts += [figure._suptitle] if figure._suptitle else []
-    from matplotlib.text import Text  # an annotation's own extent has its leader, too
-
-    boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts]
-    return [(one, other) for (one, a), (other, b) in combinations(boxes, 2) if a.overlaps(b)]
 
 
 def is_drawn(path: Path) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.limits.limit import RowLimit, TokenLimit
     from torchtune_adaptive.memory.cpu_meter import MemoryMeter
     from torchtune_adaptive.memory.device import CudaMemory
-    from torchtune_adaptive.record.tables import profile_table, search_table
+    from torchtune_adaptive.report.tables import profile_table, search_table
     from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
     from torchtune_adaptive.search.probe_runner import TrainingStep
     from torchtune_adaptive.search.profile import Profile
@@ -48,7 +48,7 @@ __all__ = [
     "search_table",
 ]
 
-_ROOMS = ("errors", "limits", "memory", "record", "search", "step")
+_ROOMS = ("errors", "limits", "memory", "report.tables", "search", "step")
 """Each hands on, by its own `__all__` or as a module, what of it is public."""
 
 

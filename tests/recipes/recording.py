@@ -13,7 +13,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torch import nn
 
-from torchtune_adaptive.record.events import EVENTS_FILE
+from torchtune_adaptive.report.journal import EVENTS_FILE
 
 
 class JsonLogger:

@@ -37,7 +37,7 @@ ROOMS_OF_TESTS = sorted(
 
 GROUND = {"atomic_files", "bisecting", "dependencies", "errors", "patching", "memory_sizes", "wording"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
-DOORS = {"__init__", "run_picture"}
+DOORS = {"__init__"}
 """Modules beside the rooms that only hand on what is in them; nothing of ours imports these."""
 
 ROOMS: dict[str, set[str]] = {
@@ -47,9 +47,8 @@ ROOMS: dict[str, set[str]] = {
     "comm": {"memory"},
     "step": {"limits", "memory", "comm"},
     "search": {"limits", "memory", "comm", "step"},
-    "record": {"limits", "schedules", "memory.peak", "search"},
-    "record/charts": {"record", "limits", "search", "prediction"},
     "prediction": {"memory"},
+    "report": {"limits", "schedules", "search", "prediction"},
     "tune": set(),
     "tune/config": {"limits.rounding", "schedules", "search.strategies"},
     "tune/start": {
@@ -94,8 +93,7 @@ ROOMS: dict[str, set[str]] = {
         "comm",
         "step",
         "search",
-        "record",
-        "record/charts",
+        "report",
     },
     "tune/rl": {
         "tune.console",
@@ -111,7 +109,7 @@ ROOMS: dict[str, set[str]] = {
         "comm",
         "step",
         "search",
-        "record",
+        "report",
     },
     "tune/trace": {
         "tune/config",
@@ -130,7 +128,7 @@ ROOMS: dict[str, set[str]] = {
         "tune/parts",
         "tune/rl",
         "tune/trace",
-        "record/charts",
+        "report",
         "limits",
         "prediction",
     },
@@ -164,10 +162,8 @@ WITHOUT_TORCH = {
     "search",
     "tune.config.adaptive",
     "tune.config.rules",
-    "record.events",
     "atomic_files",
-    "record.journal",
-    "record.timeline",
+    "report.journal",
     "command.cp",
     "command.keys",
     "command.ls",
@@ -180,7 +176,7 @@ WITHOUT_TORCH = {
     "tune.start.signals",
 }
 TUNE_SIDE = {"tune", "demo", "command"}
-ABOUT_A_RUN = {"record.charts.run"}
+ABOUT_A_RUN = {"report.__main__"}
 """A command that takes the folder of a run."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Keys of a config that are what the library calls it, too."""

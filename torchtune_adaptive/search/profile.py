@@ -18,12 +18,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtune_adaptive.limits.limit import SurfaceLimit
 from torchtune_adaptive.limits.surface import Surface, covering, fit_surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search import records
 from torchtune_adaptive.search.line_fits import phase_points
 from torchtune_adaptive.search.probe_result import Probe, Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, NEEDS_LESS_OR_IS_CUT, Refuse
@@ -84,16 +82,6 @@ class Profile:
     @property
     def limit(self) -> SurfaceLimit:
         return SurfaceLimit(self.surfaces, self.limit_bytes)
-
-    def to_json(self) -> dict[str, Any]:
-        """The profile as JSON; without a knee, as it was written before there were any."""
-        bent = any(surface.knee for surface in self.surfaces.values())
-        return records.to_json(self, () if bent else records.OF_A_KNEE)
-
-    @classmethod
-    def from_json(cls, data: object) -> Profile:
-        """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-        return records.from_json(cls, data, () if "'knee'" in str(data) else records.OF_A_KNEE)
 
 
 @dataclass(frozen=True)

@@ -8,22 +8,17 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import floor
-from typing import Any
 
 from torchtune_adaptive.errors import check_choice
 from torchtune_adaptive.limits.rounding import MAX_ROWS, rungs_up_to
 from torchtune_adaptive.limits.surface import Surface
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search import records
 from torchtune_adaptive.search.line_fits import fit_lines
 from torchtune_adaptive.search.probe_result import Probe, Room
 from torchtune_adaptive.search.refusal import NEEDS_LESS, Refuse
 from torchtune_adaptive.search.strategies import STRATEGIES, History
 
 _ROUNDED_TO = {"power_of_two": "a power of two", "divisor": "a divisor of the samples per step"}
-
-_OF_LENGTHS = ("length", "held_out", "bytes_per_token", "bytes_per_pair", *records.OF_A_KNEE)
-"""What a record of rows leaves out: all of them have one length."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +43,6 @@ class SearchResult:
     @property
     def out_of_memory_count(self) -> int:
         return sum(not probe.peak.fits for probe in self.probes)
-
-    def to_json(self) -> dict[str, Any]:
-        return records.to_json(self, _OF_LENGTHS)
-
-    @classmethod
-    def from_json(cls, data: object) -> "SearchResult":
-        """The inverse of `to_json`; raises ValueError for anything that `to_json` would not have written."""
-        return records.from_json(cls, data, _OF_LENGTHS)
 
 
 def search(

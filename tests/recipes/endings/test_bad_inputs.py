@@ -122,7 +122,7 @@ def test_a_file_nested_a_hundred_thousand_deep_is_told_of_or_made_anew(tmp_path:
     overrides = ("use_maximum_batch_size=True", "adaptive.reuse_search=True", *nulls)
     found = start("full", [*SMALL, *overrides], tmp_path, timeout_s=120)
     assert found.status == 0, found.output
-    assert "is not the record of a search (maximum recursion depth exceeded" in found.output
+    assert "is not a valid search record (maximum recursion depth exceeded" in found.output
     assert json.loads((tmp_path / "out" / "batch_search.json").read_text())["result"]
 
 

@@ -19,7 +19,7 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, saved_weights
 from tests.recipes.stops import stopped_before
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.tune.parts import model as model_builder
 
 BASE = (

@@ -199,7 +199,7 @@ def test_auto_trains_what_stock_trains(measured: Runs) -> None:
 
 
 def test_a_second_run_takes_the_profile_of_the_first(measured: Runs) -> None:
-    assert any("batch search · as in " in line for line in measured.lines[0]["again"])
+    assert any("batch search · reused from " in line for line in measured.lines[0]["again"])
     first, second = measured.log("auto"), measured.log("again")
     assert [s["microbatch_tokens"] for s in first] == [s["microbatch_tokens"] for s in second]
 

@@ -51,7 +51,7 @@ from tests.recipes.crash.restarts import restarted
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, PPO, STEPS, Variant
 from tests.recipes.crash.victims import STOPPED, Life, struck_at
-from torchtune_adaptive.record.events import STEPS_FILE
+from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
 
 SAMPLE = [

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import tune_run_here
-from tests.pictures import cut_off, is_drawn, marked, names_of, pictures
+from tests.pictures import cut_off, is_drawn, line_of, marked, pictures
 from tests.recipes.plan.test_plan import ON_GPU, ask
 from tests.recipes.running import STOCK
 from torchtune_adaptive.errors import ConfigError
@@ -128,9 +128,7 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
     assert (memory.get_xlabel(), frontier.get_xlabel()) == ("rows in a microbatch", "tokens in a row")
     assert memory.get_ylabel().startswith("peak memory of a rank (")
     assert marked(memory, "o")[0][0] == 1  # what is reserved for one row, and for more
-    assert "layers backward" in names_of(memory)
-    (most,) = frontier.lines  # no rows fit with allocator retries only
-    tokens, rows = map(list, most.get_data())
+    tokens, rows = line_of(frontier, "without")
     assert tokens == sorted(tokens)
     assert rows == sorted(rows, reverse=True)
     assert cut_off(drawn[0]) == []

@@ -10,7 +10,7 @@ import pytest
 from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo
 from tests.recipes.ppo.test_runs import compare
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.rl.stages import STAGES
 

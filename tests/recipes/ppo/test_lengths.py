@@ -21,7 +21,7 @@ from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.limits.limit import TokenLimit
 from torchtune_adaptive.limits.padded_plan import Plan
-from torchtune_adaptive.record.events import STEPS_FILE
+from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.search.profile import MOST_POINTS
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group

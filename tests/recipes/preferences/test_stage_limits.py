@@ -11,7 +11,7 @@ import pytest
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
-from torchtune_adaptive.record.events import STEPS_FILE
+from torchtune_adaptive.report.journal import STEPS_FILE
 
 TIGHT = (
     "use_maximum_batch_size=True",

@@ -11,7 +11,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, run_ours
 from tests.recipes.stops import stopped_before, to_resume
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.report.journal import read_timeline
 
 LIMITED = (
     "batch_size=8",

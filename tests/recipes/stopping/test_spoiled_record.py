@@ -11,7 +11,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.finetuning.test_adaptive_runs import run_and_listen
 from tests.recipes.recording import read_log
 from tests.recipes.signalled import live_on_ranks
-from torchtune_adaptive.record.events import EVENTS_FILE, STEPS_FILE
+from torchtune_adaptive.report.journal import EVENTS_FILE, STEPS_FILE
 
 SEARCHING = (
     "use_maximum_batch_size=True",

@@ -1,6 +1,5 @@
 """Surfaces over rows and length, and the profile that fits them."""
 
-import json
 import math
 
 import pytest
@@ -141,10 +140,9 @@ def test_what_was_hidden_while_little_was_run_does_not_run_out_of_memory_in_trai
     assert grows or rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
 
 
-def test_a_bound_by_what_was_measured_survives_json() -> None:
-    found = Device(5_000_000, Surface(0.4e6, 0, 250), resident_bytes=500_000, hidden_bytes=4_500_000).profile(28)
-    assert BEYOND in found.surfaces
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
+def test_a_profile_that_was_far_off_is_bounded_by_what_was_measured() -> None:
+    device = Device(5_000_000, Surface(0.4e6, 0, 250), resident_bytes=500_000, hidden_bytes=4_500_000)
+    assert BEYOND in device.profile(28).surfaces
 
 
 KNEE = 700
@@ -225,20 +223,6 @@ def test_who_lets_long_samples_be_cut_already_is_not_told_to() -> None:
         OneRowDoesNotFitError, match=r"; give shorter samples, checkpoint activations, train on more ranks, or"
     ):
         device.profile(3000, shorten=True)
-
-
-def test_a_profile_survives_json() -> None:
-    found = Device(50_000_000, Surface(1e6, 10, 1000), Surface(2e6)).profile(1024)
-    assert Profile.from_json(json.loads(json.dumps(found.to_json()))) == found
-    bent = Device(50_000_000, Surface(1e6, 10, 1000, 0, 300, KNEE)).profile(1024, knee=KNEE)
-    assert Profile.from_json(json.loads(json.dumps(bent.to_json()))) == bent
-
-
-@pytest.mark.parametrize(("key", "value"), [("surfaces", []), ("held_out_error", "small"), ("points", [{"rows": 1}])])
-def test_what_is_no_profile_is_refused(key: str, value: object) -> None:
-    record = Device(50_000_000, Surface(1e6, 10, 1000)).profile(1024).to_json()
-    with pytest.raises(ValueError, match=r"cannot be|has the keys"):
-        Profile.from_json({**record, key: value})
 
 
 joined_devices = st.builds(

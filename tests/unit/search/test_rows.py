@@ -1,18 +1,15 @@
 """The answer of a search: its reason, its errors, its record."""
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tests.laws import MIB, Device, affine, budget_for, headrooms, phases, refuse_nothing, roundings
+from tests.laws import MIB, Device, affine, refuse_nothing
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.search.probe_result import Room
-from torchtune_adaptive.search.rows import SearchResult, search
+from torchtune_adaptive.search.rows import search
 from torchtune_adaptive.search.strategies import STRATEGIES
 
 
@@ -82,40 +79,3 @@ def test_phases_that_come_and_go_are_refused() -> None:
 
     with pytest.raises(ValueError, match="same phases"):
         search(measure, Room(10), refuse=refuse_nothing)
-
-
-@given(phases, headrooms, st.sampled_from(list(STRATEGIES)), roundings)
-def test_a_result_survives_json(laws: list[tuple[int, int]], headroom: float, strategy: str, round_to: str) -> None:
-    device = Device(affine(*laws), budget_for(affine(*laws), headroom))
-    result = device.search(strategy=strategy, round_to=round_to, samples_per_step=24, max_rows=100)
-    assert SearchResult.from_json(json.loads(json.dumps(result.to_json()))) == result
-
-
-def spoil(path: list[str | int], value: Any) -> Callable[[dict[str, Any]], None]:
-    def change(data: Any) -> None:
-        for key in path[:-1]:
-            data = data[key]
-        data[path[-1]] = value
-
-    return change
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda data: data.pop("rows"), "SearchResult has the keys"),
-        (spoil(["surplus"], 1), "surplus"),
-        (spoil(["rows"], "8"), "SearchResult.rows"),
-        (spoil(["rows"], True), "SearchResult.rows"),
-        (spoil(["budget_bytes"], 1.5), "SearchResult.budget_bytes"),
-        (spoil(["probes", 0], 3), "Probe has the keys"),
-        (spoil(["probes", 0, "peak", "fits"], 1), "Peak.fits"),
-        (spoil(["probes", 0, "peak", "phase_bytes", "phase 0"], "1 GiB"), "Peak.phase_bytes"),
-        (spoil(["lines", "phase 0"], {"fixed_bytes": 1}), "Surface has the keys"),
-    ],
-)
-def test_json_that_is_not_a_result_is_refused(change: Callable[[Any], None], named: str) -> None:
-    data = json.loads(json.dumps(Device(affine((1, 1)), 9 * MIB).search().to_json()))
-    change(data)
-    with pytest.raises(ValueError, match=named):
-        SearchResult.from_json(data)

@@ -47,12 +47,14 @@ class Output:
     advise_on: Callable[[int], Advice]
     """Advice on one of the lengths."""
 
-    def show(self) -> Advice | None:
-        """Prints the answer; returns the advice that it ends with, if any."""
-        formats = {"table": self._as_table, "json": self._as_json}
-        return formats[self.question.plan.format]()
+    def show(self) -> None:
+        """Prints the answer."""
+        if self.question.plan.format == "json":
+            self._as_json()
+        else:
+            self._as_table()
 
-    def _as_table(self) -> Advice | None:
+    def _as_table(self) -> None:
         """The answer before the advice, which may take longer."""
         advice, advised = None, advised_length(self.question, self.found)
         for at in range(len(self.found.capacities)):
@@ -70,7 +72,6 @@ class Output:
                     print(f"measure the first with: {advised_command(self.question, advice.best)}")
         print(printed.checked(self.found.largest_error))
         _tell(self._notes(advice))
-        return advice
 
     def _of_a_step(self, at: int, *, with_advice: bool) -> list[str]:
         """A table for each stage, of which there are one or two."""
@@ -102,7 +103,7 @@ class Output:
         at_most = read_adaptive(self.question.cfg.get("adaptive")).max_batch_size
         return printed.choice(each, f"rows of {stage}" if stage else "batch_size", at_most)
 
-    def _as_json(self) -> Advice | None:
+    def _as_json(self) -> None:
         advised = advised_length(self.question, self.found)
         advice = None if advised is None else self.advise_on(advised)
         commands = [command_for_length(self.question, self.found, at) for at in range(len(self.found.capacities))]
@@ -116,7 +117,6 @@ class Output:
             largest_error=self.found.largest_error,
         )
         print(told)
-        return advice
 
     def _rows(self) -> list[dict[str, Any]]:
         """Figures for programs, a row for each length and stage."""

@@ -15,7 +15,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory_sizes import MemorySize, format_bytes, parse_amount
 from torchtune_adaptive.prediction.capacity import Budget
 from torchtune_adaptive.prediction.cards import CARDS, ONE_CORE, Card, card_named, limit_bytes
-from torchtune_adaptive.record.charts.predictions import check_drawable
+from torchtune_adaptive.report.pictures import check_drawable
 from torchtune_adaptive.tune.config import rules
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.plan.question import TOKENS, PlanSettings

@@ -23,7 +23,7 @@ from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.record.events import Event
+from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
 from torchtune_adaptive.step.reports import StepResult

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError, IncreaseError
 from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.record.tables import schedule_table, step_line
+from torchtune_adaptive.report.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
 from torchtune_adaptive.schedules.growth import EpochSizes, Increase, Outline, simulate, steady
 from torchtune_adaptive.tune.config import components

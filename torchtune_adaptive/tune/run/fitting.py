@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Generic
@@ -16,10 +16,9 @@ from torch import nn
 from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
-from torchtune_adaptive.record.events import Event
-from torchtune_adaptive.record.search_file import Result, write_search
-from torchtune_adaptive.record.tables import from_earlier_run, profile_event, profile_table, search_event, search_table
+from torchtune_adaptive.report.journal import Event
+from torchtune_adaptive.report.pictures import draw_profile, draw_search
+from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.search.find import OnProbe, find_max_batch_size, profile_memory
 from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.search.profile import Profile
@@ -31,7 +30,14 @@ from torchtune_adaptive.tune.parts.data import Data
 from torchtune_adaptive.tune.parts.model import phase_boundaries
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
-from torchtune_adaptive.tune.run.search_record import found_before, what_it_depends_on
+from torchtune_adaptive.tune.run.search_record import (
+    Result,
+    fingerprint_of,
+    found_before,
+    profile_event,
+    search_event,
+    write_search,
+)
 from torchtune_adaptive.tune.run.static import predicted_rows
 
 logger = logging.getLogger(__name__)
@@ -135,7 +141,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     search = Measuring(
         kind=Profile,
         measure=measure,
-        options={"most_rows": most_rows, "shorten": shorten, **({} if step.runner.kind.padded else {"padded": False})},
+        options={"most_rows": most_rows, "shorten": shorten, "padded": step.runner.kind.padded},
         table=partial(profile_table, stage=request.stage, length_suffix=request.kind.length_suffix),
         draw=partial(draw_profile, stage=request.stage),
         event=partial(profile_event, stage=request.stage),
@@ -146,10 +152,11 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
 def measured(request: FitRequest, memory: MemorySource, length: int, search: Measuring[Result]) -> Result:
     """Collective: the result of an earlier run, or else of this search: measured, shown and recorded."""
     directory = Path(request.settings.output_dir) / request.folder
-    stage = {"stage": request.stage} if request.stage else {}
-    fingerprint = what_it_depends_on(request.settings.config, length, memory, {**search.options, **stage})
+    options = {**search.options, "stage": request.stage}
+    fingerprint = fingerprint_of(request.settings.config, length, memory, options)
     if request.settings.adaptive.reuse_search and (known := found_before(directory, fingerprint, search.kind)):
-        request.record(from_earlier_run(search.event(known)))
+        event = search.event(known)
+        request.record(replace(event, reason=f"{event.reason}, as found before"))
         return known
     try:
         result = search.measure()

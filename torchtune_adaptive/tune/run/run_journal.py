@@ -11,10 +11,8 @@ import torch.distributed as dist
 
 from torchtune_adaptive.limits.change import Change
 from torchtune_adaptive.limits.limit import Limit
-from torchtune_adaptive.record.charts.run import draw_run
-from torchtune_adaptive.record.events import EPOCH, SCHEDULE, START, Event
-from torchtune_adaptive.record.journal import Journal
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
+from torchtune_adaptive.report.pictures import draw_run
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.config.settings import Settings

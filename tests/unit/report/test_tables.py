@@ -1,16 +1,10 @@
-import json
-import logging
-import sys
-from collections.abc import Callable
-from pathlib import Path
+"""Tables of searches, profiles and batch schedules."""
 
 import pytest
 
 from tests.laws import refuse_nothing
 from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.record.charts.searches import draw_profile, draw_search
-from torchtune_adaptive.record.search_file import read_search, write_search
-from torchtune_adaptive.record.tables import profile_table, schedule_table, search_table, step_line
+from torchtune_adaptive.report.tables import profile_table, schedule_table, search_table, step_line
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
 from torchtune_adaptive.search.probe_result import Room
@@ -18,7 +12,6 @@ from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30
-FINGERPRINT = {"model": "llama3_1.llama3_1_8b", "world_size": 8, "shape": (1, 2), "budget": 75.2}
 
 
 def measured(rows: int) -> Peak:
@@ -107,93 +100,6 @@ def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> N
     )
 
 
-def test_a_written_search_is_read_back_under_the_same_fingerprint(tmp_path: Path) -> None:
-    write_search(tmp_path / "new", example(), 4096, FINGERPRINT)
-    assert read_search(tmp_path / "new", FINGERPRINT, SearchResult) == example()
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["batch_search.json"]
-
-
-def test_a_search_of_another_fingerprint_or_none_is_no_answer(tmp_path: Path) -> None:
-    assert read_search(tmp_path, FINGERPRINT, SearchResult) is None
-    write_search(tmp_path, example(), 4096, FINGERPRINT)
-    assert read_search(tmp_path, {**FINGERPRINT, "world_size": 4}, SearchResult) is None
-
-
-def test_a_result_that_this_version_cannot_read_is_no_answer_under_another_fingerprint(
-    tmp_path: Path,
-) -> None:
-    write_search(tmp_path, example(), 4096, {"version": 0})
-    path = tmp_path / "batch_search.json"
-    record = json.loads(path.read_text())
-    del record["result"]["rows"]
-    path.write_text(json.dumps(record))
-    assert read_search(tmp_path, FINGERPRINT, SearchResult) is None
-
-
-@pytest.mark.parametrize("content", ["", "{", "[]", "{}", "3"])
-def test_a_file_that_is_not_a_search_is_an_error_that_names_it(tmp_path: Path, content: str) -> None:
-    (tmp_path / "batch_search.json").write_text(content)
-    with pytest.raises(
-        ValueError, match=r"batch_search.json is not the record of a search .*, and has to be written anew"
-    ):
-        read_search(tmp_path, FINGERPRINT, SearchResult)
-
-
-@pytest.mark.parametrize("content", [b"null", b"\xff", b"[" * 100_000], ids=["null", "no UTF-8", "deep"])
-def test_neither_is_one_that_no_text_is_in(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "batch_search.json").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"batch_search.json is not the record of a search .*, and has to be written anew"
-    ):
-        read_search(tmp_path, FINGERPRINT, SearchResult)
-
-
-def test_a_folder_in_its_place_is_an_error_when_read_and_one_line_when_written(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "batch_search.json").mkdir()
-    with pytest.raises(ValueError, match=r"batch_search.json is not the record of a search \(Is a directory\)"):
-        read_search(tmp_path, FINGERPRINT, SearchResult)
-    write_search(tmp_path, example(), 4096, FINGERPRINT)
-    path = tmp_path / "batch_search.json"
-    assert caplog.messages == [f"{path} was not written (Is a directory): the next run will search again"]
-
-
-@pytest.mark.parametrize("draw", [lambda at: draw_search(at, example(), 1), lambda at: draw_profile(at, profiled())])
-def test_a_picture_that_cannot_be_drawn_is_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, draw: Callable[[Path], Path | None]
-) -> None:
-    (tmp_path / "batch_search.png").mkdir()
-    assert draw(tmp_path) is None
-    assert caplog.messages == ["batch_search.png is not drawn: Is a directory"]
-
-
-def test_the_picture_names_the_phases_the_budget_and_the_choice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figure_module = pytest.importorskip("matplotlib.figure")
-    drawn = []
-    monkeypatch.setattr(figure_module.Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    draw_search(tmp_path, failing(), 4096)
-    axes = drawn[0].axes[0]
-    assert [text.get_text() for text in axes.texts if text.get_gid() is None] == [
-        "did not fit",
-        "chosen: 4 rows, 4.0 GiB in step",
-    ]
-    assert axes.get_xlabel() == "rows in a microbatch (decrease search, 3 probes; 1 larger not shown)"
-    assert axes.get_ylabel() == "peak memory of a rank (GiB)"
-
-
-def test_without_matplotlib_one_line_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with caplog.at_level(logging.INFO, logger="torchtune_adaptive.record.charts.style"):
-        assert draw_search(tmp_path, example(), 4096) is None
-    assert caplog.messages == ["batch_search.png is not drawn: pip install matplotlib"]
-    assert not list(tmp_path.iterdir())
-
-
 def profiled() -> Profile:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
@@ -208,13 +114,6 @@ def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -
     assert sum(line.endswith("held out") for line in lines) == 2
     assert lines[-1].startswith("  fitted over rows and length; probes held out are at most 0.0 % off; any length")
     assert lines[-1].endswith((" up to 5119 tokens", " up to 5120 tokens"))  # 5 GiB, of a MiB each; an error of 1e-16
-
-
-def test_a_profile_is_read_back_and_is_not_taken_for_a_search(tmp_path: Path) -> None:
-    write_search(tmp_path, profiled(), 1024, FINGERPRINT)
-    assert read_search(tmp_path, FINGERPRINT, Profile) == profiled()
-    with pytest.raises(ValueError, match="is not the record of a search"):
-        read_search(tmp_path, FINGERPRINT, SearchResult)
 
 
 def test_a_schedule_under_a_token_budget_does_not_promise_rows() -> None:

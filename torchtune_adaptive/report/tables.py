@@ -1,11 +1,9 @@
-"""What a search and a batch schedule tell people: tables and `batch_search.json` (charts/searches.py: the picture)."""
+"""Searches, profiles and batch schedules as text."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.record.events import SEARCH, Event
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.search.probe_result import Probe
@@ -14,14 +12,12 @@ from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of, in_columns, times
 
 MEASURED = ("peak", "of budget", "time", "")
-"""Headings of what a probe measured; remarks have none."""
-
 _TIMES = "\u00d7"
 
 
 def search_table(result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row") -> str:
-    """Every probe in the order it was measured, the choice marked, and how often memory ran out if it did. What is
-    counted is called a `sample`."""
+    """The probes of a search in the order they were measured, with the choice marked. `sample` is the noun for what is
+    counted."""
     budget, chosen = format_bytes(result.budget_bytes), {result.rows: f"<- chosen ({result.reason})"}
     probes = [(probe.rows, *_cells(probe, result.budget_bytes, chosen.get(probe.rows, ""))) for probe in result.probes]
     lines = [
@@ -34,10 +30,8 @@ def search_table(result: SearchResult, sequence_length: int, stage: str = "", sa
 
 
 def profile_table(result: Profile, stage: str = "", length_suffix: str = "") -> str:
-    """Every probe of a profile in the order it was measured, what was fitted to them, and how far that is off.
-
-    `length_suffix`: what to add to a length that is not that of one row.
-    """
+    """The probes of a profile in the order they were measured, and the error of the fit. `length_suffix` follows a
+    length that is not that of one row."""
     count, budget = count_of(len(result.points), "probe"), format_bytes(result.budget_bytes)
     points = [(point.rows, point.length, point.tokens, *_cells(point, result.budget_bytes)) for point in result.points]
     lines = [
@@ -49,50 +43,26 @@ def profile_table(result: Profile, stage: str = "", length_suffix: str = "") -> 
     return "\n".join(lines)
 
 
-def search_event(result: SearchResult, sequence_length: int, stage: str = "") -> Event:
-    """The result of a search, for the record of the run."""
-    peak_bytes = next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
-    reason = (
-        f"batch search{_named(stage)}: {count_of(result.rows, 'row')} of {sequence_length} tokens ({result.reason})"
-    )
-    return Event(
-        kind=SEARCH,
-        step=0,
-        stage=stage or None,
-        reason=reason,
-        unit="rows",
-        after=result.rows,
-        peak_bytes=peak_bytes,
-        budget_bytes=result.budget_bytes,
-    )
-
-
-def profile_event(result: Profile, stage: str = "") -> Event:
-    """A profile, for the record of the run."""
-    fits = f"any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
-    limit_bytes, budget_bytes = result.limit_bytes, result.budget_bytes
-    return Event(
-        kind=SEARCH,
-        step=0,
-        stage=stage or None,
-        reason=f"token budget{_named(stage)}: {fits}",
-        unit="bytes",
-        after=limit_bytes,
-        budget_bytes=budget_bytes,
-    )
-
-
 def _named(stage: str) -> str:
     return f" · {stage}" if stage else ""
 
 
-def from_earlier_run(event: Event) -> Event:
-    """A search whose result was taken from its record."""
-    return replace(event, reason=f"{event.reason}, as found before")
+def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]:
+    """The cells under the headings of `MEASURED`."""
+    need, share, peak_bytes, retries = "out of memory", "", probe.peak.peak_bytes, probe.peak.retries
+    if peak_bytes is not None:
+        need, share = format_bytes(peak_bytes), f"{100 * peak_bytes / budget_bytes:4.0f} %"
+    remarks = [
+        chosen,
+        "held out" if probe.held_out else "",
+        "over budget" if (peak_bytes or 0) > budget_bytes else "",
+        count_of(retries, "allocator retry", "allocator retries") if retries else "",
+    ]
+    return need, share, f"{probe.peak.seconds:.1f} s", ", ".join(filter(None, remarks))
 
 
 def step_line(step: Accumulation, ranks: int, kind_of_rank: str = "rank") -> str:
-    """The arithmetic of one optimizer step, and how it compares with the configured one."""
+    """The arithmetic of one optimizer step, compared with the configured one."""
     even = step.rows * step.microbatches == step.samples_per_step
     rows = count_of(step.rows, "row") if even else f"at most {count_of(step.rows, 'row')}"
     if step.growth == 1:
@@ -105,26 +75,12 @@ def step_line(step: Accumulation, ranks: int, kind_of_rank: str = "rank") -> str
 
 
 def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
-    """The run before it starts; epochs in a row that are alike share a line."""
+    """The epochs of a run before it starts; equal consecutive epochs share a line."""
     steps = sum(sizes.steps for sizes in epochs)
     heading = ("epoch", "batch size", f"rows {_TIMES} microbatches", "samples a step", "steps", "learning rate", "")
     groups = [list(alike) for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None})]
     table = in_columns([heading, *(_schedule_cells(alike[0], alike[-1].epoch, ranks, by_tokens) for alike in groups)])
     return f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}\n{table}"
-
-
-def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]:
-    """What was measured, as `MEASURED` heads it."""
-    need, share, peak_bytes, retries = "out of memory", "", probe.peak.peak_bytes, probe.peak.retries
-    if peak_bytes is not None:
-        need, share = format_bytes(peak_bytes), f"{100 * peak_bytes / budget_bytes:4.0f} %"
-    remarks = [
-        chosen,
-        "held out" if probe.held_out else "",
-        "over budget" if (peak_bytes or 0) > budget_bytes else "",
-        count_of(retries, "allocator retry", "allocator retries") if retries else "",
-    ]
-    return need, share, f"{probe.peak.seconds:.1f} s", ", ".join(filter(None, remarks))
 
 
 def _schedule_cells(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Writing the record of a run: never an error, one line if something is missing, whole lines whatever comes between."""
+"""The journal of a run: writing it never fails, and what is read back is one story across crashes and resumes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import pairwise
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,10 +17,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.limits.change import RECOVERY
-from torchtune_adaptive.record.events import EVENTS_FILE, START, STEPS_FILE, Event
-from torchtune_adaptive.record.journal import Journal
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.limits.change import RECOVERY, Change
+from torchtune_adaptive.report.journal import EVENTS_FILE, START, STEPS_FILE, Event, Journal, read_timeline
 
 FILES = (EVENTS_FILE, STEPS_FILE)
 
@@ -29,12 +27,16 @@ def start(journal: Journal, step: int) -> None:
     journal.start(Event(kind=START, step=step, reason="training starts"))
 
 
+def recovery(step: int, **others: Any) -> Change:
+    return Change(kind=RECOVERY, step=step, reason="out of memory", unit="rows", before=8, after=4, **others)
+
+
 def write_a_run(directory: Path, steps: int = 3) -> None:
     journal = Journal(directory)
     start(journal, 0)
     for step in range(1, steps + 1):
         journal.step(step, {"loss": 1.0})
-        journal.event(Event(kind=RECOVERY, step=step, reason="out of memory"))
+        journal.event(recovery(step))
 
 
 def steps_in(directory: Path) -> list[int]:
@@ -187,7 +189,7 @@ class Story:
         journal, session = Journal(self.directory), self.sessions
         yield lambda: start(journal, done), lambda: None
         for step, recovers in enumerate(steps, done + 1):
-            event = Event(kind=RECOVERY, step=step, reason="", rows=session)
+            event = recovery(step, rows=session)
             if recovers:
                 happened = (step, session)
                 yield lambda e=event: journal.event(e), lambda h=happened: self.recoveries.append(h)  # type: ignore[misc]
@@ -229,7 +231,7 @@ def test_killed_at_any_byte_and_resumed_a_run_has_each_step_once(
 def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path) -> None:
     """As on another machine, where the run goes on."""
     for first, last, clock in ((1, 6, 2e9), (4, 5, 1e9)):
-        with mock.patch("torchtune_adaptive.record.journal.time.time", return_value=clock):
+        with mock.patch("torchtune_adaptive.report.journal.time.time", return_value=clock):
             journal = Journal(tmp_path)
             start(journal, first - 1)
             for step in range(first, last + 1):
@@ -256,54 +258,80 @@ def test_lost_steps_do_not_count_even_where_the_start_could_not_be_written(tmp_p
     assert steps_in(tmp_path) == [1, 2, 3, 4]
 
 
+def test_the_files_are_only_appended_to(tmp_path: Path) -> None:
+    write_a_run(tmp_path, steps=3)
+    before = {name: (tmp_path / name).read_bytes() for name in FILES}
+    journal = Journal(tmp_path)
+    start(journal, 1)
+    journal.step(2, {})
+    assert all((tmp_path / name).read_bytes().startswith(content) for name, content in before.items())
+
+
 def test_a_run_that_was_never_interrupted_has_nothing_but_steps_in_its_steps(tmp_path: Path) -> None:
     write_a_run(tmp_path, steps=2)
     lines = [json.loads(line) for line in (tmp_path / STEPS_FILE).read_text().splitlines()]
     assert [set(line) for line in lines] == [{"time", "step", "loss"}] * 2
 
 
-@pytest.fixture
-def at_most_eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchtune_adaptive.record.journal.MOST_STEPS", 8)
+def test_an_event_is_one_line_with_every_field_that_is_known(tmp_path: Path) -> None:
+    change = recovery(412, ranks=(3,), length=397, peak_bytes=900, budget_bytes=1000)
+    Journal(tmp_path).event(change)
+    written = json.loads((tmp_path / EVENTS_FILE).read_text(encoding="utf-8"))
+    known = {name: value for name, value in asdict(change).items() if value is not None}
+    assert written.pop("time") > 1.7e9
+    assert written == {**known, "ranks": [3]}
 
 
-def take_steps(directory: Path, journal: Journal, first: int, last: int) -> list[int]:
-    """How many lines there are after each."""
-    lines = []
-    for step in range(first, last + 1):
-        journal.step(step, {"loss": 1.0})
-        lines.append(len((directory / STEPS_FILE).read_text().splitlines()))
-    return lines
-
-
-def test_a_long_run_keeps_fewer_of_its_steps_from_its_beginning_to_its_end(tmp_path: Path, at_most_eight: None) -> None:
+def test_a_resumed_run_keeps_what_happened_before_its_checkpoint(tmp_path: Path) -> None:
+    write_a_run(tmp_path, steps=20)
     journal = Journal(tmp_path)
-    start(journal, 0)
-    assert max(take_steps(tmp_path, journal, 1, 1000)) < 8
-    kept = steps_in(tmp_path)
-    assert (kept[0], kept[-1]) == (1, 1000)
-    assert all(0 < after - before <= 500 for before, after in pairwise(kept))
+    start(journal, 10)
+    journal.step(11, {"loss": 9.0})
+    timeline = read_timeline(tmp_path)
+    assert [(record["step"], record["loss"]) for record in timeline.steps] == [
+        *((n, 1.0) for n in range(1, 11)),
+        (11, 9.0),
+    ]
+    assert [event["step"] for event in timeline.events if event["kind"] == RECOVERY] == list(range(1, 11))
 
 
-def test_a_resumed_run_counts_the_steps_that_are_there(tmp_path: Path, at_most_eight: None) -> None:
-    journal = Journal(tmp_path)
-    start(journal, 0)
-    take_steps(tmp_path, journal, 1, 6)
-    again = Journal(tmp_path)
-    start(again, 5)
-    assert take_steps(tmp_path, again, 6, 8) == [6, 7, 5]
-    assert steps_in(tmp_path) == [1, 3, 5, 7, 8]
+def test_a_new_run_in_the_same_place_is_another_one(tmp_path: Path) -> None:
+    write_a_run(tmp_path, steps=20)
+    write_a_run(tmp_path, steps=5)
+    assert steps_in(tmp_path) == list(range(1, 6))
+    assert len(read_timeline(tmp_path).events) == 1 + 5
 
 
-def test_steps_that_cannot_be_thinned_out_are_kept_and_more_are_written(
-    tmp_path: Path, at_most_eight: None, caplog: pytest.LogCaptureFixture
+UNREADABLE: dict[str, bytes] = {
+    "no UTF-8": b'{"step": 2, "kind": "recovery", "reason": "\xff"}',
+    "a list": b"[1]",
+    "no step": b'{"kind": "recovery"}',
+    "a step that is text": b'{"step": "2", "kind": "recovery"}',
+    "a step that is true": b'{"step": true, "kind": "recovery"}',
+    "a step below zero": b'{"step": -1, "kind": "recovery"}',
+    "a step of 400 digits": b'{"kind": "recovery", "step": ' + b"9" * 400 + b"}",
+    "a kind that is a list": b'{"step": 2, "kind": ["start"]}',
+    "100,000 deep": b'{"step": 2, "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "torn": b'{"step": 2, "ki',
+    "zeros": b"\0" * 512,
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
+def test_a_line_that_no_run_has_written_is_left_out_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
+    write_a_run(tmp_path, steps=2)
+    for name in FILES:
+        with (tmp_path / name).open("ab") as file:
+            file.write(content + b"\n" + content)
     journal = Journal(tmp_path)
-    start(journal, 0)
-    with mock.patch(
-        "torchtune_adaptive.record.journal.replace_file", side_effect=OSError(28, "No space left")
-    ) as tried:
-        assert take_steps(tmp_path, journal, 1, 20)[-1] == 20
-    assert tried.call_count == 4
-    assert len(caplog.messages) == 1
-    assert take_steps(tmp_path, journal, 21, 24)[-1] == 5
+    journal.step(3, {})
+    journal.event(recovery(3))
+    timeline = read_timeline(tmp_path)
+    assert [record["step"] for record in timeline.steps] == [1, 2, 3]
+    assert [event["kind"] for event in timeline.events] == [START, *[RECOVERY] * 3]
+    assert caplog.messages == [
+        f"{tmp_path / STEPS_FILE}: 2 of 5 lines cannot be read and are left out",
+        f"{tmp_path / EVENTS_FILE}: 2 of 6 lines cannot be read and are left out",
+    ]

@@ -1,0 +1,287 @@
+"""Pictures show what was recorded; a picture that cannot be drawn ends nothing."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.pictures import cut_off, is_drawn, legend_of, line_of, marked, pictures
+from tests.unit.report.test_tables import GIB, example, failing, profiled
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, Change
+from torchtune_adaptive.report.journal import EPOCH, START, STEPS_FILE, Event, Journal, read_timeline
+from torchtune_adaptive.report.pictures import (
+    MARKS,
+    REPORT_FILE,
+    SEARCH_PICTURE,
+    check_drawable,
+    draw_profile,
+    draw_run,
+    draw_search,
+    run_title,
+)
+
+STEPS = 30
+SECONDS = {10: 3.0, 15: 2.0}
+"""Those of repeated steps; all others take one second."""
+MEMORY = "peak memory of the fullest rank (GiB)"
+
+
+def started(directory: Path, step: int = 0) -> Journal:
+    journal = Journal(directory)
+    journal.start(Event(kind=START, step=step, reason=""))
+    return journal
+
+
+def set_to(journal: Journal, after: int, step: int = 0, stage: str | None = None, unit: str = "rows") -> None:
+    journal.event(Event(kind=EPOCH, step=step, stage=stage, reason="", after=after, unit=unit))
+
+
+def changed(kind: str, step: int, before: int, after: int, **others: Any) -> Change:
+    return Change(
+        **{"kind": kind, "step": step, "reason": "", "unit": "rows", "before": before, "after": after, **others}
+    )
+
+
+def a_run(directory: Path) -> Journal:
+    """Thirty steps: out of memory in the tenth, grown after the 14th, and out of memory at once."""
+    journal = started(directory)
+    set_to(journal, 8)
+    for step in range(1, STEPS + 1):
+        memory = {"peak_bytes": step * 2**25, "budget_bytes": GIB}
+        speed = {"target_tokens": 600, "target_tokens_per_second": 600 / SECONDS.get(step, 1.0)}
+        journal.step(step, {"samples": 16, **speed, **memory})
+    journal.event(changed(RECOVERY, 10, 8, 4, lost_seconds=2.0))
+    journal.event(changed(GROWTH, 14, 4, 8))
+    journal.event(changed(RECOVERY, 15, 8, 4, lost_seconds=1.0))
+    return journal
+
+
+def drawn_run(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    drawn = pictures(monkeypatch)
+    path = draw_run(directory, read_timeline(directory))
+    assert path is not None
+    assert is_drawn(path)
+    assert cut_off(drawn[0]) == []
+    return drawn[0]
+
+
+def titles(figure: Any) -> list[str]:
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def test_the_limit_is_a_line_of_steps_with_marks_where_it_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a_run(tmp_path)
+    figure = drawn_run(tmp_path, monkeypatch)
+    limit, memory = figure.axes
+    assert line_of(limit, "limit") == ([0.5, 10, 14.5, 15, 30.5], [8, 4, 8, 4, 4])
+    assert marked(limit, "v") == [(10, 8), (15, 8)]
+    assert marked(limit, "^") == [(14.5, 4)]
+    (shade,) = limit.collections
+    assert {tuple(corner) for corner in shade.get_paths()[0].vertices} >= {(10, 4), (10, 8), (30.5, 4), (30.5, 8)}
+    assert line_of(memory, "budget")[1] == [1.0] * STEPS
+    assert line_of(memory, "peak")[1] == [pytest.approx(step / 32) for step in range(1, STEPS + 1)]
+    assert titles(figure) == ["most rows in a microbatch", MEMORY]
+    assert {MARKS[RECOVERY][2], MARKS[GROWTH][2], "limit", "lowered", "budget"} < set(legend_of(figure))
+
+
+def test_the_title_says_what_happened(tmp_path: Path) -> None:
+    journal = a_run(tmp_path)
+    assert run_title(read_timeline(tmp_path)) == "30 steps, 2 out-of-memory errors survived, 9.1 % of the time lost"
+    journal.event(changed(RECOVERY, 20, 8, 4))  # without seconds, no share is known
+    journal.step(40, {})
+    assert run_title(read_timeline(tmp_path)) == "31 logged steps, 3 out-of-memory errors survived"
+    started(tmp_path).step(1, {})
+    assert run_title(read_timeline(tmp_path)) == "1 step, none out of memory"
+
+
+def test_a_run_that_memory_has_ended_says_so_and_one_that_went_on_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = started(tmp_path)
+    set_to(journal, 1)
+    for step in (1, 2, 3):
+        journal.step(step, {})
+    journal.event(changed(EXHAUSTED, 4, 1, 1))
+    figure = drawn_run(tmp_path, monkeypatch)
+    assert figure.get_suptitle() == "3 steps, ended out of memory in step 4"
+    assert marked(figure.axes[0], "X") == [(4, 1)]
+    assert figure.axes[0].get_xlim()[1] == 4.5
+    started(tmp_path, step=3).step(4, {})
+    assert run_title(read_timeline(tmp_path)) == "4 steps, none out of memory"
+
+
+def test_each_stage_has_a_panel_from_the_first_step_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs of two stages; the reference ran out of memory before training, too."""
+    journal = started(tmp_path)
+    journal.event(changed(RECOVERY, 0, 16, 8, stage="reference"))
+    for step, after in ((0, 2 * GIB), (2, 4 * GIB)):
+        set_to(journal, 8, step, "reference")
+        set_to(journal, after, step, "policy", "bytes")
+    journal.event(changed(RECOVERY, 4, 4 * GIB, 3 * GIB, stage="policy", unit="bytes"))
+    for step in range(1, 5):
+        journal.step(step, {})
+    figure = drawn_run(tmp_path, monkeypatch)
+    reference, policy = figure.axes
+    assert titles(figure) == [
+        "reference: most rows in a microbatch",
+        "policy: most memory of a microbatch, predicted (GiB)",
+    ]
+    assert line_of(reference, "limit") == ([0.5, 2.5, 4.5], [8, 8, 8])
+    assert line_of(policy, "limit") == ([0.5, 2.5, 4, 4.5], [2, 4, 3, 3])
+
+
+@pytest.mark.parametrize(
+    ("imbalances", "unit", "shown"),
+    [((1.0, 1.3, 1.2), "bytes", True), ((1.01, 1.02), "bytes", False), ((1.3, 1.2), "rows", False)],
+    ids=["uneven", "as even as dealing makes it", "not dealt"],
+)
+def test_ranks_that_wait_for_the_busiest_have_a_panel_where_that_can_be_helped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, imbalances: tuple[float, ...], unit: str, shown: bool
+) -> None:
+    journal = started(tmp_path)
+    set_to(journal, 8 * GIB, unit=unit)
+    for step, imbalance in enumerate(imbalances, 1):
+        journal.step(step, {"rank_imbalance": imbalance})
+    waiting = [title for title in titles(drawn_run(tmp_path, monkeypatch)) if "busiest" in title]
+    assert waiting == ["work of the busiest rank above the mean: 17 % on average"] * shown
+
+
+def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = started(tmp_path)
+    set_to(journal, 8)
+    journal.step(1, {"samples": 16})
+    journal.step(2, {"samples": 32})
+    assert titles(drawn_run(tmp_path, monkeypatch))[1:] == ["samples of a step, all ranks"]
+
+
+@pytest.mark.parametrize("value", [None, "8", [8], {}, True, float("nan"), float("-inf"), 10**400], ids=str)
+def test_a_figure_that_is_no_number_is_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: Any) -> None:
+    journal = a_run(tmp_path)
+    journal.step(31, dict.fromkeys(["samples", "target_tokens", "target_tokens_per_second"], value))
+    journal.step(32, {"peak_bytes": value, "budget_bytes": GIB})
+    journal.event(changed(RECOVERY, 31, 8, value, lost_seconds=value))
+    assert len(line_of(drawn_run(tmp_path, monkeypatch).axes[0], "limit")[0]) == 5
+
+
+def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, result = pictures(monkeypatch), example()
+    assert draw_search(tmp_path, result, 4096, "policy", "pair") == tmp_path / SEARCH_PICTURE
+    (axes,) = drawn[0].axes
+    rows, needs = line_of(axes, "needed")
+    assert (rows[0], needs[0]) == (0, pytest.approx(result.lines["backward"].fixed_bytes / GIB))
+    assert line_of(axes, "fits") == ([1, 2, 8], [pytest.approx(peak, abs=0.01) for peak in (38.4, 42.9, 69.7)])
+    assert line_of(axes, "budget")[1] == [pytest.approx(75.2)] * 2
+    assert line_of(axes, "chosen: 8 pairs, 69.7 GiB, most of it in backward") == ([8], [pytest.approx(69.7)])
+    title = "policy: 8 pairs of 4096 tokens chosen (9.2 fit, rounded down to a power of two)"
+    assert axes.get_title(loc="left") == title
+    assert cut_off(drawn[0]) == []
+
+
+def test_a_refused_size_is_a_cross_and_one_far_away_is_only_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = pictures(monkeypatch)
+    draw_search(tmp_path, failing(), 4096)
+    (axes,) = drawn[0].axes
+    assert marked(axes, "x") == [(8.0, 8.0)]
+    assert axes.get_xlabel() == "rows in a microbatch (decrease search, 3 probes; 1 larger not shown)"
+
+
+def test_a_profile_shows_every_probe_hollow_if_it_was_held_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, result = pictures(monkeypatch), profiled()
+    assert draw_profile(tmp_path, result) is not None
+    (axes,) = drawn[0].axes
+    measured = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points}
+    hollow = {(p.rows * p.length, (p.peak.peak_bytes or 0) / GIB) for p in result.points if p.held_out}
+    points = [line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata())]
+    assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in points} == measured
+    white = [line for line in points if line.get_markerfacecolor() == "white"]
+    assert {(line.get_xdata()[0], line.get_ydata()[0]) for line in white} == hollow
+    assert line_of(axes, "fits at any length") == ([result.constant_tokens], [6.0])
+    assert axes.get_title(loc="left") == f"up to {result.constant_tokens} tokens fit, whatever their lengths"
+    assert cut_off(drawn[0]) == []
+
+
+def draw_a_run(directory: Path) -> Path | None:
+    a_run(directory)
+    return draw_run(directory, read_timeline(directory))
+
+
+DRAWN: dict[str, Callable[[Path], Path | None]] = {
+    REPORT_FILE: draw_a_run,
+    SEARCH_PICTURE: lambda directory: draw_search(directory, example(), 4096),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_picture_that_cannot_be_drawn_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    assert DRAWN[name](tmp_path) is None
+    (tmp_path / name).rmdir()
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("no font found\nand much more about it")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", fail)
+    assert DRAWN[name](tmp_path) is None
+    assert caplog.messages == [f"{name} is not drawn: Is a directory", f"{name} is not drawn: no font found"]
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_without_matplotlib_one_line_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with caplog.at_level("INFO"):
+        assert DRAWN[name](tmp_path) is None
+    assert caplog.messages == [f"{name} is not drawn: pip install matplotlib"]
+
+
+def test_a_folder_without_a_run_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("torchtune_adaptive.report", run_name="__main__")
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == f"nothing to draw: no run in {tmp_path}\n"
+
+
+def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: Path) -> None:
+    a_run(tmp_path)
+    with (tmp_path / STEPS_FILE).open("ab") as file:
+        file.write(b'null\n{"step": 31, "los\xff')
+    command = [sys.executable, "-m", "torchtune_adaptive.report", str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert f"{tmp_path / STEPS_FILE}: 2 of 32 lines cannot be read and are left out" in ended.stderr
+    assert is_drawn(tmp_path / REPORT_FILE)
+
+
+@pytest.mark.parametrize(
+    "name", ["plan.xyz", "/proc/none/plan.png", "/proc/plan.png", "folder", "plan.png/plan.png", "pipe"]
+)
+def test_a_picture_that_cannot_be_saved_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "plan.png").touch()
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=f"picture is '.*{name}'"):
+        check_drawable(tmp_path / name, "picture")
+
+
+@pytest.mark.parametrize("name", ["plan.png", "plan.SVG", "new/folder/plan.pdf", "plan"])
+def test_a_picture_that_can_be_saved_is_not_refused_and_nothing_is_left_behind(tmp_path: Path, name: str) -> None:
+    check_drawable(tmp_path / name, "picture")
+    assert list(tmp_path.iterdir()) == []

@@ -1,1 +1,0 @@
-"""Pictures of searches and runs; they need matplotlib, the extra `plot`."""

@@ -1,0 +1,29 @@
+"""Draws `adaptive_report.png` of a run, which may still be going or have failed.
+
+python -m torchtune_adaptive.report OUTPUT_DIR
+"""
+
+import argparse
+import logging
+from pathlib import Path
+
+from torchtune_adaptive.report.journal import read_timeline
+from torchtune_adaptive.report.pictures import draw_run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output_dir", type=Path)
+    directory = parser.parse_args().output_dir
+    logging.basicConfig(format="%(message)s")  # says which lines cannot be read, or that matplotlib is missing
+    logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)
+    timeline = read_timeline(directory)
+    if not timeline.steps:
+        why = f"the run in {directory} has not finished a step" if timeline.events else f"no run in {directory}"
+        parser.exit(1, f"nothing to draw: {why}\n")
+    path = draw_run(directory, timeline)
+    parser.exit(0 if path else 1, f"{path}\n" if path else None)
+
+
+if __name__ == "__main__":
+    main()

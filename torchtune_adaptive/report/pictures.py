@@ -1,0 +1,340 @@
+"""Pictures of a run, of a search and of a forecast. They need matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import io
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+from torchtune_adaptive.atomic_files import reason, replace_file
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
+from torchtune_adaptive.search.profile import Profile
+from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.wording import count_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from torchtune_adaptive.prediction.capacity import Capacity
+
+logger = logging.getLogger(__name__)
+
+REPORT_FILE = "adaptive_report.png"
+SEARCH_PICTURE = "batch_search.png"
+
+# Okabe and Ito's colours, which can be told apart with any colour vision
+BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
+GREY, INK, PALE = "#999999", "#333333", "#FBE3D2"
+MARKS = {
+    RECOVERY: ("v", RED, "out of memory: step repeated in smaller microbatches"),
+    EXHAUSTED: ("X", RED, "out of memory, nothing smaller to try: run ended"),
+    GROWTH: ("^", GREEN, "larger microbatches tried again"),
+    THRASHING: ("s", PINK, "allocator thrashing: smaller microbatches on trial"),
+    TRIAL: ("D", SKY, "trial decided"),
+}
+BETWEEN = 0.5
+"""Events after a step are drawn between it and the next one."""
+STEEP = 8
+"""A limit whose maximum is more than so many times its minimum is drawn on a logarithmic scale."""
+UNEVEN = 1.05
+"""Mean imbalance of ranks above which it is drawn; dealing brings it to about 1.01."""
+
+
+def draw_run(directory: Path, timeline: Timeline) -> Path | None:
+    """Draws `adaptive_report.png`: the limit over the steps of a run, and the figures that explain it."""
+    end = max((record["step"] for record in (*timeline.steps, *timeline.events[-1:])), default=0) + BETWEEN
+    limits = _limits(timeline)
+    panels: list[tuple[float, Callable[[Axes], None]]] = [
+        (2.2 if len(limits) == 1 else 1.0, partial(_draw_limit, name=name, changes=changes, end=end))
+        for name, changes in limits.items()
+    ]
+    if len(set(timeline.series("samples")[1])) > 1:
+        panels.append((1.2, partial(_draw_samples, timeline=timeline)))
+    if timeline.series("peak_bytes", "budget_bytes")[0]:
+        panels.append((1.8, partial(_draw_memory, timeline=timeline)))
+    imbalances = timeline.series("rank_imbalance")[1]
+    if imbalances and fmean(imbalances) > UNEVEN and any(each[-1]["unit"] != "rows" for each in limits.values()):
+        panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # by rows, samples are not dealt
+    if not timeline.steps or not panels:
+        return None
+
+    def draw(figure: Figure) -> None:
+        figure.suptitle(run_title(timeline), x=0.02, ha="left", fontsize=13)
+        heights = [height for height, _ in panels]
+        grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+        for axes, (_, draw_panel) in zip(grid, panels, strict=True):
+            draw_panel(axes)
+            _tidy(axes)
+        grid[-1].set_xlim(BETWEEN, end)
+        grid[-1].set_xlabel("step")
+        grid[-1].locator_params(axis="x", integer=True)
+        named = {name: line for axes in grid for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(named.values(), named.keys(), loc="outside lower left", ncols=2, frameon=False)
+
+    return _saved(directory / REPORT_FILE, (7.2, 1.4 + sum(heights for heights, _ in panels)), draw)
+
+
+def run_title(timeline: Timeline) -> str:
+    """The finding, for example: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost`."""
+    numbers = [record["step"] for record in timeline.steps]
+    logs_all = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    steps = count_of(len(numbers), "step" if logs_all else "logged step")
+    recoveries = [event for event in timeline.events if event.get("kind") == RECOVERY]
+    survived = f"{count_of(len(recoveries), 'out-of-memory error')} survived" if recoveries else ""
+    lost = {event["step"]: event.get("lost_seconds") for event in recoveries}
+    rates = zip(*timeline.series("target_tokens", "target_tokens_per_second"), strict=True)
+    seconds = {step: tokens / rate for step, tokens, rate in rates if rate > 0}
+    if recoveries and all(map(is_number, lost.values())) and lost.keys() <= seconds.keys():
+        share = sum(event["lost_seconds"] for event in recoveries) / sum(seconds.values())
+        survived += f", {100 * share:.1f} % of the time lost"
+    last = timeline.events[-1] if timeline.events else {}
+    ended = f"ended out of memory in step {last['step']}" if last.get("kind") == EXHAUSTED else ""
+    return ", ".join(filter(None, (steps, survived, ended))) if survived or ended else f"{steps}, none out of memory"
+
+
+def _limits(timeline: Timeline) -> dict[str, list[Record]]:
+    """The events that set a limit: of one limit as a rule, or of one for each stage and each unit."""
+    found: dict[str, list[Record]] = {}
+    for event in timeline.events:
+        before_training = event["step"] == 0 and event.get("kind") != EPOCH  # a reference model, asked once for all
+        if event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and not before_training:
+            what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
+            found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(event)
+    return found
+
+
+def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) -> None:
+    largest = max(event["after"] for event in changes)
+    unit, per = _unit_of(largest) if changes[0].get("unit") == "bytes" else ("", 1)
+    axes.set_title(name.replace("bytes", f"most memory of a microbatch, predicted ({unit})"), loc="left", fontsize=11)
+    at = [event["step"] + BETWEEN * (event["kind"] in (GROWTH, EPOCH)) for event in changes]
+    sizes = [event["after"] / per for event in changes]
+    lasting, highest = [*sizes, sizes[-1]], list(accumulate([*sizes, sizes[-1]], max))
+    lowered = lasting != highest
+    axes.fill_between([*at, end], lasting, highest, step="post", color=PALE, lw=0, label="lowered" if lowered else None)
+    axes.step([*at, end], lasting, where="post", color=BLUE, lw=2, label="limit")
+    for kind, (marker, colour, means) in MARKS.items():
+        marks = [
+            (x, (event["before"] if is_number(event.get("before")) else event["after"]) / per)
+            for x, event in zip(at, changes, strict=True)
+            if event["kind"] == kind
+        ]
+        if marks:
+            axes.plot(*zip(*marks, strict=True), marker, color=colour, ms=7, zorder=4, clip_on=False, label=means)
+    if max(sizes) > STEEP * min(sizes):
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter("{x:g}")
+    else:
+        axes.set_ylim(0, 1.15 * max(highest))
+        axes.locator_params(axis="y", integer=per == 1, nbins=4)
+
+
+def _draw_samples(axes: Axes, timeline: Timeline) -> None:
+    axes.set_title("samples of a step, all ranks", loc="left", fontsize=11)
+    axes.step(*timeline.series("samples"), where="mid", color=GREY, lw=2)
+    axes.set_ylim(bottom=0)
+
+
+def _draw_memory(axes: Axes, timeline: Timeline) -> None:
+    steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
+    unit, per = _unit_of(max(budgets))
+    axes.set_title(f"peak memory of the fullest rank ({unit})", loc="left", fontsize=11)
+    axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, label="peak of a step that ended")
+    axes.step(steps, [budget / per for budget in budgets], where="mid", color=RED, lw=1.2, ls="--", label="budget")
+    axes.set_ylim(0, 1.1 * max(*peaks, *budgets) / per)
+
+
+def _draw_imbalance(axes: Axes, timeline: Timeline) -> None:
+    steps, imbalances = timeline.series("rank_imbalance")
+    more = 100 * (fmean(imbalances) - 1)
+    axes.set_title(f"work of the busiest rank above the mean: {more:.0f} % on average", loc="left", fontsize=11)
+    axes.plot(steps, [100 * (imbalance - 1) for imbalance in imbalances], color=GREY, lw=1.2)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:g} %")
+
+
+def draw_search(
+    directory: Path, result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row"
+) -> Path | None:
+    """Draws `batch_search.png`: the peak of every probe over its rows, the budget, and the choice."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        unit, per = _unit_of(result.budget_bytes)
+        budget = result.budget_bytes / per
+        shown = [probe for probe in result.probes if probe.rows <= 3 * result.fits_rows]  # or all that fits is a corner
+        right = 1.08 * max(result.fits_rows, *(probe.rows for probe in shown))
+        if result.lines:
+            rows = [right * part / 100 for part in range(101)]
+            needs = [max(line.bytes_at(count) for line in result.lines.values()) / per for count in rows]
+            axes.plot(rows, needs, color=BLUE, lw=1.8, label="needed, as fitted")
+        accepted = [probe for probe in shown if probe.accepted(result.budget_bytes)]
+        refused = [probe for probe in shown if probe not in accepted]
+        for probes, marker, colour, name in ((accepted, "o", BLUE, "fits"), (refused, "x", RED, "does not fit")):
+            peaks = [(probe.peak.peak_bytes or result.budget_bytes) / per for probe in probes]
+            if probes:
+                axes.plot([probe.rows for probe in probes], peaks, marker, color=colour, ms=7, mew=2, label=name)
+        axes.axhline(budget, color=RED, lw=1.2, ls="--", label=f"budget: {budget:.1f} {unit}")
+        needed = next(probe.peak.phase_bytes for probe in accepted if probe.rows == result.rows)
+        fullest = max(needed, key=needed.__getitem__)
+        chosen = f"chosen: {count_of(result.rows, sample)}, {needed[fullest] / per:.1f} {unit}, most of it in {fullest}"
+        axes.plot(result.rows, needed[fullest] / per, "o", mfc="none", mec=INK, ms=13, mew=1.8, ls="", label=chosen)
+        axes.set_xlim(0, right)
+        axes.set_ylim(0, 1.2 * budget)
+        hidden = len(result.probes) - len(shown)
+        beyond = f"; {hidden} larger not shown" if hidden else ""
+        axes.set_xlabel(
+            f"{sample}s in a microbatch ({result.strategy} search, {count_of(len(result.probes), 'probe')}{beyond})"
+        )
+        fits = f"{count_of(result.rows, sample)} of {sequence_length} tokens chosen ({result.reason})"
+        _finish(axes, _named(stage, fits), unit)
+
+    return _saved(directory / SEARCH_PICTURE, (7.2, 4.0), draw)
+
+
+def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | None:
+    """Draws `batch_search.png`: the peak of every probe over its tokens, with the fit for each length."""
+
+    def draw(figure: Figure) -> None:
+        axes = figure.subplots()
+        unit, per = _unit_of(result.budget_bytes)
+        budget, surfaces = result.budget_bytes / per, result.surfaces.values()
+        right = 1.15 * max(result.constant_tokens, *(point.tokens for point in result.points))
+        lengths = sorted({point.length for point in result.points}, reverse=True)
+        for length, colour in zip(lengths, (BLUE, ORANGE, GREEN, PINK, SKY, GREY) * len(lengths), strict=False):
+            tokens = [right * part / 100 for part in range(101)]
+            needs = [max(surface.bytes_at(count / length, length) for surface in surfaces) / per for count in tokens]
+            axes.plot(tokens, needs, color=colour, lw=1.4, label=f"rows of {length} tokens")
+            for point in result.points:
+                if point.length == length and point.peak.peak_bytes is not None:
+                    at, face = (point.tokens, point.peak.peak_bytes / per), "white" if point.held_out else colour
+                    axes.plot(*at, "o", color=colour, mfc=face, ms=6, zorder=3)
+        axes.axhline(budget, color=RED, lw=1.2, ls="--", label=f"budget: {budget:.1f} {unit}")
+        axes.plot(result.constant_tokens, budget, "v", color=INK, ms=8, zorder=4, label="fits at any length")
+        error = f"held out: at most {100 * result.held_out_error:.1f} % off"
+        axes.plot([], [], "o", color=INK, mfc="white", ms=6, label=error)
+        axes.set_xlim(0, right)
+        axes.set_ylim(0, 1.2 * budget)
+        axes.set_xlabel("tokens in a microbatch, padding included")
+        _finish(axes, _named(stage, f"up to {result.constant_tokens} tokens fit, whatever their lengths"), unit)
+
+    return _saved(directory / SEARCH_PICTURE, (7.2, 4.0), draw)
+
+
+def draw_forecast(path: Path, capacity: Capacity, frontier: Sequence[Capacity], title: str) -> Path | None:
+    """Draws the answer of `adaptive_plan`: memory over rows, and rows over their length. Raises OSError."""
+
+    def draw(figure: Figure) -> None:
+        figure.suptitle(title, x=0.02, ha="left", fontsize=11)
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        unit, per = _unit_of(capacity.budget.usable_bytes)
+        budget = capacity.budget.usable_bytes / per
+        last = max(2, round(1.15 * capacity.most_rows_with_retries))
+        rows = sorted({*range(1, last + 1, max(1, last // 60)), last})
+        left.plot(
+            rows, [(capacity.peak(count).peak_bytes or 0) / per for count in rows], color=BLUE, lw=1.8, label="peak"
+        )
+        predictions = capacity.predictions()
+        reserved = [each.reserved_bytes / per for each in predictions]
+        left.plot(
+            [each.rows for each in predictions], reserved, "o", color=INK, ms=4, label="reserved by the allocator"
+        )
+        left.axhline(budget, color=RED, lw=1.2, ls="--", label=f"usable: {budget:.1f} {unit}")
+        left.set_xlim(0, last)
+        left.set_ylim(0, 1.2 * budget)
+        left.set_xlabel("rows in a microbatch")
+        fits = count_of(capacity.most_rows, "row") if capacity.most_rows else "not even one row"
+        _finish(left, f"{fits} of {capacity.tokens} tokens {'fit' if capacity.most_rows > 1 else 'fits'}", unit)
+        fitting = [each for each in frontier if each.most_rows]
+        tokens = [each.tokens for each in fitting]
+        right.plot(
+            tokens, [each.most_rows_with_retries for each in fitting], "-x", color=RED, label="with allocator retries"
+        )
+        right.plot(tokens, [each.most_rows for each in fitting], "-o", color=BLUE, ms=5, label="without")
+        right.set_xscale("log", base=2)
+        right.set_yscale("log", base=2)
+        right.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}k")
+        right.yaxis.set_major_formatter("{x:g}")
+        right.set_xlabel("tokens in a row")
+        right.set_title("rows that fit", loc="left", fontsize=11)
+        right.legend(frameon=False)
+        _tidy(right)
+
+    return _saved(path, (11, 4.2), draw, required=True)
+
+
+def check_drawable(path: Path, key: str) -> None:
+    """Refuses a picture that cannot be saved before the work that it is to show; does nothing without matplotlib."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        return
+    endings = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix and path.suffix.removeprefix(".").lower() not in endings:
+        raise ConfigError(f"{key} is '{path}', but matplotlib cannot write '{path.suffix}'; use .png, .svg or .pdf")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{key} is '{path}', which is not a regular file; give the name of a file")
+    try:
+        there = next(each for each in path.absolute().parents if each.exists())
+        with tempfile.NamedTemporaryFile(dir=there):  # permissions say nothing of /proc, or of a full disk
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{key} is '{path}', which cannot be written: {error.strerror}; choose another folder"
+        ) from error
+
+
+def _saved(
+    path: Path, inches: tuple[float, float], draw: Callable[[Figure], None], *, required: bool = False
+) -> Path | None:
+    """Draws and saves a figure. Unless it is required, any failure is one line in the log, since no run ends over a
+    picture."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        logger.info("%s is not drawn: pip install matplotlib", path.name)
+        return None
+    try:
+        figure = Figure(figsize=inches, layout="constrained")  # without pyplot: no window and no global state
+        draw(figure)
+        image = io.BytesIO()
+        figure.savefig(image, format=path.suffix[1:] or "png", dpi=200)
+        replace_file(path, image.getvalue())
+    except Exception as error:
+        if required:
+            raise
+        logger.warning("%s is not drawn: %s", path.name, reason(error))
+        return None
+    return path
+
+
+def _finish(axes: Axes, title: str, unit: str) -> None:
+    """For memory over rows or tokens: what grows leaves room for a legend at the lower right."""
+    axes.set_title(title, loc="left", fontsize=12)
+    axes.set_ylabel(f"peak memory of a rank ({unit})")
+    axes.locator_params(axis="x", integer=True)
+    axes.legend(loc="lower right")
+    _tidy(axes)
+
+
+def _tidy(axes: Axes) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _named(stage: str, title: str) -> str:
+    return f"{stage}: {title}" if stage else title
+
+
+def _unit_of(count: float) -> tuple[str, int]:
+    return ("GiB", 2**30) if count >= 2**30 else ("MiB", 2**20)
