@@ -11,7 +11,7 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.endings.test_endings import tune_on_two
 from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, run_stock
-from torchtune_adaptive.record.timeline import read_timeline
+from torchtune_adaptive.report.journal import read_timeline
 
 STEPS = 3
 TENSOR = (
