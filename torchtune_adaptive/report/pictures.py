@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import tempfile
+import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
@@ -35,10 +36,10 @@ SEARCH_PICTURE = "batch_search.png"
 BLUE, ORANGE, GREEN, PINK, SKY, RED = "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"
 GREY, INK, PALE = "#999999", "#333333", "#FBE3D2"
 MARKS = {
-    RECOVERY: ("v", RED, "out of memory: step repeated in smaller microbatches"),
-    EXHAUSTED: ("X", RED, "out of memory, nothing smaller to try: run ended"),
-    GROWTH: ("^", GREEN, "larger microbatches tried again"),
-    THRASHING: ("s", PINK, "allocator thrashing: smaller microbatches on trial"),
+    RECOVERY: ("v", RED, "out of memory: step repeated"),
+    EXHAUSTED: ("X", RED, "out of memory: run ended"),
+    GROWTH: ("^", GREEN, "larger microbatches tried"),
+    THRASHING: ("s", PINK, "allocator thrashing: smaller tried"),
     TRIAL: ("D", SKY, "trial decided"),
 }
 BETWEEN = 0.5
@@ -68,7 +69,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
         return None
 
     def draw(figure: Figure) -> None:
-        figure.suptitle(run_title(timeline), x=0.02, ha="left", fontsize=13)
+        figure.suptitle(textwrap.fill(run_title(timeline), 68), x=0.02, ha="left", fontsize=14)
         heights = [height for height, _ in panels]
         grid = figure.subplots(len(panels), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
         for axes, (_, draw_panel) in zip(grid, panels, strict=True):
@@ -119,9 +120,9 @@ def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) ->
     at = [event["step"] + BETWEEN * (event["kind"] in (GROWTH, EPOCH)) for event in changes]
     sizes = [event["after"] / per for event in changes]
     lasting, highest = [*sizes, sizes[-1]], list(accumulate([*sizes, sizes[-1]], max))
-    lowered = lasting != highest
-    axes.fill_between([*at, end], lasting, highest, step="post", color=PALE, lw=0, label="lowered" if lowered else None)
     axes.step([*at, end], lasting, where="post", color=BLUE, lw=2, label="limit")
+    if lasting != highest:
+        axes.fill_between([*at, end], lasting, highest, step="post", color=PALE, lw=0, label="lowered")
     for kind, (marker, colour, means) in MARKS.items():
         marks = [
             (x, (event["before"] if is_number(event.get("before")) else event["after"]) / per)
@@ -135,7 +136,9 @@ def _draw_limit(axes: Axes, name: str, changes: Sequence[Record], end: float) ->
         axes.yaxis.set_major_formatter("{x:g}")
     else:
         axes.set_ylim(0, 1.15 * max(highest))
-        axes.locator_params(axis="y", integer=per == 1, nbins=4)
+        if len(set(sizes)) <= 4:
+            axes.set_yticks(sorted(set(sizes)))
+            axes.yaxis.set_major_formatter("{x:.3g}")
 
 
 def _draw_samples(axes: Axes, timeline: Timeline) -> None:
@@ -148,7 +151,7 @@ def _draw_memory(axes: Axes, timeline: Timeline) -> None:
     steps, peaks, budgets = timeline.series("peak_bytes", "budget_bytes")
     unit, per = _unit_of(max(budgets))
     axes.set_title(f"peak memory of the fullest rank ({unit})", loc="left", fontsize=11)
-    axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, label="peak of a step that ended")
+    axes.plot(steps, [peak / per for peak in peaks], color=INK, lw=1.2, label="peak")
     axes.step(steps, [budget / per for budget in budgets], where="mid", color=RED, lw=1.2, ls="--", label="budget")
     axes.set_ylim(0, 1.1 * max(*peaks, *budgets) / per)
 
@@ -176,17 +179,20 @@ def draw_search(
         if result.lines:
             rows = [right * part / 100 for part in range(101)]
             needs = [max(line.bytes_at(count) for line in result.lines.values()) / per for count in rows]
-            axes.plot(rows, needs, color=BLUE, lw=1.8, label="needed, as fitted")
+            axes.plot(rows, needs, color=BLUE, lw=1.8, label="memory needed, fitted")
         accepted = [probe for probe in shown if probe.accepted(result.budget_bytes)]
         refused = [probe for probe in shown if probe not in accepted]
-        for probes, marker, colour, name in ((accepted, "o", BLUE, "fits"), (refused, "x", RED, "does not fit")):
+        for probes, marker, colour, name in (
+            (accepted, "o", BLUE, "probe that fits"),
+            (refused, "x", RED, "probe that does not fit"),
+        ):
             peaks = [(probe.peak.peak_bytes or result.budget_bytes) / per for probe in probes]
             if probes:
                 axes.plot([probe.rows for probe in probes], peaks, marker, color=colour, ms=7, mew=2, label=name)
         axes.axhline(budget, color=RED, lw=1.2, ls="--", label=f"budget: {budget:.1f} {unit}")
         needed = next(probe.peak.phase_bytes for probe in accepted if probe.rows == result.rows)
         fullest = max(needed, key=needed.__getitem__)
-        chosen = f"chosen: {count_of(result.rows, sample)}, {needed[fullest] / per:.1f} {unit}, most of it in {fullest}"
+        chosen = f"chosen: {count_of(result.rows, sample)}, {needed[fullest] / per:.1f} {unit}, peak in {fullest}"
         axes.plot(result.rows, needed[fullest] / per, "o", mfc="none", mec=INK, ms=13, mew=1.8, ls="", label=chosen)
         axes.set_xlim(0, right)
         axes.set_ylim(0, 1.2 * budget)

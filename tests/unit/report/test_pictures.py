@@ -177,11 +177,14 @@ def test_a_search_shows_probes_fit_budget_and_choice(tmp_path: Path, monkeypatch
     drawn, result = pictures(monkeypatch), example()
     assert draw_search(tmp_path, result, 4096, "policy", "pair") == tmp_path / SEARCH_PICTURE
     (axes,) = drawn[0].axes
-    rows, needs = line_of(axes, "needed")
+    rows, needs = line_of(axes, "memory needed")
     assert (rows[0], needs[0]) == (0, pytest.approx(result.lines["backward"].fixed_bytes / GIB))
-    assert line_of(axes, "fits") == ([1, 2, 8], [pytest.approx(peak, abs=0.01) for peak in (38.4, 42.9, 69.7)])
+    assert line_of(axes, "probe that fits") == (
+        [1, 2, 8],
+        [pytest.approx(peak, abs=0.01) for peak in (38.4, 42.9, 69.7)],
+    )
     assert line_of(axes, "budget")[1] == [pytest.approx(75.2)] * 2
-    assert line_of(axes, "chosen: 8 pairs, 69.7 GiB, most of it in backward") == ([8], [pytest.approx(69.7)])
+    assert line_of(axes, "chosen: 8 pairs, 69.7 GiB, peak in backward") == ([8], [pytest.approx(69.7)])
     title = "policy: 8 pairs of 4096 tokens chosen (9.2 fit, rounded down to a power of two)"
     assert axes.get_title(loc="left") == title
     assert cut_off(drawn[0]) == []
