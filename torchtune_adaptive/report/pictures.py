@@ -88,18 +88,18 @@ def run_title(timeline: Timeline) -> str:
     """The finding, for example: `120 steps, 4 out-of-memory errors survived, 2 % of the time lost`."""
     numbers = [record["step"] for record in timeline.steps]
     logs_all = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    steps = count_of(len(numbers), "step" if logs_all else "logged step")
+    found = [count_of(len(numbers), "step" if logs_all else "logged step")]
     recoveries = [event for event in timeline.events if event.get("kind") == RECOVERY]
-    survived = f"{count_of(len(recoveries), 'out-of-memory error')} survived" if recoveries else ""
-    lost = {event["step"]: event.get("lost_seconds") for event in recoveries}
-    rates = zip(*timeline.series("target_tokens", "target_tokens_per_second"), strict=True)
-    seconds = {step: tokens / rate for step, tokens, rate in rates if rate > 0}
-    if recoveries and all(map(is_number, lost.values())) and lost.keys() <= seconds.keys():
-        share = sum(event["lost_seconds"] for event in recoveries) / sum(seconds.values())
-        survived += f", {100 * share:.1f} % of the time lost"
-    last = timeline.events[-1] if timeline.events else {}
-    ended = f"ended out of memory in step {last['step']}" if last.get("kind") == EXHAUSTED else ""
-    return ", ".join(filter(None, (steps, survived, ended))) if survived or ended else f"{steps}, none out of memory"
+    if recoveries:
+        found.append(f"{count_of(len(recoveries), 'out-of-memory error')} survived")
+        rates = zip(*timeline.series("target_tokens", "target_tokens_per_second"), strict=True)
+        seconds = {step: tokens / rate for step, tokens, rate in rates if rate > 0}
+        if all(is_number(event.get("lost_seconds")) and event["step"] in seconds for event in recoveries):
+            share = sum(event["lost_seconds"] for event in recoveries) / sum(seconds.values())
+            found.append(f"{100 * share:.1f} % of the time lost")
+    if timeline.events and timeline.events[-1].get("kind") == EXHAUSTED:
+        found.append(f"ended out of memory in step {timeline.events[-1]['step']}")
+    return ", ".join(found) if len(found) > 1 else f"{found[0]}, none out of memory"
 
 
 def _limits(timeline: Timeline) -> dict[str, list[Record]]:
@@ -107,7 +107,8 @@ def _limits(timeline: Timeline) -> dict[str, list[Record]]:
     found: dict[str, list[Record]] = {}
     for event in timeline.events:
         before_training = event["step"] == 0 and event.get("kind") != EPOCH  # a reference model, asked once for all
-        if event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and not before_training:
+        sets = event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and event["after"] > 0
+        if sets and not before_training:
             what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
             found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(event)
     return found

@@ -65,7 +65,7 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
     kept = (tmp_path / "out" / "torchtune_config.yaml").read_text()
     assert "lr: 0.0001" in kept
     assert "my_note: kept" in kept  # torchtune lets users add keys of their own, and so do we
-    assert "epoch 0 · 4 of 4 steps · loss " in ended.output
+    assert "epoch 0 · 4 of 4 steps, loss " in ended.output
     assert ended.output.count("ignored config keys: my_note") == 1
     (log,) = (tmp_path / "out" / "logs").glob("*.txt")
     assert len(re.findall(r"^Step \d+ ", log.read_text(), re.MULTILINE)) == 4

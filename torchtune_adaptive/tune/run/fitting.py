@@ -201,12 +201,11 @@ def forward_step(
 
 @contextmanager
 def _probe_bar() -> Iterator[OnProbe]:
-    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as shows:
+    with progress_bar("batch search", None, "probes", shown=dist.get_rank() == 0) as bar:
 
         def on_probe(rows: int, measured: Peak | None) -> None:
-            if measured is None:
-                shows.note(f"{rows} rows")
-            else:
-                shows.update()
+            if measured is not None:
+                bar.set_postfix_str(f"{rows} rows", refresh=False)
+                bar.update()
 
         yield on_probe

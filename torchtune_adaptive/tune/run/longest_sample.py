@@ -72,10 +72,10 @@ def _scan(dataset: NamedSamples, kind: Kind) -> Longest:
     """Collective: the longest of all samples."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     mine = Longest(0, 0)
-    with progress_bar("longest sample", len(dataset), "samples", shown=rank == 0) as shows:
+    with progress_bar("longest sample", len(dataset), "samples", shown=rank == 0) as bar:
         for index in range(rank, len(dataset), ranks):
             mine = max(mine, Longest(kind.length_of(dataset[index]), index), key=_by_length)
-            shows.update(min(ranks, len(dataset) - shows.done))
+            bar.update(min(ranks, len(dataset) - bar.n))
     everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
     return max(everywhere, key=_by_length)
 

@@ -117,7 +117,8 @@ class Metrics:
     def _show(self, step: int, figure: str, value: float, *, decimals: int) -> None:
         if self._shown:
             self._trend = self._trend._replace(last=value) if self._trend else _Trend(figure, step, value, value)
-            self._bar.update(note=f"{figure} {value:.{decimals}f}")
+            self._bar.set_postfix_str(f"{figure} {value:.{decimals}f}", refresh=False)
+            self._bar.update()
 
     def _log(self, step: int, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""

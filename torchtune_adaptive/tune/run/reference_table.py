@@ -163,11 +163,11 @@ def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> Table:
     runner.watch(memory)
     pairs, share = len(dataset), -(-len(dataset) // ranks)
     table = Table(torch.zeros(pairs, 2), torch.zeros(pairs, dtype=torch.int64), path)
-    with progress_bar(REFERENCE, pairs, "pairs", shown=rank == 0) as shows:
+    with progress_bar(REFERENCE, pairs, "pairs", shown=rank == 0) as bar:
         for start in range(0, share, CHUNK):
             indices = [rank + ranks * at for at in range(start, min(share, start + CHUNK))]
             _ask(runner, dataset, [index for index in indices if index < pairs], len(indices), table)
-            shows.update(min(ranks * len(indices), pairs - shows.done))
+            bar.update(min(ranks * len(indices), pairs - bar.n))
     return Table(sum_over_ranks(table.log_probs), sum_over_ranks(table.marks), path)
 
 
