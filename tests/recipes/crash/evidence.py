@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tests.recipes.crash.variants import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH
-from torchtune_adaptive.report.journal import START, STEPS_FILE
+from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
 from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
@@ -95,7 +95,7 @@ def _different_figures(folder: Path, reference: Path) -> list[str]:
 
 
 def _different_record(out: Path) -> list[str]:
-    steps = [line["step"] for line in read_lines(out / STEPS_FILE) if line.get("kind") != START]
+    steps = [record["step"] for record in read_timeline(out).steps]
     return [] if steps == list(range(1, STEPS + 1)) else [f"{STEPS_FILE} has steps {steps}"]
 
 

@@ -19,6 +19,7 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import demo_config, load_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import RunFinished
+from torchtune_adaptive.report.journal import read_timeline
 from torchtune_adaptive.tune.parts import process_group
 
 EPOCHS, STEPS = 2, 4
@@ -107,10 +108,7 @@ def test_the_last_weights_are_bitwise_those_of_the_undisturbed_run(folder: Path)
 
 
 def test_every_step_is_in_the_record_once_with_the_figures_of_the_undisturbed_run(folder: Path) -> None:
-    records = {}
-    for name in ("whole", "stopped"):
-        lines = (folder / name / "out" / "adaptive_steps.jsonl").read_text(encoding="utf-8").splitlines()
-        records[name] = [json.loads(line) for line in lines]
+    records = {name: read_timeline(folder / name / "out").steps for name in ("whole", "stopped")}
     steps = [record["step"] for record in records["whole"]]
     assert steps == list(range(1, len(steps) + 1))
     assert [record["step"] for record in records["stopped"]] == steps
