@@ -100,9 +100,9 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
     assert taken[0] == made[0]
     assert "truncated" in torn[1][0]
     assert torn[0] == pytest.approx(made[0], rel=1e-6)
-    assert "are others" in foreign[1][0]
+    assert "was made with another" in foreign[1][0]
     assert foreign[0] != made[0]
-    assert "are others" in again[1][0]
+    assert "was made with another" in again[1][0]
     assert all(all(gone) for _, _, gone in (made, taken, torn, foreign, again))
     assert [len(gone) for _, _, gone in (made, taken, torn)] == ([1, 0, 1] if kind == "full_dpo" else [0, 0, 0])
     plain, trained = (read_log(tmp_path / each / "log.jsonl") for each in ("plain", "trained"))

@@ -210,7 +210,7 @@ def unpacked(content: bytes, made_of: MadeOf, path: Path) -> Table:
     if len(numbers) != pairs * BYTES_PER_PAIR or zlib.crc32(numbers) != head.get("crc32"):
         raise ValueError("it is truncated or belongs to another dataset")
     if head.get("made_of") != made_of or None in made_of["weights"].values():
-        raise ValueError("model, weights, tokenizer or dataset are others, or an earlier version has made it")
+        raise ValueError("it was made with another model, other weights, another tokenizer or dataset")
     log_probs = np.frombuffer(numbers, np.float32, 2 * pairs).reshape(pairs, 2)
     marks = np.frombuffer(numbers, np.int64, pairs, offset=8 * pairs)
     return Table(torch.tensor(log_probs), torch.tensor(marks), path)

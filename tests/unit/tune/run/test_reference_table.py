@@ -62,7 +62,7 @@ def test_a_table_of_which_the_end_is_missing_is_torn() -> None:
 
 def test_a_table_of_other_weights_is_refused() -> None:
     others = {**MADE_OF, "weights": {"reference in demo.pt": "8 bytes"}}
-    with pytest.raises(ValueError, match=r"weights.* are others"):
+    with pytest.raises(ValueError, match="was made with another"):
         unpacked(packed(table_of(SAMPLE, SAMPLE), others), MADE_OF, PATH)
 
 

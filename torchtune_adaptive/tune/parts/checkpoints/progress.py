@@ -128,8 +128,7 @@ class Progress:
         ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
         past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
         begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
-        known = {name: value for name, value in ours.items() if name in ADAPTIVE_FIELDS}
-        return Progress(**theirs, past=past, begun=begun, **known)
+        return Progress(**theirs, past=past, begun=begun, **ours)
 
     def _log_differences(self, saved: Progress, going_on: Progress, told: Mapping[str, str]) -> None:
         if dist.get_rank() != 0:
