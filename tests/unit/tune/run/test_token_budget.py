@@ -63,7 +63,7 @@ def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.Monk
     def measure() -> Any:
         raise OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
 
-    monkeypatch.setattr(fitting, "what_it_depends_on", lambda *_: {})
+    monkeypatch.setattr(fitting, "fingerprint_of", lambda *_: {})
     nothing: Any = None
     request = fitting.FitRequest(
         settings=having(reuse_search=False),
