@@ -21,8 +21,8 @@ from torchtune_adaptive.tune.start.command_line import read_config
 from torchtune_adaptive.tune.validate.config import check_config
 
 ROOT = Path(__file__).parents[2]
-HISTORY = {"log.md", "CHANGELOG.md"}
-"""They say what was typed on a day in the past."""
+HISTORY = {"decisions.md", "CHANGELOG.md"}
+"""They name commands that are gone."""
 ALL_PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.name not in HISTORY]
 PROGRAMS = ("tune", "tune-adaptive", "make", "python", "torchrun", "pip")
