@@ -188,6 +188,11 @@ def test_a_page_of_docs_can_be_found_from_another() -> None:
     assert set((ROOT / "docs").glob("*.md")) - linked == set()
 
 
+def test_the_readme_is_read_in_a_minute_and_all_pages_in_an_hour() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in ALL_PAGES) < 20_000
+
+
 def test_a_link_by_name_has_its_address() -> None:
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
