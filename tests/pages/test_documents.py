@@ -145,6 +145,17 @@ def test_a_program_that_is_shown_is_there(shown: Shown) -> None:
     assert all((ROOT / script).is_file() for script in scripts)
 
 
+def test_a_file_of_python_that_a_page_names_is_there() -> None:
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"`(?:[^`]* )?((?:\w+/)+\w+\.py)", page.read_text(encoding="utf-8"))
+    }
+    assert {"step/runner.py", "tools/keys.py"} <= named
+    places = (ROOT, ROOT / "torchtune_adaptive")
+    assert {name for name in named if not any((place / name).is_file() for place in places)} == set()
+
+
 def test_extras_that_are_to_be_installed_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     for shown in those_of("pip"):
