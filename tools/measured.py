@@ -161,12 +161,12 @@ def glance(folder: Path = RESULTS) -> str:
         ("out of memory at single operations of a step", injected),
         (
             "cost of a recovery",
-            f"{lost} step times, then {after} × per step until the size regrows; a restart: {again:.0f}",
+            f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until it regrows",
         ),
         ("cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
         ("finding the batch size", f"{probes} probes, {_search(ours)} (before rounding down)"),
         ("the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
-        ("target tokens per second, `token_budget: auto` over rows", ", ".join(budgets)),
+        ("speed-up by `token_budget: auto` over rows", ", ".join(budgets)),
     )
     return "".join(f"| {what} | {result} |\n" for what, result in lines)
 
