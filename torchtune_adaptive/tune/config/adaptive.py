@@ -46,8 +46,8 @@ class AdaptiveConfig:
         BOOL | NULL,
         None,
         means=(
-            "repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or tensor "
-            "parallelism. `True`: refuse to start where it is not possible. `False`: end the run"
+            "repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or "
+            "tensor parallelism. `True`: refuse to start where it is not possible. `False`: end the run"
         ),
     )
     regrow_after: int = option(
