@@ -90,10 +90,8 @@ class PlanSettings:
     picture: str | None = option(
         TEXT | NULL,
         None,
-        means=(
-            "a file to draw the answer into, for example `plan.png`; with `advise=True`, speed over memory of "
-            "every setting"
-        ),
+        means="a file to draw the answer into, for example `plan.png`; with `advise=True`, speed over memory of every "
+        "setting",
     )
 
     @property
