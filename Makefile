@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)/ready-to-bench
+SITE := $(VENV)/ready-for-docs
 # test files run side by side on so many cores
 WORKERS ?= 2
 # one thread a process: several ranks share the cores
@@ -12,7 +13,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.11.0 2.13.0 2.14.1
 
-.PHONY: demo demo-dpo demo-ppo test quick check coverage test-gpu published lint faults versions soak crash bench bench-gpu dist clean
+.PHONY: demo demo-dpo demo-ppo test quick check coverage test-gpu published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -94,6 +95,14 @@ bench: $(PEERS)
 bench-gpu: $(READY)
 	$(BIN)/python -W ignore -m benchmarks.gpu
 
+# the pages as a site in build/site, links checked, with the library's docstrings
+docs: $(SITE)
+	rm -rf build/pages
+	mkdir -p build/pages/benchmarks
+	cp -r *.md docs examples build/pages
+	cp -r benchmarks/results build/pages/benchmarks
+	$(BIN)/mkdocs build --strict
+
 # sdist, the wheel that is built from it, both checked; then the wheel alone, in an environment of its own
 dist: $(READY)
 	rm -rf dist build/installed
@@ -117,3 +126,7 @@ $(READY): pyproject.toml constraints.txt
 $(PEERS): $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,bench]'
 	touch $(PEERS)
+
+$(SITE): $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,docs]'
+	touch $(SITE)

@@ -1,6 +1,6 @@
-"""Writes the table of what was measured into README.md, from benchmarks/results/.
+"""Writes the tables of measurements into README.md and docs/measured.md, from benchmarks/results/.
 
-python -m tools.measured         # after `make bench`, which does it, too
+python -m tools.measured         # `make bench` runs it too
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 from benchmarks.advice import kendalls_tau
 from benchmarks.results import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
-BEGIN, END = "<!-- measured: made by tools/measured.py -->\n", "<!-- end of measured -->"
+ROOT = Path(__file__).parent.parent
+README, PAGE = ROOT / "README.md", ROOT / "docs" / "measured.md"
+END = "<!-- end of measured -->"
 
 Row = Mapping[str, Any]
 
@@ -22,6 +23,11 @@ Row = Mapping[str, Any]
 def rows_of(name: str, folder: Path = RESULTS) -> list[Row]:
     rows: list[Row] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["rows"]
     return rows
+
+
+def machine_of(name: str, folder: Path = RESULTS) -> Mapping[str, Any]:
+    machine: Mapping[str, Any] = json.loads((folder / f"{name}.json").read_text(encoding="utf-8"))["machine"]
+    return machine
 
 
 def span(values: Iterable[float], digits: int = 0) -> str:
@@ -35,29 +41,29 @@ def overhead(rows: list[Row]) -> tuple[str, str]:
     alike = [row for row in rows if row["stock"] == row["ours"]]
     cells = [f"{row['ratio']:.2f} {_recipe(row)} on {_ranks(row['ranks'])}" for row in alike]
     spread = f"{min(row['lowest'] for row in alike):.2f} to {max(row['highest'] for row in alike):.2f}"
-    what = "CPU time of a step ÷ torchtune's, at the same batch, while nothing fails"
+    what = "CPU time per step relative to torchtune's, same batch, no failures"
     return what, f"{', '.join(cells)} (medians; single pairs {spread})"
 
 
 def searches(rows: list[Row]) -> tuple[str, str]:
     ours, *others = ([row for row in rows if row["search"].startswith(name)] for name in SEARCHES)
     rounded = span(100 * 2 ** (row["rows"].bit_length() - 1) / row["fits"] for row in ours)
-    probes, once_rounded = span(row["probes"] for row in ours), f"({rounded} % once rounded to a power of two)"
+    probes, once_rounded = span(row["probes"] for row in ours), f"({rounded} % after rounding to a power of two)"
     cells = [f"ours {probes} probes, {_search(ours)} {once_rounded}"]
     for name, theirs in zip(SEARCHES[1:], others, strict=True):
         cells.append(
             f"{name.replace(',', '')} {span((row['ratio'] for row in theirs), 1)} × the time, {_search(theirs)}"
         )
-    return f"finding a size, one process, {len(ours)} models", "; ".join(cells)
+    return f"finding a batch size, one process, {len(ours)} models", "; ".join(cells)
 
 
 def recovery(rows: list[Row]) -> tuple[str, str]:
     *recovered, restarted = rows
     lost = span((row["lost steps"] for row in recovered), 1)
     after = span((row["step after"] for row in recovered), 2)
-    restart = f"a restart takes {restarted['lost s']:.0f} s, {restarted['lost steps']:.0f} steps of this small model"
-    cells = [f"{lost} step times lost", f"later steps take {after} × as long until the size grows back", restart]
-    return "a step that runs out of memory, 2 ranks", "; ".join(cells)
+    restart = f"a restart costs {restarted['lost s']:.0f} s, or {restarted['lost steps']:.0f} steps of this small model"
+    cells = [f"{lost} step times", f"later steps take {after} × as long until the size regrows", restart]
+    return "cost of a recovery, 2 ranks", "; ".join(cells)
 
 
 def packing(rows: list[Row]) -> tuple[str, str]:
@@ -67,30 +73,30 @@ def packing(rows: list[Row]) -> tuple[str, str]:
     alone, packs = (
         ", ".join(f"{row[ratio]:.1f}" for row in shown) for ratio, shown in (("ratio", one), ("ratio to packs", many))
     )
-    what = f"`token_budget: auto` over batches of rows, same memory, {_ranks(most)}: target tokens a second"
-    masked = "which have a masked attention on a CPU: expect another ratio on a GPU"
-    return what, f"{', '.join(cells)} (1 rank: {alone}); over torchtune's `packed: True` {packs} ×, {masked}"
+    what = f"target tokens per second of `token_budget: auto` relative to rows, same memory, {_ranks(most)}"
+    masked = "whose attention is masked on a CPU: expect a different ratio on a GPU"
+    return what, f"{', '.join(cells)} (1 rank: {alone}); relative to torchtune's `packed: True` {packs} ×, {masked}"
 
 
 def dealing(rows: list[Row]) -> tuple[str, str]:
     ranks = sorted({row["ranks"] for row in rows})
     dealt, stayed = (span((row[key] for row in rows), 2) for key in ("dealt", "stayed"))
-    what = f"step time ÷ that of a perfectly balanced step, on {ranks[0]} to {ranks[-1]} ranks, simulated"
+    what = f"step time relative to a perfectly balanced step, simulated for {ranks[0]} to {ranks[-1]} ranks"
     return what, f"{dealt} with samples dealt to the ranks, {stayed} without"
 
 
 def saves(rows: list[Row]) -> tuple[str, str]:
     cells = [f"{row['checkpoint']} {row['ours s']:.2f} ({row['stock s']:.2f})" for row in rows]
     size = span(row["MiB"] for row in rows)
-    return f"seconds that training stands still for a save (stock's), 2 ranks, {size} MiB", ", ".join(cells)
+    return f"pause for a checkpoint in seconds (torchtune's in parentheses), 2 ranks, {size} MiB", ", ".join(cells)
 
 
 def stages(rows: list[Row]) -> tuple[str, str]:
-    return "DPO, one limit for both stages: CPU time ÷ that with a limit each, 2 ranks", _over(rows)
+    return "DPO: CPU time with one limit for both stages, relative to a limit for each, 2 ranks", _over(rows)
 
 
 def rollouts(rows: list[Row]) -> tuple[str, str]:
-    return "PPO, one limit for all seven stages: CPU time ÷ that with a limit each, 2 ranks", _over(rows)
+    return "PPO: CPU time with one limit for all seven stages, relative to a limit for each, 2 ranks", _over(rows)
 
 
 def _over(rows: list[Row]) -> str:
@@ -100,7 +106,7 @@ def _over(rows: list[Row]) -> str:
 def prediction(rows: list[Row]) -> tuple[str, str]:
     configs = {row["config"].split(",")[0] for row in rows}
     most = max(abs(row["difference bytes"]) for row in rows)
-    what = f"predicted peak beside the measured one, on CPUs, 2 ranks ({', '.join(sorted(configs))})"
+    what = f"predicted peak against measured peak, CPU, 2 ranks ({', '.join(sorted(configs))})"
     off = f"off by at most {most} bytes" if most else "exact"
     return what, f"{off} in all {len(rows)} cases, {span(row['measured MiB'] for row in rows)} MiB"
 
@@ -108,16 +114,21 @@ def prediction(rows: list[Row]) -> tuple[str, str]:
 def advice(rows: list[Row]) -> tuple[str, str]:
     tau = kendalls_tau([(row["predicted"], row["measured"]) for row in rows])
     above = span(100 * (row["predicted"] / row["measured"] - 1) for row in rows)
-    what = f"order of {len(rows)} settings by speed, predicted and measured"
-    return what, f"Kendall's τ {tau:.2f}; the order only: tokens a second are predicted {above} % too high there"
+    what = f"{len(rows)} settings ordered by speed, predicted against measured"
+    return (
+        what,
+        f"Kendall's τ {tau:.2f}; trust the order only, since predicted tokens per second are {above} % too high",
+    )
 
 
 def faults(rows: list[Row]) -> tuple[str, str]:
     injected, recovered, hung, wrong = (sum(row[key] for row in rows) for key in FAULTS)
     answer = f"{injected:,} injected, {recovered:,} recovered, {hung:,} hung, {wrong:,} wrong gradients"
     most = max(row["injected"] for row in rows)
-    cases = f"{len(rows)} cases: how it is trained, which ranks fail, when; at most {most:,} in each, evenly spread"
-    return f"operations of a step as the point of failure (`make faults`), {cases}", answer
+    what = (
+        f"out of memory injected at single operations of a step (`make faults`), {len(rows)} cases, up to {most} each"
+    )
+    return what, answer
 
 
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
@@ -132,9 +143,48 @@ def table(folder: Path = RESULTS) -> str:
     return "\n".join(["| what | result |", "|---|---|", *(f"| {what} | {result} |" for what, result in lines)]) + "\n"
 
 
+def glance(folder: Path = RESULTS) -> str:
+    """README's table: the five results that a new reader asks about."""
+    _, injected = faults(rows_of("faults", folder))
+    *recoveries, restart = rows_of("recovery", folder)
+    lost, after = (span((row[key] for row in recoveries), 1) for key in ("lost steps", "step after"))
+    again = restart["lost steps"]
+    alike = [row["ratio"] for row in rows_of("overhead", folder) if row["stock"] == row["ours"]]
+    ours, theirs = ([row for row in rows_of("searches", folder) if row["search"] == name] for name in SEARCHES[:2])
+    probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
+    budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
+    machine = machine_of("faults", folder)
+    cores, torch = machine["cores"], machine["torch"].partition("+")[0]
+    lines = (
+        (f"measured on {cores} CPU cores, torch {torch}", "[all measurements](docs/measured.md)"),
+        ("---", "---"),
+        ("out of memory at single operations of a step", injected),
+        (
+            "cost of a recovery",
+            f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until it regrows",
+        ),
+        ("cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
+        ("finding the batch size", f"{probes} probes, {_search(ours)} (before rounding down)"),
+        ("the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
+        ("speed-up by `token_budget: auto` over rows", ", ".join(budgets)),
+    )
+    return "".join(f"| {what} | {result} |\n" for what, result in lines)
+
+
+def begin(name: str) -> str:
+    return f"<!-- {name}: made by tools/measured.py -->\n"
+
+
+TABLES = {"measured at a glance": glance, "measured": table}
+
+
 def renewed(text: str) -> str:
-    before, rest = text.split(BEGIN)
-    return before + BEGIN + table() + END + rest.split(END, 1)[1]
+    """A page, with its tables made anew."""
+    for name, made in TABLES.items():
+        if begin(name) in text:
+            before, rest = text.split(begin(name))
+            text = before + begin(name) + made() + END + rest.split(END, 1)[1]
+    return text
 
 
 def _recipe(row: Row) -> str:
@@ -152,7 +202,8 @@ def _search(rows: list[Row]) -> str:
 
 
 def main() -> None:
-    README.write_text(renewed(README.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (README, PAGE):
+        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

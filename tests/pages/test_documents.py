@@ -21,8 +21,8 @@ from torchtune_adaptive.tune.start.command_line import read_config
 from torchtune_adaptive.tune.validate.config import check_config
 
 ROOT = Path(__file__).parents[2]
-HISTORY = {"log.md", "CHANGELOG.md"}
-"""They say what was typed on a day in the past."""
+HISTORY = {"decisions.md", "CHANGELOG.md"}
+"""They name commands that are gone."""
 ALL_PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [page for page in ALL_PAGES if page.name not in HISTORY]
 PROGRAMS = ("tune", "tune-adaptive", "make", "python", "torchrun", "pip")
@@ -145,6 +145,17 @@ def test_a_program_that_is_shown_is_there(shown: Shown) -> None:
     assert all((ROOT / script).is_file() for script in scripts)
 
 
+def test_a_file_of_python_that_a_page_names_is_there() -> None:
+    named = {
+        name
+        for page in PAGES
+        for name in re.findall(r"`(?:[^`]* )?((?:\w+/)+\w+\.py)", page.read_text(encoding="utf-8"))
+    }
+    assert {"step/runner.py", "tools/keys.py"} <= named
+    places = (ROOT, ROOT / "torchtune_adaptive")
+    assert {name for name in named if not any((place / name).is_file() for place in places)} == set()
+
+
 def test_extras_that_are_to_be_installed_exist() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     for shown in those_of("pip"):
@@ -186,6 +197,11 @@ def test_a_link_leads_to_a_file_and_to_a_heading_that_are_there(page: Path) -> N
 def test_a_page_of_docs_can_be_found_from_another() -> None:
     linked = {(page.parent / link.partition("#")[0]).resolve() for page in PAGES for link in links_of(page)}
     assert set((ROOT / "docs").glob("*.md")) - linked == set()
+
+
+def test_the_readme_is_read_in_a_minute_and_all_pages_in_an_hour() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in ALL_PAGES) < 20_000
 
 
 def test_a_link_by_name_has_its_address() -> None:

@@ -1,4 +1,4 @@
-"""README's table of what was measured is that of the results, and every figure in it comes from there."""
+"""The tables of measurements in README and docs/measured.md follow benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -11,9 +11,23 @@ from benchmarks.results import RESULTS
 from tools import measured
 
 
-def test_the_readme_shows_what_was_measured() -> None:
-    readme = measured.README.read_text(encoding="utf-8")
-    assert measured.renewed(readme) == readme, "it has drifted: python -m tools.measured"
+@pytest.mark.parametrize(
+    ("page", "name"), [(measured.README, "measured at a glance"), (measured.PAGE, "measured")], ids=["README", "page"]
+)
+def test_a_page_shows_what_was_measured(page: Path, name: str) -> None:
+    text = page.read_text(encoding="utf-8")
+    assert measured.begin(name) in text
+    assert measured.renewed(text) == text, "it has drifted: python -m tools.measured"
+
+
+def test_the_readme_follows_the_results(tmp_path: Path) -> None:
+    for stored in RESULTS.glob("*.json"):
+        (tmp_path / stored.name).write_bytes(stored.read_bytes())
+    content = json.loads((tmp_path / "faults.json").read_text(encoding="utf-8"))
+    content["rows"][0]["hung"] = 7
+    (tmp_path / "faults.json").write_text(json.dumps(content), encoding="utf-8")
+    assert "0 hung" in measured.glance()
+    assert "7 hung" in measured.glance(tmp_path)
 
 
 def test_the_page_on_preferences_shows_what_two_limits_gain() -> None:
@@ -41,7 +55,7 @@ def test_a_line_follows_its_results(name: str, tmp_path: Path) -> None:
     assert changed == [2 + [line.__name__ for line in measured.LINES].index(name)]
 
 
-def test_of_token_budgets_the_readme_shows_most_ranks_first_and_one_beside_them() -> None:
+def test_of_token_budgets_most_ranks_come_first_and_one_beside_them() -> None:
     rows = [{**row, "ratio": 66.0} for row in measured.rows_of("packing") if row["ranks"] == 2]
     alone = [{**row, "ranks": 1, "ratio": 77.0, "ratio to packs": 99.0} for row in rows]
     assert len(rows) == 3

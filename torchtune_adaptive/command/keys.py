@@ -37,7 +37,7 @@ INCREASE = Key(
     "batch_increase_function",
     "a section with a _component_, or a dotted path, or null",
     "null",
-    "a function (epoch, batch size) -> rows to add, asked before every epoch: a section with a `_component_`, or a "
+    "a function (epoch, batch size) -> rows to add, called before each epoch: a section with a `_component_`, or a "
     "dotted path",
 )
 

@@ -13,7 +13,7 @@ FRAGMENTATION = 0.05
 """The share of a GPU that a search leaves free.
 
 A probe shows what one step needs, and is not accepted if the allocator had to flush its cache for it. This is for
-what a probe cannot show: holes that steps of different lengths leave between blocks (docs/log.md has measurements).
+what a probe cannot show: holes that steps of different lengths leave between blocks (measured: docs/decisions.md).
 """
 
 

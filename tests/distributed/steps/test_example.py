@@ -47,11 +47,3 @@ def test_the_hugging_face_example_finds_its_size_and_survives_the_fault_that_it_
 
 def test_the_page_about_the_library_shows_the_example_that_runs():
     assert (ROOT / "examples" / "plain_fsdp2.py").read_text() in (ROOT / "docs" / "library.md").read_text()
-
-
-def test_the_readme_shows_lines_of_the_example_in_its_order():
-    (shown,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    left = iter((ROOT / "examples" / "plain_fsdp2.py").read_text().splitlines())
-    lines = [line for line in shown.splitlines() if line.strip() != "..."]
-    assert len(lines) > 15
-    assert [line for line in lines if line not in left] == []

@@ -45,124 +45,150 @@ class AdaptiveConfig:
     recover_from_oom: bool | None = option(
         BOOL | NULL,
         None,
-        means="`True`: repeat a step that ran out of memory. `False`: let it end the run. null: repeat it, except "
-        "with `optimizer_in_bwd` or tensor parallelism",
+        means=(
+            "repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or "
+            "tensor parallelism. `True`: refuse to start where it is not possible. `False`: end the run"
+        ),
     )
     regrow_after: int = option(
         COUNT_OR_0,
         200,
-        means="steps without trouble after which a limit that has shrunk tries the next larger size; 0: never",
+        means="steps without trouble before a reduced limit tries the next larger size; 0: never",
     )
     on_nan_loss: str = option(
         one_of("warn", "stop"),
         "warn",
-        means="what to do about the first step whose loss or gradient norm is NaN or infinite: `warn` and go on, or "
-        "`stop` the run on all ranks",
+        means=(
+            "reaction to the first step whose loss or gradient norm is NaN or infinite: `warn` and continue, or"
+            " `stop` the run on all ranks"
+        ),
     )
     silent_rank_timeout: float | None = option(
         TO_A_DAY | Rule(NULL.accepts, "null, for never"),
         120,
-        means="seconds without an answer from a rank (its process is stopped, its machine hangs) after which the "
-        "others end and name it. A rank that is only busy with a save, a compilation or its dataset still "
-        "answers. null: wait until the process group gives up",
+        means=(
+            "seconds without a sign of life from a rank (its process is stopped, its machine hangs) before the "
+            "others end and name it. A rank busy with a save, a compilation or its dataset still answers. null:"
+            " wait until the process group times out"
+        ),
     )
     memory_limit: tuple[MemorySize, ...] | None = option(
         SIZES,
         None,
         convert=_sizes,
-        means="what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one for each "
-        "rank. On CUDA the allocator enforces it, on a CPU a meter does; a CPU without a limit has nothing to "
-        "search",
+        means=(
+            "what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one value"
+            " per rank. The CUDA allocator enforces it, on a CPU a meter does. A CPU without a limit has "
+            "nothing to search"
+        ),
     )
 
     token_budget: int | str | None = option(
         COUNT | one_of("auto") | NULL,
         None,
-        means="limit microbatches by tokens in place of rows. A number: the most tokens of a microbatch. `auto`: as "
-        "many as a few probes before training show to fit. null: limit by rows. In PPO, each stage has its own",
+        means=(
+            "limit microbatches by tokens instead of rows. A number: the most tokens in a microbatch. `auto`: "
+            "measure what fits. null: limit by rows. In PPO, each stage has its own"
+        ),
     )
     padding: bool | None = option(
         BOOL | NULL,
         None,
-        means="under a token budget, `False`: samples stand one after another, without padding, and attention sees "
-        "each alone; an error where that is not possible. `True`: rows are padded to the longest, and samples "
-        "of like length share a microbatch. null: no padding wherever possible; where not, a line of the log "
-        "says why",
+        means=(
+            "under a token budget, `False`: pack samples without padding, with attention masked per sample; an "
+            "error where that is not possible. `True`: pad rows to the longest; samples of similar length share"
+            " a microbatch. null: no padding where possible, otherwise the log says why"
+        ),
     )
     deal: bool | None = option(
         BOOL | NULL,
         None,
-        means="under a token budget, `True`: the samples of a step are dealt to the ranks by what they cost, so that "
-        "none waits for the fullest; a step has the same samples as before. null: wherever that is possible: "
-        "for models of text, without tensor parallelism or packs. `False`: each rank runs what it has read",
+        means=(
+            "under a token budget, `True`: distribute the samples of a step over the ranks by cost, so that no "
+            "rank waits for the fullest. `False`: each rank runs the samples it has read. null: `True` where "
+            "possible (text models without tensor parallelism or packed data)"
+        ),
     )
     oversize: str = option(
         one_of("error", "truncate", "skip"),
         "error",
-        means="what to do with a sample that is too long for any microbatch: `error` (which names it), `truncate`, or "
-        "`skip` (leave it out of the loss). The end of each epoch tells how many there were",
+        means=(
+            "a sample too long for any microbatch: `error` (names it), `truncate`, or `skip` (leave it out of "
+            "the loss). The end of each epoch reports how many there were"
+        ),
     )
 
     precompute_reference: bool = option(
         BOOL,
         False,
-        means="preference training: ask the reference once for the whole dataset, before training, and free it. Its "
-        "log-probabilities are kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer "
-        "and dataset, and a checksum of each pair",
+        means=(
+            "preference training: run the reference once over the whole dataset before training, then free it. "
+            "Its answers are kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer "
+            "and dataset"
+        ),
     )
 
     search: str = option(
         one_of(*STRATEGIES),
         "linear",
-        means="`linear`: measure few rows, extrapolate each phase, verify. `static`: predict as `adaptive_plan` does, "
-        "verify; if that fails, or nothing can be predicted, go on as `linear`. `binary`: double until it fails, then "
-        "bisect. `decrease`: halve from above until it fits",
+        means=(
+            "`linear`: measure a few rows, extrapolate, verify. `static`: start from the forecast of "
+            "`adaptive_plan`, verify; continue as `linear` if there is none. `binary`: double until it fails, "
+            "then bisect. `decrease`: halve until it fits"
+        ),
     )
     round_to: str = option(
         one_of(*ROUNDINGS),
         "power_of_two",
-        means="what the result of a search is rounded down to: `power_of_two`, `divisor` (of the configured samples "
-        "per step) or `none`",
+        means=(
+            "round the result of a search down to a `power_of_two`, a `divisor` of the configured samples per "
+            "step, or not at all (`none`)"
+        ),
     )
     max_batch_size: int | None = option(
         count_up_to(2**20) | NULL,
         None,
-        means="the most rows that a search or an increase may come to; not for token budgets",
+        means="the most rows that a search or an increase may reach; not for token budgets",
     )
     sequence_length: int | None = option(
         count_up_to(MOST_TOKENS) | NULL,
         None,
-        means="tokens of the worst case; null: `tokenizer.max_seq_len`, else the longest sample of the dataset "
-        "(scanned once, with a progress bar)",
+        means=(
+            "tokens of the longest sample to measure with. null: `tokenizer.max_seq_len`, else the longest "
+            "sample of the dataset, which is scanned once"
+        ),
     )
     accumulation: str = option(
         one_of(*ACCUMULATION_MODES),
         "rebalance",
-        means="`rebalance`: keep the configured samples per step, grow the step only when one microbatch already "
-        "holds more. `fixed`: leave `gradient_accumulation_steps` alone. `keep`: never change the samples per step",
+        means=(
+            "`rebalance`: keep the configured samples per step; grow the step only when one microbatch already "
+            "holds more. `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples"
+            " per step"
+        ),
     )
     lr_scaling: str = option(
         one_of(*LR_SCALINGS),
         "none",
-        means="how the learning rate follows the samples per step when they grow: `none` (it stays), `sqrt` or "
-        "`linear`",
+        means=(
+            "how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"
+        ),
     )
     reuse_search: bool = option(
         BOOL,
         True,
-        means="take the result of an earlier search from `batch_search.json` if nothing has changed that it depends on",
+        means="reuse the result in `batch_search.json` if nothing that it depends on has changed",
     )
 
     on_save_error: str = option(
         one_of("stop", "continue"),
         "stop",
-        means="what to do when a checkpoint cannot be written: `stop` the run, or `continue`",
+        means="when a checkpoint cannot be written: `stop` the run, or `continue`",
     )
     beyond_memory: str = option(
         one_of(*BEYOND_MEMORY),
         "skip",
-        means="what to do with an increase beyond what fits: `skip` it, `accumulate` (take it, in more microbatches), "
-        "or `error`",
+        means="an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`",
     )
 
 

@@ -54,7 +54,7 @@ class Settings:
     cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
     batch_size: int = option(COUNT)
-    use_maximum_batch_size: bool = option(BOOL, False, means="search for the most rows that fit, and train with them")
+    use_maximum_batch_size: bool = option(BOOL, False, means="find the most rows that fit, and train with them")
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
@@ -66,19 +66,23 @@ class Settings:
     resume_from_checkpoint: bool | str = option(
         BOOL | one_of(AUTO),
         False,
-        means="`auto`: go on with the newest complete checkpoint of this run, or start. `True`: from the files that "
-        "the config names, as in torchtune",
+        means=(
+            "`auto`: resume from the newest complete checkpoint of this run, or start. `True`: from the files "
+            "that the config names, as in torchtune"
+        ),
     )
     save_every_n_steps: int | None = option(
-        COUNT | NULL, None, means="a checkpoint after every so many steps, besides those of every epoch"
+        COUNT | NULL, None, means="save a checkpoint every so many steps, in addition to the end of each epoch"
     )
     keep_last_n_checkpoints: int | None = option(
         COUNT | NULL,
         None,
-        means="older ones are removed, except a finished run's last and the one resumed from; may stand in "
-        "`checkpointer` too",
+        means=(
+            "remove older checkpoints, except a finished run's last and the one resumed from; may also be set "
+            "in `checkpointer`"
+        ),
     )
-    overwrite_output_dir: bool = option(BOOL, False, means="a fresh start removes the checkpoints that are there")
+    overwrite_output_dir: bool = option(BOOL, False, means="a fresh start removes existing checkpoints")
     enable_async_checkpointing: bool = option(BOOL, False)
     save_adapter_weights_only: bool = option(BOOL, False)
 
@@ -95,11 +99,13 @@ class Settings:
     data_parallel_replicate_dim: int = option(
         COUNT,
         1,
-        means="replicas of the model, each sharded over ranks of its own: as many as nodes, so that only gradients, "
-        "once a step, travel between nodes. Parameters travel inside of a replica, whose ranks follow one another",
+        means=(
+            "replicas of the model, each sharded over its own consecutive ranks. Set it to the number of nodes,"
+            " so that only gradients travel between nodes, once per step"
+        ),
     )
     data_parallel_shard_dim: int | None = option(
-        COUNT | one_of(-1) | NULL, -1, means="ranks that share a replica; -1 or null: as many as are left"
+        COUNT | one_of(-1) | NULL, -1, means="ranks that share a replica; -1 or null: all that are left"
     )
 
     log_every_n_steps: int = option(COUNT, 1)

@@ -34,32 +34,40 @@ class PlanSettings:
     world_size: int | tuple[int, ...] = option(
         RANKS | SEVERAL_RANKS,
         1,
-        means="ranks, on any number of machines: none of them is started, and more of them take no longer; or several "
-        "numbers to compare, each traced by itself: `[1,2,4,8]`",
+        means=(
+            "ranks, on any number of machines, none of which is started; or several numbers to compare, such as"
+            " `[1,2,4,8]`"
+        ),
     )
     memory_limit: str | float | None = option(
         TEXT | NUMBER | NULL,
         None,
-        means="what a rank has: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null: "
-        "`adaptive.memory_limit`, of a list the smallest",
+        means=(
+            "memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null: "
+            "`adaptive.memory_limit` (the smallest, if it is a list)"
+        ),
     )
     memory_overhead: str | int | None = option(
         TEXT | ZERO | NULL,
         None,
-        means="of it, what is not for tensors: CUDA's context, NCCL, libraries; or `0`. null: `3GiB`, in one process "
-        "`1GiB`, on a CPU nothing",
+        means=(
+            "the part of it that is not available for tensors (CUDA context, NCCL, libraries). null: `3GiB`; in"
+            " one process `1GiB`; on a CPU nothing"
+        ),
     )
     sequence_length: int | tuple[int, ...] | None = option(
         TOKENS | COUNTS | NULL,
         None,
-        means="tokens of a row, or several lengths: `[2048,8192]`; where the loss takes logits in chunks, rounded up "
-        "to a multiple of their number. null: `adaptive.sequence_length`, else "
-        "`tokenizer.max_seq_len`, else 4096 or the most that the model takes",
+        means=(
+            "tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's"
+            " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the most "
+            "that the model takes"
+        ),
     )
     expandable_segments: bool | None = option(
         BOOL | NULL,
         None,
-        means="how CUDA's caching allocator will be set; null: as `PYTORCH_CUDA_ALLOC_CONF` says here, else False",
+        means="setting of CUDA's caching allocator; null: as in `PYTORCH_CUDA_ALLOC_CONF`, else False",
     )
     format: str = option(
         one_of("table", "json"),
@@ -70,13 +78,14 @@ class PlanSettings:
     advise: bool | None = option(
         BOOL | NULL,
         None,
-        means="`True`: which settings are fastest. null: where not even one row fits, which settings would. `False`: "
-        "neither",
+        means="`True`: order settings by speed. null: advise only if not even one row fits. `False`: never",
     )
     link_bandwidth: str | None = option(
         TEXT | NULL,
         None,
-        means="bytes a second, between ranks, in one direction: `50GB`. null: the card's; between machines `50GB`",
+        means=(
+            "bytes per second between two ranks, in one direction: `50GB`. null: the card's; between machines `50GB`"
+        ),
     )
     picture: str | None = option(
         TEXT | NULL,
