@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.ranks import free_ports, run_on_ranks
-from tests.recipes.plan.test_plan import WIDE_ENOUGH_FOR_NF4
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, run_ours, saved_weights
 from tests.recipes.signalled import Blow, live_on_ranks
@@ -39,6 +38,9 @@ CASES = {
     "full_dpo": {"compiled": COMPILED, "asynchronous": ASYNCHRONOUS, "precomputed": PRECOMPUTED},
     "lora_dpo": {"compiled": COMPILED, "precomputed": PRECOMPUTED},
 }
+# so that a shard of each projection is whole blocks of 64 weights in whole blocks of 256 scalers
+NF4_SIZES = ("embed_dim=256", "intermediate_dim=512", "num_kv_heads=4")
+WIDE_ENOUGH_FOR_NF4 = [f"{section}.{size}" for section in ("model", "checkpointer.sizes") for size in NF4_SIZES]
 QUANTIZED = ("dtype=bf16", "model.quantize_base=True", "model.apply_lora_to_output=False", *WIDE_ENOUGH_FOR_NF4)
 
 
