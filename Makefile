@@ -33,7 +33,7 @@ demo-ppo: $(READY)
 # what every change has to pass, in under 6 minutes on two quiet cores: lint, types, what starts no run, one run of each
 # thing that README promises and one fault of each kind (tests/promises.txt)
 test: lint
-	$(BIN)/python -m $(PYTEST) tests/unit @tests/promises.txt
+	$(BIN)/python -m $(PYTEST) tests/unit tests/pages/test_documents.py tests/packaging/test_habits.py @tests/promises.txt
 
 # every test that needs no GPU, in under 20 minutes on two quiet cores
 test-all: lint
@@ -75,10 +75,12 @@ $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch==$* --editable '.[dev]'
 	touch $@
 
-# hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; and 5,000 that must not keep any
+# hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; 5,000 that must not keep any; and tests
+# that are marked nightly
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.long.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -W ignore -m tests.recipes.long.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
+	$(BIN)/python -m $(PYTEST) -m nightly
 
 # hundreds of `kill -9` and signals, two runs in one folder, a scheduler; under 40 minutes on two cores
 crash: $(READY)

@@ -103,7 +103,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
     return lines
 
 
-@pytest.fixture(scope="module", params=[("full", 2), ("full", 3), ("lora", 2), ("lora", 3)], ids=str)
+@pytest.fixture(scope="module", params=[("full", 2), ("lora", 3)], ids=str)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     kind, ranks = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-{ranks}")
@@ -228,25 +228,25 @@ def double_in_the_third_epoch(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 2 else 0
 
 
-def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
+def grow(folder: Path, ports: list[int]) -> list[str]:
     """Collective: by rows; by tokens; and by tokens, stopped after the second epoch and resumed."""
     budget = ("adaptive.token_budget=700", *BUDGET)
     os.environ["MASTER_PORT"] = str(ports[0])
-    run_ours(kind, demo_config(kind, folder / "rows", *GROWING))
+    run_ours("full", demo_config("full", folder / "rows", *GROWING))
     os.environ["MASTER_PORT"] = str(ports[1])
-    lines = run_and_listen(kind, folder / "tokens", *GROWING, *budget)
+    lines = run_and_listen("full", folder / "tokens", *GROWING, *budget)
     os.environ["MASTER_PORT"] = str(ports[2])
     with stopped_before(2):
-        run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget))
+        run_ours("full", demo_config("full", folder / "resumed", *GROWING, *budget))
     os.environ["MASTER_PORT"] = str(ports[3])
-    run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget, *to_resume(kind, 2)))
+    run_ours("full", demo_config("full", folder / "resumed", *GROWING, *budget, *to_resume("full", 2)))
     return lines
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
-def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp(f"growing-{request.param}")
-    lines = run_on_ranks(2, grow, request.param, folder, free_ports(4), timeout_s=250, in_group=False)
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("growing")
+    lines = run_on_ranks(2, grow, folder, free_ports(4), timeout_s=250, in_group=False)
     return folder, lines[0]
 
 
