@@ -44,13 +44,6 @@ def test_two_ranks_measure_what_was_predicted_and_nothing_else(tmp_path: Path) -
     assert [probe["rows"] for probe in static["probes"]] == [static["rows"]]
 
 
-def test_each_stage_measures_what_was_predicted_for_it(tmp_path: Path) -> None:
-    found("full_dpo", tmp_path, "static")
-    for stage in ("", "reference"):
-        record = json.loads((tmp_path / "static" / "out" / stage / "batch_search.json").read_text())["result"]
-        assert [probe["rows"] for probe in record["probes"]] == [record["rows"]], stage
-
-
 @pytest.fixture
 def alone() -> Iterator[None]:
     process_group.join_on(torch.device("cpu"))
