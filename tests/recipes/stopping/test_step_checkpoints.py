@@ -37,8 +37,10 @@ GROWING = ("batch_increase_function=tests.recipes.stopping.test_step_checkpoints
 EIGHT_BIT = (
     "optimizer._component_=tests.recipes.stopping.test_step_checkpoints.eight_bit",
     "adaptive.memory_limit=64MiB",
+    "model.num_layers=1",
+    "checkpointer.sizes.num_layers=1",
 )
-"""Under a limit nothing is compiled, which torchao's step else is."""
+"""Under a limit nothing is compiled, which torchao's step else is; it is slow, so there is little of it."""
 KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
     "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
