@@ -1,19 +1,21 @@
 # `make demo` and `make test` are the only set-up there is: both make .venv first, and only once.
+# From a change to a release: test, test-all, then the nightly sweeps faults, crash, soak and versions.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 PEERS := $(VENV)/ready-to-bench
 SITE := $(VENV)/ready-for-docs
-# test files run side by side on so many cores
+# test files that run side by side
 WORKERS ?= 2
+PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 # one thread a process: several ranks share the cores
 export OMP_NUM_THREADS := 1
 
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.11.0 2.13.0 2.14.1
 
-.PHONY: demo demo-dpo demo-ppo test quick check coverage test-gpu published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-dpo demo-ppo test test-all coverage test-gpu published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -29,24 +31,21 @@ demo-dpo: $(READY)
 demo-ppo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
 
-test: $(READY)
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+# what every change has to pass, in under 6 minutes on two quiet cores: lint, types, what starts no run, one run of each
+# thing that README promises and one fault of each kind (tests/promises.txt)
+test: lint
+	$(BIN)/python -m $(PYTEST) tests/unit tests/pages/test_documents.py tests/packaging/test_habits.py @tests/promises.txt
 
-# what is wrong most often, in under two minutes on two quiet cores: lint, types, and whatever starts no run
-quick: lint
-	$(BIN)/python -m pytest tests/unit tests/pages --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder \
-		--deselect tests/pages/test_coverage.py --deselect tests/pages/test_documents.py::test_a_run_that_is_shown_would_start
+# every test that needs no GPU, in under 20 minutes on two quiet cores
+test-all: lint
+	$(BIN)/python -m $(PYTEST)
 
-# `quick`, and a run of each thing that README promises (tests/promises.txt): what every change has to pass
-check: quick
-	$(BIN)/python -m pytest @tests/promises.txt --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
-
-# lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test`. What processes had
+# lines and branches, those of spawned and forked ranks too; takes about twice as long as `make test-all`. What processes had
 # noted that a test has killed may be torn: it is left out, with a warning
 coverage: $(READY)
 	rm -rf .coverage
 	mkdir .coverage
-	$(BIN)/python -m coverage run -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m coverage run -m $(PYTEST)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
@@ -54,7 +53,7 @@ coverage: $(READY)
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
 
-# predictions beside published figures, in about five minutes; `make test` asks for one of them
+# predictions beside published figures, in about five minutes; `make test-all` asks for one of them
 published: $(READY)
 	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/recipes/plan/test_published.py
 
@@ -77,10 +76,12 @@ $(VENV)/torch-%/ready: pyproject.toml constraints.txt | $(READY)
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(@D)/constraints.txt torch==$* --editable '.[dev]'
 	touch $@
 
-# hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; and 5,000 that must not keep any
+# hundreds of steps while memory comes and goes: four recipes, by rows and by tokens; 5,000 that must not keep any; and tests
+# that are marked nightly
 soak: $(READY)
 	$(BIN)/python -W ignore -m tests.recipes.long.soak 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
 	$(BIN)/python -W ignore -m tests.recipes.long.endurance 2>$(VENV)/soak.log || { tail -n 50 $(VENV)/soak.log; exit 1; }
+	$(BIN)/python -m $(PYTEST) -m nightly
 
 # hundreds of `kill -9` and signals, two runs in one folder, a scheduler; under 40 minutes on two cores
 crash: $(READY)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from benchmarks.results import Result, Row
-from tests.recipes.plan.test_plan import NO_ACCUMULATION, recipe_step
+from tests.recipes.plan.test_plan import recipe_step
 from tests.recipes.running import demo_config
 from tests.recipes.tracing import fake_step
 from torchtune_adaptive.prediction import ONE_CORE, Card, Timing, as_tensor
@@ -80,7 +80,9 @@ def kendalls_tau(pairs: list[tuple[float, float]]) -> float:
 
 def config_of(name: str, folder: str) -> DictConfig:
     kind, _, overrides = SETTINGS[name]
-    return demo_config(kind, Path(folder) / "run", *WIDE, *NO_ACCUMULATION, *overrides)
+    return demo_config(
+        kind, Path(folder) / "run", *WIDE, "gradient_accumulation_steps=1", "clip_grad_norm=null", *overrides
+    )
 
 
 def measured_s(name: str, rows: int | None = None, tokens: int = TOKENS, steps: int = 3) -> float:

@@ -7,8 +7,6 @@ Both are rank 0's. On a machine that has other work there are fewer pairs, so th
 
 With one rank stock's LoRA recipe shards the model, over that one rank; its full recipe does not, and neither do ours.
 So LoRA is measured twice there: as our recipe is, and sharded like stock's, which compares the loops alone.
-
-Under tensor parallelism recovery is on, which it is not by default: its ledger is what is to be measured there.
 """
 
 from __future__ import annotations
@@ -48,14 +46,6 @@ MODEL = (
 )
 
 
-TENSOR = (
-    "tensor_parallel_dim=2",
-    "optimizer.fused=False",  # torch has no fused step there
-    "tensor_parallel_plan._component_=torchtune.models.llama3.base_llama_tp_plan",
-    "clip_grad_norm=null",  # which stock fails with
-)
-
-
 @dataclass(frozen=True)
 class Case:
     recipe: str
@@ -63,25 +53,13 @@ class Case:
     stock: str
     """Whether stock's recipe shards the model, by FSDP."""
     ours: str
-    tensor: bool = False
-    """Both divide its layers over the ranks, and ours could recover."""
-
-    @property
-    def name(self) -> str:
-        return f"tensor-parallel {self.recipe}" if self.tensor else self.recipe
 
     @property
     def sharded(self) -> bool:
         return self.ours == SHARDED
 
     def config(self, folder: Path, *overrides: str) -> DictConfig:
-        return demo_config(self.recipe, folder, *MODEL, *(TENSOR if self.tensor else ()), *overrides)
-
-    def our_config(self, folder: Path) -> DictConfig:
-        config = self.config(folder)
-        if self.tensor:  # and nothing else of the demo's: under its limit, a meter would count every operation
-            config.adaptive = {"recover_from_oom": True}
-        return config
+        return demo_config(self.recipe, folder, *MODEL, *overrides)
 
 
 CASE_S, LEAST_PAIRS = 80, 3
@@ -93,7 +71,6 @@ CASES = [
     Case("lora", 1, SHARDED, WHOLE),
     Case("lora", 1, SHARDED, SHARDED),
     Case("lora", 2, SHARDED, SHARDED),
-    Case("full", 2, WHOLE, WHOLE, tensor=True),
 ]
 
 
@@ -101,7 +78,7 @@ def run(pairs: int) -> Result:
     note = (
         "ratio: CPU seconds of ours over stock's; wall ratio: of median step times. stock, ours: whether the recipe "
         "shards the model by FSDP; with one rank, which has nothing to shard, stock's does for LoRA only. Where both "
-        "do alike, the loops are compared. tensor-parallel: with recovery, off there by default"
+        "do alike, the loops are compared."
     )
     return Result([measure(case, pairs) for case in CASES], note)
 
@@ -111,7 +88,7 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
         timeout_s = 120 + CASE_S
         times = run_on_ranks(case.ranks, time_both, case, Path(folder), pairs, timeout_s=timeout_s, in_group=False)[0]
     return {
-        "recipe": case.name,
+        "recipe": case.recipe,
         "ranks": case.ranks,
         "stock": case.stock,
         "ours": case.ours,
@@ -127,7 +104,7 @@ def measure(case: Case, pairs: int) -> dict[str, Any]:
 def time_both(case: Case, folder: Path, pairs: int) -> list[tuple[Moment, Moment]]:
     """Collective: what a step of stock and of ours takes, a pair for every two neighbouring epochs."""
     began = time.monotonic()
-    ours = load_ours(case.recipe)(case.our_config(folder / "ours"))
+    ours = load_ours(case.recipe)(case.config(folder / "ours"))
     with sharding_always() if case.sharded else nullcontext():
         ours.setup()
     ours.checkpoints.save = lambda *_: None

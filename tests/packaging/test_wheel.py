@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import sysconfig
 import venv
 import zipfile
 from pathlib import Path
@@ -45,7 +44,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
     python = folder / "bin" / "python"
     (site,) = (folder / "lib").glob("python3*/site-packages")
     # a path of a .pth file is searched, but its own .pth files, among them those of editable installs, are not read
-    (site / "the-others.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
+    (site / "the-others.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     run_ok(
         sys.executable,
         "-m",

@@ -214,7 +214,7 @@ def test_a_link_by_name_has_its_address() -> None:
 
 
 def test_every_promise_names_a_test_that_there_is() -> None:
-    """`make check` would run none of them."""
+    """pytest, given the name of none, would run nothing."""
     for promise in (ROOT / "tests" / "promises.txt").read_text(encoding="utf-8").splitlines():
         file, _, test = promise.partition("::")
         assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
-"""Versions that cannot work are refused in one line."""
+"""Versions that cannot work are refused in one line, and notices that no user can act on are hidden."""
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from torchtune_adaptive.comm import fsdp
-from torchtune_adaptive.dependencies import refuse_torch
+from torchtune_adaptive.dependencies import hide_notices, refuse_torch
 
 BIN = Path(sys.executable).parent
 
@@ -53,3 +54,18 @@ def test_a_recipe_refuses_a_torch_without_it_in_one_line_and_a_library_raises(mo
         monkeypatch.setattr(sys, "argv", [f"/somewhere/{program}"])
         with pytest.raises(error, match=told):
             refuse_torch("FSDP2 has no x")
+
+
+@pytest.mark.parametrize(
+    ("text", "arrives"),
+    [
+        ("Skipping import of cpp extensions due to incompatible torch version 2.13.0+cpu", False),
+        ("This dtype is not supported on your GPU", True),
+    ],
+)
+def test_torchao_is_silent_about_its_extensions_only(
+    text: str, arrives: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    hide_notices()
+    logging.getLogger("torchao").warning(text)
+    assert (text in caplog.messages) is arrives

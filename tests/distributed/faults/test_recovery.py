@@ -30,12 +30,12 @@ from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation
+FAILS_ELSEWHERE = {"plain, 3 ranks, two fail", "hybrid, fails in the drain too", "lora, full checkpointing"}
+SAMPLED_CASES = [case for case in CASES if case.stride == 1 or case.name in FAILS_ELSEWHERE]
+"""What is swept whole, and little of what differs only in who fails and how often."""
 
 
-IN_THE_SUITE = [case for case in CASES if not case.only_swept]
-
-
-@pytest.mark.parametrize("case", IN_THE_SUITE, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
+@pytest.mark.parametrize("case", SAMPLED_CASES, ids=lambda case: case.name.replace(", ", "-").replace(" ", "_"))
 def test_the_gradient_after_a_recovery_is_bitwise_that_of_plain_fsdp(case: Case):
     sampled = SAMPLED // 2 if case.world_size > 3 else SAMPLED
     for outcome in run_on_ranks(case.world_size, sweep, case, sampled, timeout_s=120):
@@ -48,7 +48,7 @@ def test_running_out_of_memory_is_recovered_from_however_it_is_said(kind: str):
         assert outcome == (3, 3, 0, 0)
 
 
-@pytest.mark.parametrize("name", ["plain", "first pass", "hybrid", "hybrid, first pass"])
+@pytest.mark.parametrize("name", ["first pass", "hybrid"])
 def test_a_collective_may_fail_before_it_is_issued_and_after_peers_have_matched_it(name: str):
     case = next(case for case in CASES if case.name == name)
     outcome, *_ = run_on_ranks(case.world_size, sweep, case, sys.maxsize, True, timeout_s=120)

@@ -127,19 +127,13 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("adaptive.recover_from_oom=maybe", ["adaptive.recover_from_oom is 'maybe'", "True or False or null"]),
         ("adaptive=yes", ["adaptive is True", "a section"]),
         ("batch_size=0", ["batch_size is 0", COUNT]),
-        ("batch_size=four", ["batch_size is 'four'", COUNT]),
-        ("batch_size=2.5", ["batch_size is 2.5", COUNT]),
-        ("batch_size=True", ["batch_size is True", COUNT]),
         ("batch_size=None", ["batch_size is null", COUNT]),
         ("~batch_size", ["batch_size is missing", COUNT]),
         ("gradient_accumulation_steps=0", ["gradient_accumulation_steps is 0", COUNT]),
         ("epochs=0", ["epochs is 0", "a whole number from 1 to 100000"]),
         ("max_steps_per_epoch=0", ["max_steps_per_epoch is 0", f"{COUNT} or null"]),
-        ("log_every_n_steps=0", ["log_every_n_steps is 0", COUNT]),
         ("dtype=fp16", ["dtype is 'fp16'", "bf16 or fp32"]),
-        ("clip_grad_norm=text", ["clip_grad_norm is 'text'", "a number above 0 or inf or null"]),
         ("clip_grad_norm=-1", ["clip_grad_norm is -1", "above 0"]),
-        ("seed=x", ["seed is 'x'", "a whole number or null"]),
         ("seed=-5", ["seed is -5", "range"]),
         ("cudnn_deterministic_mode=loud", ["cudnn_deterministic_mode is 'loud'", "warn"]),
         ("shuffle=maybe", ["shuffle is 'maybe'", "True or False"]),
@@ -154,17 +148,12 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("collate_fn=nowhere.collate", ["collate_fn is 'nowhere.collate'", "cannot be imported"]),
         ("collate_fn=torchtune.data.left_pad_sequence", ["collate_fn is", "inference only"]),
         ("collate_fn=os.getcwd", ["collate_fn is 'os.getcwd'", "cannot be called with samples", "padded_collate_sft"]),
-        ("collate_fn=os.sep", ["collate_fn is 'os.sep'", "cannot be called with samples"]),
         ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
         ("output_dir=/proc/none", ["output_dir is '/proc/none'", "cannot be written to"]),
         (f"output_dir={'x' * 300}", ["output_dir is 'xxx", "x...: allowed is a path of names of at most 255 bytes"]),
         ("tokenizer.max_seq_len=300.5", ["tokenizer.max_seq_len is 300.5: allowed is a whole number of at least 1"]),
-        ("tokenizer.max_seq_len=1e400", ["tokenizer.max_seq_len is inf: allowed is a whole number of at least 1"]),
-        ("metric_logger.log_dir=[1]", ["metric_logger.log_dir is [1]: allowed is a path"]),
-        ("checkpointer.output_dir=5", ["checkpointer.output_dir is 5: allowed is a path"]),
         ("checkpointer.output_dir={a: 1}", ["checkpointer.output_dir is {'a': 1}: allowed is a path"]),
-        ("checkpointer.checkpoint_dir=5", ["checkpointer.checkpoint_dir is 5: allowed is a path"]),
         ("profiler.enabled=yes_please", ["profiler.enabled is 'yes_please': allowed is True or False"]),
         ("profiler=5", ["profiler._component_ is 5: allowed is torchtune.training.setup_torch_profiler or null"]),
     ],
@@ -186,21 +175,18 @@ def test_a_world_size_that_tensor_parallelism_does_not_divide_is_refused(message
 @pytest.mark.parametrize(
     "section", ["tokenizer", "dataset", "model", "checkpointer", "optimizer", "loss", "metric_logger"]
 )
-@pytest.mark.parametrize("kind", [FULL, LORA])
-def test_a_section_that_is_missing_or_no_section_is_named(
-    message: Start, tmp_path: Path, kind: str, section: str
-) -> None:
-    cfg = OmegaConf.load(locate(f"adaptive/demo/{kind}"))
+def test_a_section_that_is_missing_or_no_section_is_named(message: Start, tmp_path: Path, section: str) -> None:
+    cfg = OmegaConf.load(locate("adaptive/demo/full"))
     del cfg[section]
     OmegaConf.save(cfg, tmp_path / "without.yaml")
-    assert_says(message(kind, config="without.yaml"), f"{section}", "is missing")
+    assert_says(message(FULL, config="without.yaml"), f"{section}", "is missing")
     cfg[section] = "torch.optim.AdamW"
     OmegaConf.save(cfg, tmp_path / "text.yaml")
-    assert_says(message(kind, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
+    assert_says(message(FULL, config="text.yaml"), f"{section} is 'torch.optim.AdamW'", "allowed is a section")
     cfg[section] = ["torch.optim.AdamW"]
     OmegaConf.save(cfg, tmp_path / "list.yaml")
     said = ["dataset[0]"] if section == "dataset" else [f"{section} is ['torch.optim.AdamW']", "allowed is a section"]
-    assert_says(message(kind, config="list.yaml"), *said)
+    assert_says(message(FULL, config="list.yaml"), *said)
 
 
 @pytest.mark.parametrize(
@@ -229,15 +215,12 @@ def test_a_section_that_is_missing_or_no_section_is_named(
         ("checkpointer.colour=red", ["checkpointer.colour: demo_checkpointer takes no such argument", "allowed are"]),
         ("checkpointer.model_type=LAMA", ["checkpointer", "LAMA"]),
         ("checkpointer.checkpoint_files=[none.pt]", ["checkpointer", "weights is not a valid directory"]),
-        *((f"checkpointer.checkpoint_files={value}", ["checkpointer"]) for value in ("x", "0", "null", "1.5", "[]")),
+        *((f"checkpointer.checkpoint_files={value}", ["checkpointer"]) for value in ("x", "null", "[]")),
         ("checkpointer.checkpoint_dir=None", ["checkpointer.checkpoint_dir is None"]),
     ],
 )
-@pytest.mark.parametrize("kind", [FULL, LORA])
-def test_a_component_that_cannot_be_built_is_named(message: Start, kind: str, override: str, parts: list[str]) -> None:
-    if kind == LORA:
-        parts = [part.replace("demo_model", "lora_demo_model") for part in parts]
-    assert_says(message(kind, override, SMALL), *parts)
+def test_a_component_that_cannot_be_built_is_named(message: Start, override: str, parts: list[str]) -> None:
+    assert_says(message(FULL, override, SMALL), *parts)
 
 
 def test_a_checkpoint_directory_that_does_not_exist_is_named(message: Start) -> None:
@@ -269,14 +252,13 @@ def test_a_data_file_that_does_not_exist_is_named(message: Start) -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "found"),
+    ("kind", "override", "found"),
     [
-        ("model.embed_dim=64", "size mismatch"),
-        ("model.num_layers=4", "layers.3"),
-        ("model.num_layers=2", "the first is layers.2"),
+        (FULL, "model.embed_dim=64", "size mismatch"),
+        (LORA, "model.num_layers=4", "layers.3"),
+        (FULL, "model.num_layers=2", "the first is layers.2"),
     ],
 )
-@pytest.mark.parametrize("kind", [FULL, LORA])
 def test_weights_of_another_model_are_refused(message: Start, kind: str, override: str, found: str) -> None:
     assert_says(message(kind, override), "checkpointer: these are not the weights of this model", found)
 

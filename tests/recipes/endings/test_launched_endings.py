@@ -104,7 +104,7 @@ def test_ctrl_c_saves_and_is_told_in_one_line(ranks: int | None, tmp_path: Path)
         assert "Traceback" not in launchers, run.output
 
 
-@pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [2]), (3, [1, 2])])
+@pytest.mark.parametrize(("ranks", "failing"), [(2, [1]), (3, [1, 2])])
 def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: list[int], tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(RAISES)
     overrides = ("tokenizer=raises.tokenizer", f"tokenizer.ranks={failing}".replace(" ", ""))

@@ -112,6 +112,7 @@ def test_a_rank_that_is_killed_costs_a_restart_on_both_nodes_with_the_store_of_b
     assert f"{STEPS} of {STEPS} steps" in told, told
 
 
+@pytest.mark.nightly
 def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path) -> None:
     """Each launcher counts the restarts for which its own ranks ask. Rank 0's stand still here, as ranks may that wait
     for a GPU, so it is the other node's launcher that has all of them started again."""
@@ -135,6 +136,7 @@ def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path
     assert (tmp_path / "out" / f"step_{before}").is_dir(), told
 
 
+@pytest.mark.nightly
 def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:
@@ -156,7 +158,9 @@ def test_a_run_that_loses_its_meeting_place_ends_and_the_same_command_goes_on(tm
     assert (tmp_path / "out" / "epoch_0").is_dir()
 
 
-@pytest.mark.parametrize("hung", [0, 1], ids=["the meeting place", "the other node"])
+@pytest.mark.parametrize(
+    "hung", [pytest.param(0, id="the meeting place", marks=pytest.mark.nightly), pytest.param(1, id="the other node")]
+)
 def test_a_node_that_hangs_is_named_on_the_other_with_the_command_that_goes_on(hung: int, tmp_path: Path) -> None:
     (port,) = free_ports(1)
     with ExitStack() as stack:

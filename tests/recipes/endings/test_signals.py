@@ -129,10 +129,9 @@ def test_in_the_last_step_and_its_save_the_run_is_finished(blow: Blow, tmp_path:
     assert "nothing left to train" in again[0].lines
 
 
-@pytest.mark.parametrize("ranks", [(0,), (1,)])
 @pytest.mark.parametrize(
-    ("moment", "where"),
-    [(signalled.LOADING, "while it was set up"), (signalled.SEARCH, "in the search")],
+    ("moment", "where", "ranks"),
+    [(signalled.LOADING, "while it was set up", (0,)), (signalled.SEARCH, "in the search", (1,))],
 )
 def test_before_the_first_step_it_says_that_nothing_is_saved(
     moment: str, where: str, ranks: tuple[int, ...], tmp_path: Path

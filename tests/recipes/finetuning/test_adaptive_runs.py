@@ -1,4 +1,4 @@
-"""What a user sees of searching, recovering and growing: whole runs of both recipes on two ranks."""
+"""What a user sees of searching, recovering and growing: whole runs on two ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config, run_ours
 
 PLAIN = ("batch_size=2", "gradient_accumulation_steps=4", "clip_grad_norm=inf")
-LIMIT_MIB = {"full": 64, "lora": 52}
+LIMIT_MIB = 64
 """Room for 8 rows of 256 tokens on rank 1, and for little more; rank 0 has plenty."""
 GROWING = (
     "batch_size=1",
@@ -36,7 +36,6 @@ GROWING = (
 
 
 class Runs(NamedTuple):
-    kind: str
     folder: Path
     lines: list[dict[str, list[str]]]
     """Of each rank, by the name of the run."""
@@ -52,8 +51,8 @@ def run_and_listen(kind: str, folder: Path, *overrides: str) -> list[str]:
     return lines
 
 
-def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
-    limit = f"adaptive.memory_limit=[120MiB,{LIMIT_MIB[kind]}MiB]"
+def run_all(folder: Path, ports: list[int]) -> dict[str, list[str]]:
+    limit = f"adaptive.memory_limit=[120MiB,{LIMIT_MIB}MiB]"
     runs: dict[str, tuple[str, ...]] = {
         "searched": (*PLAIN, limit, "use_maximum_batch_size=True", "adaptive.sequence_length=256"),
         "written": (*PLAIN, limit, "batch_size=8", "gradient_accumulation_steps=1"),
@@ -63,24 +62,19 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
     lines = {}
     for (name, overrides), port in zip(runs.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        lines[name] = run_and_listen(kind, folder / name, *overrides)
+        lines[name] = run_and_listen("full", folder / name, *overrides)
     return lines
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    folder = tmp_path_factory.mktemp(request.param)
-    return Runs(
-        request.param,
-        folder,
-        run_on_ranks(2, run_all, request.param, folder, free_ports(4), timeout_s=200, in_group=False),
-    )
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    folder = tmp_path_factory.mktemp("adaptive")
+    return Runs(folder, run_on_ranks(2, run_all, folder, free_ports(4), timeout_s=100, in_group=False))
 
 
 def test_the_search_answers_for_the_tightest_rank_and_says_how(runs: Runs) -> None:
     lines = runs.lines[0]["searched"]
-    limit = LIMIT_MIB[runs.kind]
-    assert f"batch search · linear · 256 tokens · budget {limit}.0 MiB a rank" in lines
+    assert f"batch search · linear · 256 tokens · budget {LIMIT_MIB}.0 MiB a rank" in lines
     assert sum("<- chosen" in line for line in lines) == 1
     assert any(line.startswith("8 rows × 1 microbatch × 2 ranks = 16 samples a step (as configured)") for line in lines)
 
@@ -89,7 +83,7 @@ def test_the_search_leaves_its_record_and_its_picture(runs: Runs) -> None:
     output = runs.folder / "searched" / "out"
     record = json.loads((output / "batch_search.json").read_text())
     assert record["result"]["rows"] == 8
-    assert record["fingerprint"]["budgets"] == [120 * 2**20, LIMIT_MIB[runs.kind] * 2**20]
+    assert record["fingerprint"]["budgets"] == [120 * 2**20, LIMIT_MIB * 2**20]
     assert is_drawn(output / "batch_search.png")
 
 
@@ -122,7 +116,7 @@ def test_the_record_of_a_run_tells_what_happened_to_it(runs: Runs) -> None:
     recoveries = [event for event in events if event["kind"] == "recovery"]
     assert [event["kind"] for event in events[:2]] == ["start", "search"]
     assert events[1]["after"] == 8
-    assert events[1]["budget_bytes"] == LIMIT_MIB[runs.kind] * 2**20
+    assert events[1]["budget_bytes"] == LIMIT_MIB * 2**20
     lines = [line for line in runs.lines[0]["searched"] if "out of memory" in line]
     assert [event["reason"] for event in recoveries] == lines
     assert all(event["ranks"] == [1] and event["after"] < event["before"] for event in recoveries)
@@ -137,7 +131,7 @@ def test_the_record_has_every_step_with_its_memory_beside_the_budget(runs: Runs)
     assert [step["step"] for step in steps] == [step["step"] for step in logged]
     for step, other in zip(steps, logged, strict=True):
         assert step["loss"] == other["loss"]
-        assert step["budget_bytes"] in (120 * 2**20, LIMIT_MIB[runs.kind] * 2**20)
+        assert step["budget_bytes"] in (120 * 2**20, LIMIT_MIB * 2**20)
         # what one operation allocates is known when it has run
         assert 0 < step["peak_bytes"] < 1.1 * step["budget_bytes"]
 

@@ -52,11 +52,9 @@ A_STEP = 2 * 2 * 2
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1", "batch_size=4")
 RUNS: dict[str, tuple[str, ...]] = {
     "steps masked": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=True"),
-    "steps empty": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=False"),
     "steps masked, in backward": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=True", *IN_BACKWARD),
     "steps empty, by tokens": (f"dataset.run={A_STEP}", "dataset.keeps_tokens=False", "adaptive.token_budget=900"),
     "samples masked": ("dataset.run=1", "dataset.keeps_tokens=True"),
-    "samples empty": ("dataset.run=1", "dataset.keeps_tokens=False"),
     "samples empty, by tokens": ("dataset.run=1", "dataset.keeps_tokens=False", "adaptive.token_budget=900"),
 }
 
@@ -87,9 +85,7 @@ def test_a_step_without_anything_to_learn_counts_as_zero(losses: dict[str, list[
 @pytest.mark.parametrize(
     ("empty", "masked"),
     [
-        ("steps empty", "steps masked"),
         ("steps empty, by tokens", "steps masked"),
-        ("samples empty", "samples masked"),
         ("samples empty, by tokens", "samples masked"),
     ],
 )

@@ -103,7 +103,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> dict[str, list[str]]:
     return lines
 
 
-@pytest.fixture(scope="module", params=[("full", 2), ("full", 3), ("lora", 2), ("lora", 3)], ids=str)
+@pytest.fixture(scope="module", params=[("full", 2), ("lora", 3)], ids=str)
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     kind, ranks = request.param
     folder = tmp_path_factory.mktemp(f"{kind}-{ranks}")
@@ -148,22 +148,20 @@ def test_no_microbatch_is_over_the_budget_and_nothing_is_padded(runs: Runs) -> N
     assert sum(step["microbatches"] for step in runs.log("small")) >= sum(s["microbatches"] for s in runs.log("budget"))
 
 
-@pytest.fixture
-def measured(runs: Runs) -> Runs:
-    if runs.ranks != 2:
-        pytest.skip("memory is measured on two ranks")
-    return runs
+ON_TWO_RANKS = pytest.mark.parametrize("runs", [("full", 2)], ids=str, indirect=True)
+"""Where memory is measured."""
 
 
-def test_auto_measures_a_few_lengths_without_running_out_of_memory(measured: Runs) -> None:
-    record = json.loads((measured.folder / "auto" / "out" / "batch_search.json").read_text())
+@ON_TWO_RANKS
+def test_auto_measures_a_few_lengths_without_running_out_of_memory(runs: Runs) -> None:
+    record = json.loads((runs.folder / "auto" / "out" / "batch_search.json").read_text())
     points = record["result"]["points"]
     assert 4 <= len(points) <= 8
     assert all(point["peak"]["fits"] for point in points)
     assert points[0]["length"] == max(point["length"] for point in points)
     assert record["result"]["held_out_error"] < 0.05
     assert record["result"]["budget_bytes"] == 48 * 2**20
-    assert is_drawn(measured.folder / "auto" / "out" / "batch_search.png")
+    assert is_drawn(runs.folder / "auto" / "out" / "batch_search.png")
 
 
 @pytest.mark.parametrize(
@@ -185,31 +183,35 @@ def twice(epoch: int, batch_size: int) -> int:
     return batch_size if epoch == 1 else 0
 
 
-def test_auto_says_what_it_measured_and_trains_without_running_out_of_memory(measured: Runs) -> None:
-    lines = measured.lines[0]["auto"]
+@ON_TWO_RANKS
+def test_auto_says_what_it_measured_and_trains_without_running_out_of_memory(runs: Runs) -> None:
+    lines = runs.lines[0]["auto"]
     assert any(line.startswith("token budget · ") and "probes · budget 48.0 MiB a rank" in line for line in lines)
     assert any("any length fits up to" in line for line in lines)
     assert any("16 samples a step, in microbatches of at most" in line for line in lines)
-    assert measured.log("auto")[-1]["oom_recoveries"] == 0
+    assert runs.log("auto")[-1]["oom_recoveries"] == 0
 
 
-def test_auto_trains_what_stock_trains(measured: Runs) -> None:
-    for step_of_stock, step_of_ours in zip(measured.log("stock"), measured.log("auto"), strict=True):
+@ON_TWO_RANKS
+def test_auto_trains_what_stock_trains(runs: Runs) -> None:
+    for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("auto"), strict=True):
         assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
 
 
-def test_a_second_run_takes_the_profile_of_the_first(measured: Runs) -> None:
-    assert any("batch search · reused from " in line for line in measured.lines[0]["again"])
-    first, second = measured.log("auto"), measured.log("again")
+@ON_TWO_RANKS
+def test_a_second_run_takes_the_profile_of_the_first(runs: Runs) -> None:
+    assert any("batch search · reused from " in line for line in runs.lines[0]["again"])
+    first, second = runs.log("auto"), runs.log("again")
     assert [s["microbatch_tokens"] for s in first] == [s["microbatch_tokens"] for s in second]
 
 
-def test_a_budget_that_does_not_fit_is_recovered_from_with_the_losses_of_stock(measured: Runs) -> None:
-    lines = [line for line in measured.lines[0]["short"] if "out of memory" in line]
+@ON_TWO_RANKS
+def test_a_budget_that_does_not_fit_is_recovered_from_with_the_losses_of_stock(runs: Runs) -> None:
+    lines = [line for line in runs.lines[0]["short"] if "out of memory" in line]
     assert lines
     assert all("on rank 1 (longest sample" in line and "tokens, step repeated" in line for line in lines)
-    assert measured.log("short")[-1]["oom_recoveries"] == len(lines)
-    for step_of_stock, step_of_ours in zip(measured.log("stock"), measured.log("short"), strict=True):
+    assert runs.log("short")[-1]["oom_recoveries"] == len(lines)
+    for step_of_stock, step_of_ours in zip(runs.log("stock"), runs.log("short"), strict=True):
         assert step_of_ours["loss"] == pytest.approx(step_of_stock["loss"], rel=RELATIVE)
 
 
@@ -228,25 +230,25 @@ def double_in_the_third_epoch(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch == 2 else 0
 
 
-def grow(kind: str, folder: Path, ports: list[int]) -> list[str]:
+def grow(folder: Path, ports: list[int]) -> list[str]:
     """Collective: by rows; by tokens; and by tokens, stopped after the second epoch and resumed."""
     budget = ("adaptive.token_budget=700", *BUDGET)
     os.environ["MASTER_PORT"] = str(ports[0])
-    run_ours(kind, demo_config(kind, folder / "rows", *GROWING))
+    run_ours("full", demo_config("full", folder / "rows", *GROWING))
     os.environ["MASTER_PORT"] = str(ports[1])
-    lines = run_and_listen(kind, folder / "tokens", *GROWING, *budget)
+    lines = run_and_listen("full", folder / "tokens", *GROWING, *budget)
     os.environ["MASTER_PORT"] = str(ports[2])
     with stopped_before(2):
-        run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget))
+        run_ours("full", demo_config("full", folder / "resumed", *GROWING, *budget))
     os.environ["MASTER_PORT"] = str(ports[3])
-    run_ours(kind, demo_config(kind, folder / "resumed", *GROWING, *budget, *to_resume(kind, 2)))
+    run_ours("full", demo_config("full", folder / "resumed", *GROWING, *budget, *to_resume("full", 2)))
     return lines
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
-def grown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
-    folder = tmp_path_factory.mktemp(f"growing-{request.param}")
-    lines = run_on_ranks(2, grow, request.param, folder, free_ports(4), timeout_s=250, in_group=False)
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    folder = tmp_path_factory.mktemp("growing")
+    lines = run_on_ranks(2, grow, folder, free_ports(4), timeout_s=250, in_group=False)
     return folder, lines[0]
 
 

@@ -24,14 +24,9 @@ from tests.recipes.crash.plans import (
     Scout,
     all_plans,
     asked,
-    in_a_save,
     in_a_stage,
-    in_a_step,
-    in_the_last_step,
-    in_the_search,
     one_of_each,
     random_operations,
-    random_stages,
 )
 from tests.recipes.crash.points import (
     HOLD,
@@ -54,33 +49,24 @@ from tests.recipes.crash.victims import STOPPED, Life, struck_at
 from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
 
-SAMPLE = [
-    Plan("one of each operation", FULL, one_of_each),
-    Plan("sample", LORA, random_operations(3)),
-    Plan("sample", ASYNC, random_operations(3, ranks=2)),
-    Plan("sample", PPO, random_stages(2)),
-]
-LEAST_KILLED = {FULL: 5, LORA: 2, ASYNC: 2, PPO: 2}
-"""Fewer than are aimed at: what comes last may find a run that is done."""
-
-
-@pytest.mark.parametrize("plan", SAMPLE, ids=str)
-def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(plan: Plan, tmp_path: Path) -> None:
-    tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
-    assert tally.good, "\n".join([tally.summary(), *tally.details()])
-    assert tally.killed >= LEAST_KILLED[plan.variant], tally.summary()
-
 
 @pytest.mark.parametrize(
-    ("plan", "stops"),
+    ("plan", "least_killed"),  # fewer than are aimed at: what comes last may find a run that is done
     [
-        (Plan("asked", FULL, asked((in_a_save, in_a_step, in_the_last_step))), 4),
-        (Plan("asked", ASYNC, asked((in_a_step,), (RANK_1,))), 2),
-        (Plan("asked", PPO, asked((in_a_stage,), (RANK_1,))), 2),
-        (Plan("asked", Variant("lora", 1, searched=True), asked((in_the_search,))), 2),
+        (Plan("one of each operation", FULL, one_of_each), 5),
+        (Plan("sample", ASYNC, random_operations(3, ranks=2)), 2),
     ],
-    ids=lambda value: str(value),
+    ids=str,
 )
+def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
+    plan: Plan, least_killed: int, tmp_path: Path
+) -> None:
+    tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
+    assert tally.good, "\n".join([tally.summary(), *tally.details()])
+    assert tally.killed >= least_killed, tally.summary()
+
+
+@pytest.mark.parametrize(("plan", "stops"), [(Plan("asked", PPO, asked((in_a_stage,), (RANK_1,))), 2)], ids=str)
 def test_a_run_that_is_asked_to_end_again_and_again_loses_nothing(plan: Plan, stops: int, tmp_path: Path) -> None:
     tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
     assert tally.good, "\n".join([tally.summary(), *tally.details()])

@@ -41,7 +41,7 @@ LINES = {
     "offloading": (21.8, 7301, (*FULL, "compile=True", CHECKPOINTED, "optimizer_in_bwd=True", OFFLOADED)),
     "lora": (8.5, 8210, ("3B_lora", "optimizer.fused=True", "compile=True", CHECKPOINTED, OFFLOADED)),
 }
-QUICK = {"chunked loss"}
+QUICK = {"packed"}
 
 
 def predicted(name: str, *overrides: str) -> tuple[float, float]:

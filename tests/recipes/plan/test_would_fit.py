@@ -13,23 +13,13 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from tests.recipes.stock_configs import StockConfig, train_all
 from torchtune_adaptive.tune.plan.overrides import changed
-from torchtune_adaptive.tune.start.catalogue import RECIPES, our_configs
+from torchtune_adaptive.tune.start.catalogue import our_configs
 from torchtune_adaptive.tune.validate.config import check_config
 
 RECORD = json.loads((Path(__file__).parents[3] / "docs" / "coverage.json").read_text(encoding="utf-8"))
 LINES: dict[str, dict[str, Any]] = {name: line for name, line in RECORD["would fit"].items() if line["rows"]}
 OURS = {each.name.removeprefix("adaptive/"): each for each in our_configs()}
-
-pytestmark = pytest.mark.timeout(3600)
-
-
-class Line(StockConfig):
-    """A config of ours with what is to be appended, on a machine without a GPU."""
-
-    def load(self) -> DictConfig:
-        return changed(with_appended(self.name), ("enable_activation_offloading=False",))
 
 
 def with_appended(name: str) -> DictConfig:
@@ -48,10 +38,3 @@ def test_a_line_is_kept_for_what_does_not_fit_and_for_nothing_else() -> None:
 def test_a_run_would_take_the_line_on_its_ranks(name: str) -> None:
     found = check_config(with_appended(name), OURS[name].recipe, LINES[name]["ranks"], here=False)
     assert found.wrong == []
-
-
-def test_every_line_trains(tmp_path: Path) -> None:
-    lines = [Line(str(RECIPES[OURS[name].recipe]), name, OURS[name].path) for name in LINES]
-    assert train_all(lines, tmp_path, world_size=2) == {}
-    for line in lines:
-        assert list(line.folder(tmp_path).glob("out/epoch_0/*"))

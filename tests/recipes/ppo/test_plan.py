@@ -5,13 +5,9 @@ from __future__ import annotations
 import gc
 import json
 import os
-import re
-import shlex
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -22,10 +18,8 @@ from tests.recipes.plan.test_plan import ask
 from tests.recipes.ppo.rollouts import NEW, TINY, load_ppo, ppo_config
 from tests.recipes.recording import events_of
 from tests.recipes.tracing import peaks_of
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
-from torchtune_adaptive.tune.plan import capacities, static_rows
 from torchtune_adaptive.tune.plan.commands import Wanted, command
 from torchtune_adaptive.tune.plan.question import Question
 from torchtune_adaptive.tune.plan.settings import read_plan_settings
@@ -39,25 +33,15 @@ SIZES = ((1, 64), (5, 96), (9, 32))
 """Rows, and tokens of each prompt."""
 A_FEW_BYTES = 1024
 """What a rank holds a moment longer than predicted, or shorter: scales of a few norms, in 2 MiB."""
-ADAM = ("optimizer._component_=torch.optim.AdamW", "optimizer.lr=0.001", "optimizer.fused=True")
-LAYER_BY_LAYER = "layer by layer"
-CASES = {
-    "plain": ("gradient_accumulation_steps=2",),
-    "Adam, checkpointed": (*ADAM, "gradient_accumulation_steps=2", "enable_activation_checkpointing=True"),
-    "one microbatch, clipped": (*ADAM, "clip_grad_norm=1.0"),
-    LAYER_BY_LAYER: ("gradient_accumulation_steps=2",),
-    "no reshard, top k": (*ADAM, "fsdp_reshard_after_forward=False", "top_k=5", "gradient_accumulation_steps=2"),
-}
+STEPS_OF_TWO = "gradient_accumulation_steps=2"
 
 
-def metered(folder: Path, case: str, ports: list[int]) -> dict[str, list[int]]:
+def metered(folder: Path, ports: list[int]) -> dict[str, list[int]]:
     """Collective: what the recipe's own meter counts on this rank, in each stage."""
     os.environ["MASTER_PORT"] = str(ports[0])
-    cfg = ppo_config(folder, *CASES[case])
+    cfg = ppo_config(folder, STEPS_OF_TWO)
     recipe = load_ppo()(cfg)
     recipe.setup()
-    if case == LAYER_BY_LAYER and recipe.stages.gathering.can_end:
-        recipe.stages.go_layer_by_layer()
     stages = {name: stage_of(recipe, name, cfg) for name in STAGES}
     for stage in stages.values():
         stage(1, rollout_of(16))
@@ -103,19 +87,14 @@ def peak_in(recipe: Any, name: str, stage: Callable[[int, Rollout], None], size:
     return meter.peak_bytes
 
 
-def predicted(cfg: DictConfig, world_size: int, *, layer_by_layer: bool) -> dict[str, list[int]]:
+def predicted(cfg: DictConfig, world_size: int) -> dict[str, list[int]]:
     with fake_steps(cfg, world_size) as steps:
-        if layer_by_layer and (go := steps[GENERATE].fall_back) is not None:
-            go()
-            steps[GENERATE].run_first()
         return {name: peaks_of(step, SIZES) for name, step in steps.items()}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("case", CASES)
-def test_each_stage_allocates_what_was_predicted(case: str, world_size: int, tmp_path: Path) -> None:
-    real = run_on_ranks(world_size, metered, tmp_path / "run", case, free_ports(1), timeout_s=120, in_group=False)
-    expected = predicted(ppo_config(tmp_path / "run", *CASES[case]), world_size, layer_by_layer=case == LAYER_BY_LAYER)
+def test_each_stage_allocates_what_was_predicted(tmp_path: Path) -> None:
+    real = run_on_ranks(2, metered, tmp_path / "run", free_ports(1), timeout_s=120, in_group=False)
+    expected = predicted(ppo_config(tmp_path / "run", STEPS_OF_TWO), world_size=2)
     for rank in real:
         for stage, peaks in rank.items():
             assert expected[stage] == [pytest.approx(peak, rel=0, abs=A_FEW_BYTES) for peak in peaks], stage
@@ -148,30 +127,6 @@ def test_the_command_answers_what_the_searches_of_a_run_find(
     assert found[TRAIN_POLICY] < found[GENERATE]
 
 
-def test_generating_is_answered_layer_by_layer_where_gathered_parameters_leave_no_room(tmp_path: Path) -> None:
-    cfg = ppo_config(tmp_path / "run", "policy_model.num_layers=12")
-    with fake_steps(cfg, 4) as steps:
-        step = steps[GENERATE]
-        (peak,) = peaks_of(step, [(1, 16)])
-        asked = OmegaConf.create(
-            {"world_size": 4, "memory_limit": f"{(peak - 1) / 2**20}MiB", "sequence_length": [16, 32]}
-        )
-        static = OmegaConf.to_container(cfg, resolve=True), 4, 16 + step.rows.answer_tokens, peak - 1, GENERATE
-        with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
-            assert static_rows.most_rows(*static) == 0
-        with mock.patch.object(capacities, "fake_steps", return_value=nullcontext({GENERATE: step})):
-            plan = read_plan_settings(asked)
-            found = capacities.predict(cfg, plan, lambda: None)
-        assert [note for note in found.notes if note.startswith("generate: gathered parameters leave no room")]
-        with mock.patch.object(static_rows, "fake_steps", return_value=nullcontext({GENERATE: step})):
-            assert static_rows.most_rows(*static, fallen_back=True) >= found.batch_size(0) >= 1
-
-
-def test_settings_of_ppo_are_not_compared() -> None:
-    with pytest.raises(ConfigError, match="advise does not support PPO"):
-        ask("adaptive/demo/ppo", "advise=True")
-
-
 @pytest.mark.parametrize(
     ("budget", "sizes"),
     [("null", "use_maximum_batch_size=True"), ("400", "adaptive.token_budget=auto")],
@@ -181,15 +136,3 @@ def test_what_to_run_next_measures_rows_or_tokens(tmp_path: Path, budget: str, s
     plan = read_plan_settings(OmegaConf.create({"world_size": 2, "memory_limit": "4MiB"}))
     told = command(Question(cfg, plan, "adaptive/demo/ppo"), Wanted(rows=1, tokens=64))
     assert told == f"tune run --nproc_per_node 2 {PPO} --config adaptive/demo/ppo adaptive.memory_limit=4MiB {sizes}"
-
-
-def test_the_table_has_a_line_for_each_stage_and_says_what_to_run_next(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [f"  {stage:<28}" for stage in STAGES]
-    ask("adaptive/demo/ppo", *SEARCHED)
-    output = capsys.readouterr().out
-    assert all(line in output for line in lines)
-    assert "PPO · 1 rank · prompts of 64 tokens, answers of 6 · 4.0 MiB usable" in output
-    (command,) = re.findall(rf"{PPO} --config adaptive/demo/ppo (.*)", output)
-    assert set(shlex.split(command)) == {*SEARCHED} - {
-        "use_maximum_batch_size=False"
-    }  # each key once, as it was said last

@@ -30,6 +30,7 @@ CASES = {
         "clip_grad_norm=null",
     ),
 }
+RUNS = [*(("full_dpo", case) for case in CASES), ("lora_dpo", "several")]
 FIGURES = (
     "loss",
     "lr",
@@ -50,29 +51,27 @@ def exactness(figure: str, of: dict[str, float]) -> float:
     return 4 * torch.finfo(torch.float32).eps * BETA * magnitude
 
 
-def run_both(kind: str, folder: Path, ports: list[int]) -> None:
-    runs = [(case, who) for case in CASES for who in ("stock", "ours")]
-    for (case, who), port in zip(runs, ports, strict=True):
+def run_both(kind: str, folder: Path, case: str, ports: list[int]) -> None:
+    for (who, run), port in zip((("stock", run_stock), ("ours", run_ours)), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        here = folder / case.replace(" ", "_") / who
-        cfg = demo_config(kind, here, *SGD, f"optimizer.norms={here / 'norms'}", *CASES[case])
+        (folder / who).mkdir(exist_ok=True)
+        cfg = demo_config(kind, folder / who, *SGD, f"optimizer.norms={folder / who / 'norms'}", *CASES[case])
         if case.startswith("RSO"):
             del cfg.loss["beta"], cfg.loss["label_smoothing"]
-        here.mkdir(parents=True, exist_ok=True)
-        (run_stock if who == "stock" else run_ours)(kind, cfg)
+        run(kind, cfg)
 
 
-@pytest.fixture(scope="module", params=["full_dpo", "lora_dpo"])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    folder = tmp_path_factory.mktemp(request.param)
-    run_on_ranks(2, run_both, request.param, folder, free_ports(2 * len(CASES)), timeout_s=150, in_group=False)
-    return request.param, folder
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, Path]:
+    kind, case = request.param
+    folder = tmp_path_factory.mktemp(kind)
+    run_on_ranks(2, run_both, kind, folder, case, free_ports(2), timeout_s=60, in_group=False)
+    return kind, case, folder
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, Path], case: str) -> None:
-    kind, folder = runs
-    stock, ours = (read_log(folder / case.replace(" ", "_") / who / "log.jsonl") for who in ("stock", "ours"))
+def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
+    kind, _, folder = runs
+    stock, ours = (read_log(folder / who / "log.jsonl") for who in ("stock", "ours"))
     assert len(ours) == len(stock) >= 4
     for step_of_stock, step_of_ours in zip(stock, ours, strict=True):
         if kind == "lora_dpo":
@@ -83,29 +82,28 @@ def test_every_step_has_the_figures_of_the_stock_recipe(runs: tuple[str, Path], 
     assert ours[-1]["rewards/margins"] != 0
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_every_gradient_has_the_norm_that_it_has_in_the_stock_recipe(runs: tuple[str, Path], case: str) -> None:
-    _, folder = runs
-    stock, ours = (
-        [float(line) for line in (folder / case.replace(" ", "_") / who / "norms").read_text().splitlines()]
-        for who in ("stock", "ours")
-    )
+def test_every_gradient_has_the_norm_that_it_has_in_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
+    stock, ours = (norms_of(runs[2] / who) for who in ("stock", "ours"))
     assert len(ours) == len(stock) >= 4
     assert min(stock) > 0
     assert ours == pytest.approx(stock, rel=RELATIVE)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, Path], case: str) -> None:
-    _, folder = runs
-    epoch = int(case == "several")
-    stock, ours = (saved_weights(folder / case.replace(" ", "_") / who, epoch) for who in ("stock", "ours"))
+def test_the_saved_weights_are_those_of_the_stock_recipe(runs: tuple[str, str, Path]) -> None:
+    _, case, folder = runs
+    stock, ours = (saved_weights(folder / who, epoch=int(case == "several")) for who in ("stock", "ours"))
     assert ours.keys() == stock.keys()
     for name, weight in stock.items():
         torch.testing.assert_close(ours[name], weight, rtol=RELATIVE, atol=1e-6, msg=name)
 
 
-def test_the_norm_in_the_log_is_that_of_the_gradient(runs: tuple[str, Path]) -> None:
-    here = runs[1] / "one_microbatch" / "ours"
-    norms = [float(line) for line in (here / "norms").read_text().splitlines()]
-    assert [step["grad_norm"] for step in read_log(here / "log.jsonl")] == pytest.approx(norms, rel=RELATIVE)
+@pytest.mark.parametrize("runs", [("full_dpo", "one microbatch")], ids="-".join, indirect=True)
+def test_the_norm_in_the_log_is_that_of_the_gradient(runs: tuple[str, str, Path]) -> None:
+    _, _, folder = runs
+    logged = [step["grad_norm"] for step in read_log(folder / "ours" / "log.jsonl")]
+    assert logged == pytest.approx(norms_of(folder / "ours"), rel=RELATIVE)
+
+
+def norms_of(folder: Path) -> list[float]:
+    """What the optimizer was given."""
+    return [float(line) for line in (folder / "norms").read_text().splitlines()]

@@ -21,7 +21,6 @@ from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.tune.parts.preference_stages import KEPT, REFERENCE
 from torchtune_adaptive.tune.run.reference_table import TABLE_FILE
 
-KINDS = ("full_dpo", "lora_dpo")
 BASE = (
     *SGD,
     "optimizer.lr=0.01",
@@ -33,7 +32,7 @@ BASE = (
 PRECOMPUTED = "adaptive.precompute_reference=True"
 
 
-def set_up(kind: str, cfg: Any) -> tuple[list[float], list[str], list[bool]]:
+def set_up(cfg: Any) -> tuple[list[float], list[str], list[bool]]:
     """Collective: what the pairs come with once the recipe is set up, what was said, and of each reference model that
     was built whether it is gone."""
     said: list[str] = []
@@ -42,15 +41,13 @@ def set_up(kind: str, cfg: Any) -> tuple[list[float], list[str], list[bool]]:
     logger = logging.getLogger("torchtune_adaptive")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    recipe = load_ours(kind)(cfg)
+    recipe = load_ours("full_dpo")(cfg)
     built: list[weakref.ref[Any]] = []
-    if kind == "full_dpo":
-        module = recipe.setup.__func__.__globals__
-        build = module["build_frozen_model"]
-        module["build_frozen_model"] = lambda *args: _noted(build(*args), built)
+    module = recipe.setup.__func__.__globals__
+    build = module["build_frozen_model"]
+    module["build_frozen_model"] = lambda *args: _noted(build(*args), built)
     recipe.setup()
-    if built:
-        module["build_frozen_model"] = build
+    module["build_frozen_model"] = build
     kept = torch.stack([recipe.data.dataset[index][KEPT] for index in range(len(recipe.data.dataset))])
     recipe.cleanup()
     logger.removeHandler(handler)
@@ -62,14 +59,14 @@ def _noted(model: Any, built: list[weakref.ref[Any]]) -> Any:
     return model
 
 
-def runs(kind: str, folder: Path, ports: list[int]) -> list[tuple[list[float], list[str], list[bool]]]:
+def runs(folder: Path, ports: list[int]) -> list[tuple[list[float], list[str], list[bool]]]:
     """Collective: the table is made, taken, torn, then of another dataset, then cannot be read."""
     table, found = folder / "run" / "out" / TABLE_FILE, []
     rank, free = int(os.environ["RANK"]), iter(ports)
 
     def once(*overrides: str) -> None:
         os.environ["MASTER_PORT"] = str(next(free))
-        found.append(set_up(kind, demo_config(kind, folder / "run", *BASE, PRECOMPUTED, *overrides)))
+        found.append(set_up(demo_config("full_dpo", folder / "run", *BASE, PRECOMPUTED, *overrides)))
 
     once()
     once("seed=3")
@@ -79,16 +76,15 @@ def runs(kind: str, folder: Path, ports: list[int]) -> list[tuple[list[float], l
     once("dataset.seed=1")
     once()
     os.environ["MASTER_PORT"] = str(next(free))
-    run_ours(kind, demo_config(kind, folder / "plain", *BASE))
+    run_ours("full_dpo", demo_config("full_dpo", folder / "plain", *BASE))
     os.environ["MASTER_PORT"] = str(next(free))
-    run_ours(kind, demo_config(kind, folder / "trained", *BASE, PRECOMPUTED, "adaptive.token_budget=300"))
+    run_ours("full_dpo", demo_config("full_dpo", folder / "trained", *BASE, PRECOMPUTED, "adaptive.token_budget=300"))
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str, tmp_path: Path) -> None:
+def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(tmp_path: Path) -> None:
     (made, taken, torn, foreign, again), _ = run_on_ranks(
-        2, runs, kind, tmp_path, free_ports(7), timeout_s=150, in_group=False
+        2, runs, tmp_path, free_ports(7), timeout_s=150, in_group=False
     )
     begun, kept = made[1]
     assert begun == f"{REFERENCE} · computed for 37 pairs, once before training"
@@ -104,7 +100,7 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
     assert foreign[0] != made[0]
     assert "was made with another" in again[1][0]
     assert all(all(gone) for _, _, gone in (made, taken, torn, foreign, again))
-    assert [len(gone) for _, _, gone in (made, taken, torn)] == ([1, 0, 1] if kind == "full_dpo" else [0, 0, 0])
+    assert [len(gone) for _, _, gone in (made, taken, torn)] == [1, 0, 1]
     plain, trained = (read_log(tmp_path / each / "log.jsonl") for each in ("plain", "trained"))
     assert len(plain) == len(trained) == 4
     for expected, ours in zip(plain, trained, strict=True):
@@ -113,13 +109,13 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(kind: str
             assert ours[figure] == pytest.approx(expected[figure], rel=5e-5, abs=1e-5), figure
 
 
-def alone(kind: str, folder: Path) -> list[float]:
-    return set_up(kind, demo_config(kind, folder, *BASE, PRECOMPUTED))[0]
+def alone(folder: Path) -> list[float]:
+    return set_up(demo_config("full_dpo", folder, *BASE, PRECOMPUTED))[0]
 
 
 def test_one_process_finds_what_three_ranks_find(tmp_path: Path) -> None:
-    one = run_on_ranks(1, alone, "full_dpo", tmp_path / "one", timeout_s=60, in_group=False)[0]
-    for three in run_on_ranks(3, alone, "full_dpo", tmp_path / "three", timeout_s=90, in_group=False):
+    one = run_on_ranks(1, alone, tmp_path / "one", timeout_s=60, in_group=False)[0]
+    for three in run_on_ranks(3, alone, tmp_path / "three", timeout_s=90, in_group=False):
         assert three == pytest.approx(one, rel=1e-5)
 
 

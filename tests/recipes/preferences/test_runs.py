@@ -79,7 +79,7 @@ def run_all(kind: str, folder: Path, ports: list[int]) -> None:
             train_and_stop(kind, demo_config(kind, folder / case, *RESUMED), stop)
 
 
-@pytest.fixture(scope="module", params=["full_dpo", "lora_dpo"])
+@pytest.fixture(scope="module", params=["full_dpo"])
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     ports = free_ports(len(CASES) + 2 + len(STOPS))

@@ -29,39 +29,26 @@ GROWING = (
     "optimizer.lr=0.001",
 )
 BATCH_SIZES = [1, 1, 2, 2, 4, 4]
-ASYNC = ("enable_async_checkpointing=True",)
 
 
 def grow_at_2_and_4(epoch: int, current_batch_size: int) -> int:
     return current_batch_size if epoch in (2, 4) else 0
 
 
-def run_one_epoch(kind: str, folder: Path, epoch: int, *overrides: str) -> None:
-    """Collective: a new run, or the next epoch of the one in `folder`; it ends as if it had been stopped there."""
-    resume = to_resume(kind, epoch, asynchronous=overrides == ASYNC) if epoch else []
-    with stopped_before(epoch + 1) if epoch + 1 < EPOCHS else nullcontext():
-        run_ours(kind, demo_config(kind, folder, *GROWING, *overrides, *resume))
-
-
-def run_all(kind: str, folder: Path, ports: list[int]) -> None:
+def run_all(folder: Path, ports: list[int]) -> None:
+    """Collective: a run that never stops, and one that is ended after each epoch."""
     os.environ["MASTER_PORT"] = str(ports.pop())
-    run_ours(kind, demo_config(kind, folder / "whole", *GROWING))
-    for name, overrides in (("stopped", ()), ("stopped-async", ASYNC if kind == "full" else ())):
-        for epoch in range(EPOCHS):
-            os.environ["MASTER_PORT"] = str(ports.pop())
-            run_one_epoch(kind, folder / name, epoch, *overrides)
+    run_ours("full", demo_config("full", folder / "whole", *GROWING))
+    for epoch in range(EPOCHS):
+        os.environ["MASTER_PORT"] = str(ports.pop())
+        resume = to_resume("full", epoch) if epoch else []
+        with stopped_before(epoch + 1) if epoch + 1 < EPOCHS else nullcontext():
+            run_ours("full", demo_config("full", folder / "stopped", *GROWING, *resume))
 
 
-@pytest.fixture(scope="module", params=["full", "lora"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    run_on_ranks(2, run_all, request.param, folder, free_ports(1 + 2 * EPOCHS), timeout_s=240, in_group=False)
-    return folder
-
-
-@pytest.mark.parametrize("how", ["stopped", "stopped-async"])
-def test_losses_sizes_and_rates_are_those_of_the_run_that_never_stopped(folder: Path, how: str) -> None:
-    whole, stopped = read_log(folder / "whole" / "log.jsonl"), read_log(folder / how / "log.jsonl")
+def test_losses_sizes_and_rates_are_those_of_the_run_that_never_stopped(tmp_path: Path) -> None:
+    run_on_ranks(2, run_all, tmp_path, free_ports(1 + EPOCHS), timeout_s=120, in_group=False)
+    whole, stopped = read_log(tmp_path / "whole" / "log.jsonl"), read_log(tmp_path / "stopped" / "log.jsonl")
     steps = [24 // (2 * size) for size in BATCH_SIZES]
     assert [step["microbatch_rows"] for step in whole] == [
         size for size, count in zip(BATCH_SIZES, steps, strict=True) for _ in range(count)

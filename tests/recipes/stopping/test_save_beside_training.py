@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
@@ -26,7 +25,7 @@ RUN = (
 )
 
 
-def run_out_of_memory_while_saving(folder: Path, failing: int) -> dict[str, Any]:
+def run_out_of_memory_while_saving(folder: Path) -> dict[str, Any]:
     """Collective: the write of step 1's checkpoint lasts until step 2 has recovered."""
     recipe = load_ours("full")(demo_config("full", folder, *RUN))
     recipe.setup()
@@ -46,7 +45,7 @@ def run_out_of_memory_while_saving(folder: Path, failing: int) -> dict[str, Any]
         return result
 
     recipe.runner.run = run_and_tell
-    faults = FaultInjector(recipe.runner).fail_at(rank=failing, step=2, operation=200)
+    faults = FaultInjector(recipe.runner).fail_at(rank=1, step=2, operation=200)
     with faults, mock.patch.object(FileSystemWriter, "write_data", slow_write):
         recipe.train()
         recoveries = recipe.runner.recoveries
@@ -54,9 +53,8 @@ def run_out_of_memory_while_saving(folder: Path, failing: int) -> dict[str, Any]
     return {"recoveries": recoveries, "was_writing": was_writing}
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_step_recovers_while_a_checkpoint_is_written_and_both_are_whole(failing: int, tmp_path: Path) -> None:
-    told = run_on_ranks(2, run_out_of_memory_while_saving, tmp_path / "run", failing, timeout_s=60, in_group=False)
+def test_a_step_recovers_while_a_checkpoint_is_written_and_both_are_whole(tmp_path: Path) -> None:
+    told = run_on_ranks(2, run_out_of_memory_while_saving, tmp_path / "run", timeout_s=60, in_group=False)
     assert [each["recoveries"] for each in told] == [1, 1]
     assert [each["was_writing"] for each in told] == [[True], [True]]
     found = find_checkpoints(tmp_path / "run" / "out")

@@ -91,11 +91,8 @@ def test_a_value_that_a_run_refuses_is_refused_in_its_words(
 
 
 @pytest.mark.parametrize(("override", "parts"), PARTS, ids=lambda value: value[:40] if isinstance(value, str) else "")
-@pytest.mark.parametrize("kind", DEMO)
-def test_a_component_that_a_run_cannot_build_is_refused(
-    validate: Validate, kind: str, override: str, parts: list[str]
-) -> None:
-    assert_refused(validate(DEMO[kind], override), first_words(parts))
+def test_a_component_that_a_run_cannot_build_is_refused(validate: Validate, override: str, parts: list[str]) -> None:
+    assert_refused(validate(DEMO["full"], override), first_words(parts))
 
 
 @pytest.mark.parametrize(("override", "parts"), OF_LORA)

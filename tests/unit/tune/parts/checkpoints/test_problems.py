@@ -97,7 +97,7 @@ def test_what_one_rank_meets_while_loading_all_ranks_tell(
 def test_what_torchs_writer_raises_is_heard_although_it_is_no_exception(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.distributed.new_group", lambda backend: lambda: None)  # whatever can be referred to
+    monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: lambda: None)  # whatever can be referred to
     published: list[object] = []
     saving = BackgroundSave(published.append)
     failed: Future[object] = Future()
