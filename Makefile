@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.11.0 2.13.0 2.14.1
 
-.PHONY: demo demo-dpo demo-ppo test test-all coverage test-gpu published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-dpo demo-ppo test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -52,6 +52,10 @@ coverage: $(READY)
 # one GPU, under 8 minutes
 test-gpu: $(READY)
 	$(BIN)/python -m pytest tests/gpu
+
+# torch's own CUDA code over a device that computes nothing; needs a CUDA build of torch and a C compiler, no GPU
+test-null: $(READY)
+	$(BIN)/python -m pytest tests/null
 
 # predictions beside published figures, in about five minutes; `make test-all` asks for one of them
 published: $(READY)

@@ -146,6 +146,8 @@ ROOMS: dict[str, set[str]] = {
     },
     "command": {"tune.console", "tune/config", "tune/start", "tune/validate", "tune/plan", "tune/parts/checkpoints"},
     "demo": set(),
+    # a package of its own, but for its place
+    "null_cuda": set(),
     # nothing imports it but tests, ours and those of users
     "testing": {"limits", "memory", "comm", "step"},
 }
@@ -159,6 +161,7 @@ WITHOUT_TORCH = {
     "limits",
     "schedules",
     "memory.peak",
+    "null_cuda",
     "search",
     "tune.config.adaptive",
     "tune.config.rules",

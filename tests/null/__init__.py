@@ -1,0 +1,1 @@
+"""torch's own CUDA code, over a device that computes nothing: `make test-null`."""

@@ -1,0 +1,81 @@
+"""The library is built once, by any number of processes, and says in one line where it cannot be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.null_cuda.build import LIBRARY, NullCudaError, build
+
+ASK = """
+import torch
+card = torch.cuda.get_device_properties(1)
+print(torch.cuda.is_available(), torch.cuda.device_count(), card.name, card.major, card.minor, card.total_memory)
+"""
+
+
+def test_processes_that_build_at_once_end_with_one_library(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = [sys.executable, "-c", "from torchtune_adaptive.null_cuda import build; print(build())"]
+    builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    printed = {builder.communicate(timeout=240)[0].strip() for builder in builders}
+    assert {builder.returncode for builder in builders} == {0}
+    (library,) = map(Path, printed)
+    assert list(tmp_path.rglob(LIBRARY)) == [library]
+    assert list(library.parent.parent.iterdir()) == [library.parent]
+
+
+def test_the_command_runs_a_program_on_the_cards_that_it_is_asked_for(variables: dict[str, str]) -> None:
+    asked = ["--memory", "24GiB", "--devices", "3", "--capability", "8.6", "--name", "A card"]
+    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", *asked, "--", sys.executable, "-c", ASK]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, f"True 3 A card 8 6 {24 * 2**30}\n"), done.stderr
+
+
+def refused(tmp_path: Path, **environment: str) -> str:
+    """What the command prints where it cannot build, with a cache that is empty."""
+    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "--", sys.executable, "-c", ""]
+    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+    assert (done.returncode, done.stdout) == (1, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("version", "built_for"),
+    [("__version__, cuda = '2.99.0+cpu', None", "the CPU only"), ("__version__, cuda = '2.99.0', '12.8'", "CUDA 12.8")],
+)
+def test_a_torch_that_is_not_built_for_cuda_13_is_refused(tmp_path: Path, version: str, built_for: str) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").touch()
+    (tmp_path / "torch" / "version.py").write_text(version)
+    said = refused(tmp_path, PYTHONPATH=str(tmp_path))
+    assert said.startswith("error: a null device needs a torch built for CUDA 13; torch 2.99.0")
+    assert said.endswith(f" is built for {built_for}\n")
+
+
+def test_without_a_compiler_it_says_what_to_install(variables: dict[str, str], tmp_path: Path) -> None:
+    said = refused(tmp_path, PATH=str(tmp_path), CC="")
+    assert said == "error: a null device needs a C compiler (cc and nm): install gcc or build-essential\n"
+
+
+def test_on_another_platform_it_says_so(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    with pytest.raises(NullCudaError, match=r"needs Linux on x86_64 or aarch64; this is Darwin arm64"):
+        build()
+
+
+def test_a_cache_that_cannot_be_written_to_is_named(
+    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(NullCudaError, match=r"cannot write to .*file/torchtune_adaptive.*: set XDG_CACHE_HOME"):
+        build()

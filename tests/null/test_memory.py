@@ -1,0 +1,187 @@
+"""Memory is counted to the byte, and runs out where a card's would."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.null.conftest import OnNull
+from torchtune_adaptive.null_cuda import set_memory
+
+MIB, GIB = 2**20, 2**30
+SEGMENT = 20 * MIB
+"""What the allocator asks for where 1 to 10 MiB are wanted."""
+
+EXPANDABLE = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+
+
+def take(size: int) -> torch.Tensor:
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def use(expandable: bool) -> None:
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"  # read when CUDA is initialised
+
+
+def counted() -> list[tuple[int, int, int]]:
+    """Allocated, reserved, and gone from the card, after each of some allocations."""
+    held, rows = [], []
+    for size in (1, 513, 3 * MIB, 700 * MIB):
+        held.append(take(size))
+        free, total = torch.cuda.mem_get_info()
+        rows.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free))
+    held.clear()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return [*rows, (torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), total - free)]
+
+
+def test_allocated_and_reserved_are_what_the_allocator_rounds_to(on_null: OnNull) -> None:
+    allocated, reserved, gone = zip(*on_null(counted), strict=True)
+    assert allocated == (512, 1536, 1536 + 3 * MIB, 1536 + 703 * MIB, 0)
+    assert reserved == gone == (2 * MIB, 2 * MIB, 2 * MIB + SEGMENT, 722 * MIB, 0)
+
+
+def fill() -> tuple[list[torch.Tensor], str]:
+    """Blocks of 1 GiB until no more fit, and what the error says then."""
+    held = []
+    try:
+        while True:
+            held.append(take(GIB))
+    except torch.OutOfMemoryError as error:
+        return held, str(error)
+
+
+def filled(expandable: bool) -> tuple[int, str, int, int, int]:
+    use(expandable)
+    held, text = fill()
+    stats = torch.cuda.memory_stats()
+    return len(held), text, torch.cuda.memory_allocated(), stats["num_ooms"], stats["num_alloc_retries"]
+
+
+@EXPANDABLE
+def test_the_allocator_raises_its_own_error_at_the_limit_of_the_card(on_null: OnNull, expandable: bool) -> None:
+    blocks, text, allocated, errors, retries = on_null(filled, expandable)
+    assert (blocks, allocated, errors) == (80, 80 * GIB, 1)
+    assert retries == 1
+    assert "Tried to allocate 1024.00 MiB. GPU 0 has a total capacity of 80.00 GiB of which 0 bytes is free." in text
+
+
+def flushed() -> tuple[int, int, int]:
+    """A cached block that no longer fits what is asked for."""
+    held = take(50 * GIB)
+    del held
+    held = take(60 * GIB)
+    return torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved(), held.numel()
+
+
+def test_a_cache_that_is_in_the_way_is_flushed_and_counted_as_a_retry(on_null: OnNull) -> None:
+    assert on_null(flushed) == (1, 60 * GIB, 60 * GIB)
+
+
+def in_pieces(expandable: bool) -> int:
+    """40 GiB, where every other of a segment's 64 GiB is in use and 16 are free; 0 if they do not fit."""
+    use(expandable)
+    take(64 * GIB)
+    held = [take(GIB) for _ in range(64)]
+    del held[::2]
+    try:
+        return take(40 * GIB).numel()
+    except torch.OutOfMemoryError:
+        return 0
+
+
+@EXPANDABLE
+def test_only_expandable_segments_use_memory_that_lies_in_pieces(on_null: OnNull, expandable: bool) -> None:
+    assert on_null(in_pieces, expandable) == (40 * GIB if expandable else 0)
+
+
+def under_a_fraction(expandable: bool) -> tuple[str, int]:
+    use(expandable)
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    held = take(15 * GIB)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        take(6 * GIB)
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    return str(raised.value), held.numel() + take(60 * GIB).numel()
+
+
+@EXPANDABLE
+def test_a_fraction_of_memory_is_enforced_and_lifted(on_null: OnNull, expandable: bool) -> None:
+    text, allocated = on_null(under_a_fraction, expandable)
+    assert "20.00 GiB allowed" in text
+    assert allocated == 75 * GIB
+
+
+def taken_away(expandable: bool) -> list[int]:
+    """How many GiB fit, with less and less on the card."""
+    use(expandable)
+    fit = []
+    for memory in (8, 4, 0):
+        set_memory(memory * GIB + SEGMENT)
+        fit.append(len(fill()[0]))
+        torch.cuda.empty_cache()
+    return fit
+
+
+@EXPANDABLE
+def test_a_test_takes_memory_away(on_null: OnNull, expandable: bool) -> None:
+    assert on_null(taken_away, expandable) == [8, 4, 0]
+
+
+def pinned() -> tuple[bool, bool, bool, bool, str]:
+    host = torch.arange(3_000_000).pin_memory()
+    same = torch.equal(host.to("cuda", non_blocking=True).cpu(), host)
+    set_memory(0, pinned=True)
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(10 * MIB).pin_memory()
+    return (
+        host.is_pinned(),
+        torch.ones(1).is_pinned(),
+        same,
+        torch.cuda.host_memory_stats()["num_host_alloc"] > 0,
+        str(raised.value),
+    )
+
+
+def test_pinned_memory_is_known_and_can_run_out(on_null: OnNull) -> None:
+    is_pinned, other, same, counted, text = on_null(pinned)
+    assert (is_pinned, other, same, counted) == (True, False, True, True)
+    assert "CUDA error: out of memory" in text
+
+
+def copies() -> tuple[int, int, bool, bool]:
+    """What is read back: untouched memory, after a copy on the card, over an odd border, of zeros over ones."""
+    untouched = int(take(GIB)[-1])
+    host = torch.randint(1, 255, (5 * MIB + 3,), dtype=torch.uint8)
+    card = torch.zeros(8 * MIB, dtype=torch.uint8, device="cuda")
+    card[7 : 7 + host.numel()] = host
+    again = card.clone().cpu()
+    edges = int(again[6]) + int(again[7 + host.numel()])
+    card.copy_(torch.zeros(8 * MIB, dtype=torch.uint8))
+    return untouched, edges, torch.equal(again[7 : 7 + host.numel()], host), bool(card.cpu().any())
+
+
+def resident() -> int:
+    """Bytes of this machine that 40 GiB on the card take, copied and set to zero."""
+
+    def now() -> int:
+        with open("/proc/self/statm") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+    torch.zeros(1, device="cuda").clone()
+    before = now()
+    held = torch.zeros(20 * GIB, dtype=torch.uint8, device="cuda")
+    other = held.clone()
+    assert other.numel() == held.numel()
+    return now() - before
+
+
+def test_copies_are_true_and_nobody_has_written_but_zeros(on_null: OnNull) -> None:
+    assert on_null(copies) == (0, 0, True, False)
+
+
+def test_memory_of_the_card_takes_none_of_this_machine(on_null: OnNull) -> None:
+    assert on_null(resident) < 64 * MIB

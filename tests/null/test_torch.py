@@ -1,0 +1,148 @@
+"""What of torch runs on a null device: everything that is decided on the host."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.null.conftest import OnNull
+
+DIM, LAYERS = 512, 4
+LAYER_BYTES = 4 * DIM * DIM
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(DIM, DIM, bias=False, device="cuda") for _ in range(LAYERS)))
+
+
+def streams() -> tuple[bool, bool, float]:
+    side = torch.cuda.Stream()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    with torch.cuda.stream(side):
+        start.record()
+        torch.empty(2**20, device="cuda").add_(1)
+        end.record()
+    return end.query(), side.query(), start.elapsed_time(end)
+
+
+def test_streams_and_events_are_over_at_once(on_null: OnNull) -> None:
+    over, empty, milliseconds = on_null(streams)
+    assert over
+    assert empty
+    assert milliseconds > 0  # autotuners divide by it
+
+
+def captured() -> str:
+    with pytest.raises(RuntimeError) as raised, torch.cuda.graph(torch.cuda.CUDAGraph()):
+        torch.empty(1, device="cuda")
+    return str(raised.value)
+
+
+def test_cuda_graphs_are_refused(on_null: OnNull) -> None:
+    assert "CUDA error: a null device has no CUDA graphs" in on_null(captured)
+
+
+def attended() -> tuple[str, int]:
+    shape = (2, 8, 256, 64)
+    heads = [torch.empty(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    found = F.scaled_dot_product_attention(*heads, is_causal=True)
+    kernel = type(found.grad_fn).__name__
+    found.sum().backward()
+    return kernel, sum(head.grad.numel() for head in heads if head.grad is not None)
+
+
+def test_attention_runs_by_the_kernel_that_torch_chooses_for_the_card(on_null: OnNull) -> None:
+    kernel, numbers = on_null(attended)
+    assert kernel in ("ScaledDotProductCudnnAttentionBackward0", "ScaledDotProductFlashAttentionBackward0")
+    assert numbers == 3 * 2 * 8 * 256 * 64
+
+
+def stepped() -> tuple[int, int, int]:
+    """Bytes of the weights, of their gradients, and of what the first update of AdamW adds."""
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    inputs = torch.empty(16, DIM, device="cuda")
+    net(inputs).sum().backward()  # cuBLAS's workspaces, of this thread and of autograd's
+    net.zero_grad()
+    before = torch.cuda.memory_allocated()
+    net(inputs).sum().backward()
+    after_backward = torch.cuda.memory_allocated()
+    optimizer.step()
+    return LAYERS * LAYER_BYTES, after_backward - before, torch.cuda.memory_allocated() - after_backward
+
+
+def test_a_step_allocates_gradients_and_optimizer_state(on_null: OnNull) -> None:
+    weights, gradients, state = on_null(stepped)
+    assert gradients == weights
+    assert state == 2 * weights + LAYERS * 512  # a step count for each
+
+
+def compiled(cache: str) -> tuple[int, list[str]]:
+    os.environ.update(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=cache, TORCHINDUCTOR_COMPILE_THREADS="1")
+    function = torch.compile(lambda x: (x.sin() * 2 + 1).cos())
+    found = function(torch.empty(1000, 1000, device="cuda"))
+    return found.numel(), sorted({path.suffix for path in Path(cache).rglob("*.cubin")})
+
+
+def test_triton_compiles_a_kernel_for_the_card(on_null: OnNull, tmp_path: Path) -> None:
+    assert on_null(compiled, str(tmp_path)) == (10**6, [".cubin"])
+
+
+def sharded(ranks: int) -> tuple[int, int]:
+    """A step of FSDP2 as rank 0 of many: bytes of the shards, and the peak above them."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    mesh = init_device_mesh("cuda", (ranks,))
+    with torch.device("meta"):
+        net = nn.Sequential(*(nn.Linear(DIM, DIM, bias=False) for _ in range(LAYERS)))
+    for layer in net:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    net.to_empty(device="cuda")
+    shards = torch.cuda.memory_allocated()
+    net(torch.empty(16, DIM, device="cuda")).sum().backward()
+    peak = torch.cuda.max_memory_allocated()
+    dist.destroy_process_group()
+    return shards, peak - shards
+
+
+def test_a_step_of_fsdp2_runs_as_rank_0_of_many(on_null: OnNull) -> None:
+    shards, above = on_null(sharded, 8)
+    assert shards == LAYERS * LAYER_BYTES // 8
+    assert 2 * LAYER_BYTES < above < 128 * 2**20  # at least two whole layers, gathered ahead; and cuBLAS's workspaces
+
+
+def exchanged() -> tuple[list[float], int]:
+    """The sum of what two ranks have on their cards, and what this one has on its card."""
+    mine = torch.full((3,), dist.get_rank() + 1.0).cuda()
+    dist.all_reduce(mine)
+    return mine.tolist(), torch.cuda.memory_allocated()
+
+
+def test_gloo_carries_what_is_on_the_cards_of_two_ranks(on_null: OnNull) -> None:
+    for total, allocated in on_null(exchanged, ranks=2):
+        assert total == [3.0, 3.0, 3.0]
+        assert allocated == 512
+
+
+def by_nccl() -> tuple[list[float], list[float]]:
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, os.environ["RANK"] == "0")
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=int(os.environ["RANK"]), world_size=2)
+    on_card, on_host = torch.full((2,), 5.0).cuda(), torch.full((2,), 5.0)
+    dist.all_reduce(on_card)
+    dist.all_reduce(on_host)
+    dist.barrier()
+    return on_card.tolist(), on_host.tolist()
+
+
+def test_collectives_of_nccl_return_and_send_nothing(on_null: OnNull) -> None:
+    assert on_null(by_nccl, ranks=2, in_group=False) == [([5.0, 5.0], [10.0, 10.0])] * 2

@@ -1,0 +1,129 @@
+"""Compiles the library for the installed torch, once: its C files, and a stub for every other symbol torch wants."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+
+SOURCES = sorted(Path(__file__).parent.glob("*.[ch]"))
+LIBRARY = "libcuda.so.1"
+_NVIDIAS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
+"""Names of functions of CUDA and its libraries. NVRTC's are left to NVRTC, a compiler that needs no GPU."""
+
+_LIBRARIES = ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCH", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH")
+
+
+class NullCudaError(RuntimeError):
+    """The null device cannot be built here."""
+
+
+def build() -> Path:
+    """The library's path. Builds it if the cache has none for this torch and these sources.
+
+    Any number of processes may build at once: each builds in a folder of its own, and the first to be renamed stays.
+    """
+    torch_folder, version, cuda = _torch()
+    made_of = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtune_adaptive"
+    library = cache / f"null_cuda-{version}-{made_of.hexdigest()[:12]}" / LIBRARY
+    if library.exists():
+        return library
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="null_cuda-", dir=cache))
+    except OSError as error:
+        raise NullCudaError(f"cannot write to {cache} ({error.strerror}): set XDG_CACHE_HOME") from None
+    try:
+        _compile(folder, torch_folder, cuda)
+        folder.rename(library.parent)
+    except OSError:
+        if not library.exists():  # otherwise another process was first
+            raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return library
+
+
+def _torch() -> tuple[Path, str, str]:
+    """Where torch is, its version, and CUDA's, without importing it."""
+    found = find_spec("torch")
+    if found is None or not found.submodule_search_locations:
+        raise NullCudaError("a null device needs torch, which is not installed")
+    folder = Path(found.submodule_search_locations[0])
+    version = runpy.run_path(str(folder / "version.py"))
+    here = f"{platform.system()} {platform.machine()}"
+    if here not in ("Linux x86_64", "Linux aarch64"):
+        raise NullCudaError(f"a null device needs Linux on x86_64 or aarch64; this is {here}")
+    if version["cuda"] is None or int(version["cuda"].split(".")[0]) != 13:
+        built_for = f"CUDA {version['cuda']}" if version["cuda"] else "the CPU only"
+        raise NullCudaError(
+            f"a null device needs a torch built for CUDA 13; torch {version['__version__']} is built for {built_for}"
+        )
+    return folder, version["__version__"], version["cuda"]
+
+
+def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
+    compiler, nm = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc"), shutil.which("nm")
+    if not compiler or not nm:
+        raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
+    major, minor = cuda.split(".")[:2]
+    ask = "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version())"
+    libraries = _run(sys.executable, "-c", ask).split()
+    versions = {"CUDA": f"{major}0{minor}0", **dict(zip(_LIBRARIES, libraries, strict=True))}
+    (folder / "stubs.c").write_text(_stubs(_wanted(nm, torch_folder) - _written_out()))
+    _run(
+        compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
+        *(f"-D{name}={value}" for name, value in versions.items()),
+        f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
+        f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl",
+    )  # fmt: skip
+    (folder / "libnvidia-ml.so.1").symlink_to(LIBRARY)  # torch counts devices by NVML, where it is installed
+
+
+def _wanted(nm: str, torch_folder: Path) -> set[str]:
+    """What torch's libraries leave undefined, and what of the driver and NVML they ask for by name."""
+    libraries = [str(path) for path in sorted((torch_folder / "lib").glob("lib*.so*"))]
+    undefined = _run(nm, "-D", "--undefined-only", *libraries).split()
+    by_name = (torch_folder / "lib" / "libc10_cuda.so").read_bytes().split(b"\0")
+    names = {name.split("@")[0] for name in undefined} | {name.decode() for name in by_name if name.isascii()}
+    triton = find_spec("triton")
+    if triton and triton.submodule_search_locations:
+        for source in Path(triton.submodule_search_locations[0]).glob("backends/nvidia/driver.c"):
+            names |= set(re.findall(r"\bcu[A-Z]\w+(?=\s*\()", source.read_text()))
+    return {name for name in names if _NVIDIAS.match(name) and name.isidentifier()}
+
+
+def _written_out() -> set[str]:
+    text = "\n".join(path.read_text() for path in SOURCES)
+    return set(re.findall(r"^(?:API [^(]*?\W|[A-Z_]+\()(\w+)[(),]", text, re.MULTILINE))
+
+
+def _stubs(names: set[str]) -> str:
+    """Succeeds, in most cases; what makes an object needs one that is not null, and a text is never null."""
+    lines = ['#include "null.h"']
+    for name in sorted(names):
+        if name.endswith(("String", "LastError")):
+            lines.append(f'API const char *{name}(void) {{ return "null device"; }}')
+        elif re.match(r"(cublas|cudnn|cusolver|cusparse)\w*Create", name):
+            lines.append(f"API int {name}(void **out) {{ return *out = new_handle(), SUCCESS; }}")
+        else:
+            lines.append(f"API int {name}(void) {{ return {'3' if name.startswith('nvml') else 'SUCCESS'}; }}")
+    return "\n".join(lines) + "\n"
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or [f"status {result.returncode}"]
+        first = next((line for line in lines if "error" in line.lower()), lines[-1])
+        raise NullCudaError(f"building the null device failed: {first}")
+    return result.stdout

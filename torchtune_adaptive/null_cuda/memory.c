@@ -1,0 +1,224 @@
+// Memory: blocks of addresses that are counted against the card's. What nobody has written takes no memory of this machine and reads as zeros.
+#include "null.h"
+#include <fcntl.h>
+#include <pthread.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+enum { PAGE = 4096, GRANULE = 2 << 20 };
+
+typedef struct Block {
+  char *start;
+  size_t bytes, counted; // an address range that cuMemMap fills counts nothing itself
+  int place;
+  struct Block *next;
+} Block;
+
+typedef struct { size_t bytes; int place; } Physical; // what cuMemCreate returns
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static Block *blocks;
+static size_t used[PLACES], limits[PLACES];
+static int limited[PLACES];
+
+static size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / to * to; }
+static size_t limit_of(int place) { return limited[place] ? limits[place] : place == PINNED ? SIZE_MAX : card()->memory; }
+
+// From now on: what is in use stays, even if it is more. Tests take memory away so.
+API void null_cuda_set_memory(int place, size_t bytes) {
+  pthread_mutex_lock(&lock);
+  limits[place] = bytes;
+  limited[place] = 1;
+  pthread_mutex_unlock(&lock);
+}
+API size_t null_cuda_used(int place) { return used[place]; }
+
+// Counts bytes against a place. The lock is held.
+static int take(int place, size_t bytes) {
+  if (bytes > limit_of(place) || used[place] > limit_of(place) - bytes) return OUT_OF_MEMORY;
+  used[place] += bytes;
+  return SUCCESS;
+}
+
+static int add_block(int place, size_t bytes, size_t counted, void **out) {
+  char *start = mmap(0, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (start == MAP_FAILED) return OUT_OF_MEMORY;
+  madvise(start, bytes, MADV_NOHUGEPAGE); // or one byte would take 2 MiB of this machine
+  Block *block = malloc(sizeof *block);
+  *block = (Block){start, bytes, counted, place, blocks};
+  blocks = block;
+  *out = start;
+  return SUCCESS;
+}
+
+int allocate(int place, size_t bytes, void **out) {
+  bytes = round_up(bytes, place == PINNED ? PAGE : GRANULE);
+  *out = NULL;
+  if (!bytes) return SUCCESS;
+  pthread_mutex_lock(&lock);
+  int error = take(place, bytes);
+  if (!error && (error = add_block(place, bytes, bytes, out))) used[place] -= bytes;
+  pthread_mutex_unlock(&lock);
+  return note(error);
+}
+
+int release(void *memory) {
+  pthread_mutex_lock(&lock);
+  for (Block **at = &blocks; *at; at = &(*at)->next)
+    if ((*at)->start == memory) {
+      Block *block = *at;
+      *at = block->next;
+      used[block->place] -= block->counted;
+      munmap(block->start, block->bytes);
+      free(block);
+      break;
+    }
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+
+// -1: memory of the host that was not allocated here.
+static int place_of(const void *memory) {
+  int place = -1;
+  pthread_mutex_lock(&lock);
+  for (Block *block = blocks; block && place < 0; block = block->next)
+    if ((char *)memory >= block->start && (char *)memory < block->start + block->bytes) place = block->place;
+  pthread_mutex_unlock(&lock);
+  return place;
+}
+static int on_card(const void *memory) {
+  int place = place_of(memory);
+  return place >= 0 && place != PINNED;
+}
+
+API int cudaMalloc(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
+API int cudaFree(void *memory) { return release(memory); }
+API int cudaMallocAsync(void **out, size_t bytes, void *stream) { return allocate(current_device(), bytes, out); }
+API int cudaFreeAsync(void *memory, void *stream) { return release(memory); }
+API int cudaHostAlloc(void **out, size_t bytes, unsigned flags) { return allocate(PINNED, bytes, out); }
+API int cudaMallocHost(void **out, size_t bytes) { return allocate(PINNED, bytes, out); }
+API int cudaFreeHost(void *memory) { return release(memory); }
+
+static int memory_info(size_t *left, size_t *total) {
+  int place = current_device();
+  pthread_mutex_lock(&lock);
+  *total = card()->memory;
+  *left = limit_of(place) > used[place] ? limit_of(place) - used[place] : 0;
+  pthread_mutex_unlock(&lock);
+  return SUCCESS;
+}
+API int cudaMemGetInfo(size_t *left, size_t *total) { return memory_info(left, total); }
+API int cuMemGetInfo_v2(size_t *left, size_t *total) { return memory_info(left, total); }
+
+API int cudaPointerGetAttributes(int *out, const void *memory) { // {type, device, address for devices, for the host}
+  int place = place_of(memory);
+  memset(out, 0, 88);
+  out[0] = place < 0 ? 0 : place == PINNED ? 1 : 2;
+  out[1] = place < 0 || place == PINNED ? current_device() : place;
+  *(const void **)(out + 2) = memory;
+  if (place == PINNED) *(const void **)(out + 4) = memory;
+  return SUCCESS;
+}
+API int cuPointerGetAttribute(void *out, int attribute, const void *memory) {
+  if (attribute == 1 || attribute == 3) *(const void **)out = attribute == 1 ? (void *)(intptr_t)(place_of(memory) + 1) : memory; // context, address
+  else *(int *)out = attribute == 9 ? place_of(memory) : 0; // device
+  return SUCCESS;
+}
+
+// Expandable segments: addresses are reserved, and memory that is counted is mapped into them.
+API int cuMemGetAllocationGranularity(size_t *out, const void *of, int which) { return *out = GRANULE, SUCCESS; }
+API int cuMemAddressReserve(void **out, size_t bytes, size_t alignment, void *at, uint64_t flags) {
+  pthread_mutex_lock(&lock);
+  int error = add_block(current_device(), bytes, 0, out);
+  pthread_mutex_unlock(&lock);
+  return error;
+}
+API int cuMemAddressFree(void *at, size_t bytes) { return release(at); }
+API int cuMemCreate(Physical **out, size_t bytes, const int *of, uint64_t flags) { // of[3]: the device, or the host's node
+  pthread_mutex_lock(&lock);
+  int place = of[2] == 1 ? of[3] : PINNED, error = take(place, bytes);
+  pthread_mutex_unlock(&lock);
+  if (error) return error;
+  *out = malloc(sizeof **out);
+  **out = (Physical){bytes, place};
+  return SUCCESS;
+}
+API int cuMemRelease(Physical *memory) {
+  pthread_mutex_lock(&lock);
+  used[memory->place] -= memory->bytes;
+  pthread_mutex_unlock(&lock);
+  free(memory);
+  return SUCCESS;
+}
+API int cuMemMap(void *at, size_t bytes, size_t offset, void *memory, uint64_t flags) { return SUCCESS; }
+API int cuMemUnmap(void *at, size_t bytes) { return madvise(at, bytes, MADV_DONTNEED), SUCCESS; }
+API int cuMemSetAccess(void *at, size_t bytes, const void *access, size_t count) { return SUCCESS; }
+
+// Copies are true, and cost memory of this machine only where there is more than zeros to copy.
+static void clear(char *at, size_t bytes) {
+  char *first = (char *)round_up((size_t)at, PAGE), *last = (char *)((size_t)(at + bytes) / PAGE * PAGE);
+  if (first >= last || !on_card(at)) {
+    memset(at, 0, bytes);
+    return;
+  }
+  memset(at, 0, first - at);
+  madvise(first, last - first, MADV_DONTNEED);
+  memset(last, 0, at + bytes - last);
+}
+
+// Whether anybody has written a page on a card: it is present or swapped out, as the kernel tells of 512 pages at a time.
+typedef struct { int file; size_t first; uint64_t entries[512]; } Pagemap;
+static int written(Pagemap *map, const char *at) {
+  size_t page = (size_t)at / PAGE;
+  if (page - map->first >= 512) {
+    map->first = page / 512 * 512;
+    if (pread(map->file, map->entries, sizeof map->entries, map->first * 8) != sizeof map->entries)
+      memset(map->entries, 0xff, sizeof map->entries); // not to be known: copy it
+  }
+  return map->entries[page - map->first] >> 62 != 0;
+}
+
+static void copy(char *to, const char *from, size_t bytes) {
+  static const char zeros[PAGE];
+  int from_card = on_card(from);
+  if (bytes <= PAGE || !(from_card || on_card(to))) {
+    memcpy(to, from, bytes);
+    return;
+  }
+  Pagemap map = {from_card ? open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC) : -1, SIZE_MAX};
+  for (size_t done = 0; done < bytes;) { // a run of pages, all of them zeros or all of them not
+    size_t run = 0;
+    int empty = -1;
+    while (done + run < bytes) {
+      const char *at = from + done + run;
+      size_t part = PAGE - (size_t)at % PAGE;
+      if (part > bytes - done - run) part = bytes - done - run;
+      int here = from_card ? !written(&map, at) : !memcmp(at, zeros, part);
+      if (empty >= 0 && here != empty) break;
+      empty = here;
+      run += part;
+    }
+    if (empty) clear(to + done, run);
+    else memcpy(to + done, from + done, run);
+    done += run;
+  }
+  if (map.file >= 0) close(map.file);
+}
+
+API int cudaMemcpy(void *to, const void *from, size_t bytes, int kind) { return copy(to, from, bytes), SUCCESS; }
+API int cudaMemcpyAsync(void *to, const void *from, size_t bytes, int kind, void *stream) { return copy(to, from, bytes), SUCCESS; }
+API int cudaMemcpyPeerAsync(void *to, int there, const void *from, int here, size_t bytes, void *stream) {
+  return copy(to, from, bytes), SUCCESS;
+}
+API int cudaMemcpy2DAsync(char *to, size_t stride, const char *from, size_t their_stride, size_t bytes, size_t rows, int kind, void *stream) {
+  for (size_t row = 0; row < rows; row++) copy(to + row * stride, from + row * their_stride, bytes);
+  return SUCCESS;
+}
+API int cudaMemset(void *at, int value, size_t bytes) {
+  if (value) memset(at, value, bytes);
+  else clear(at, bytes);
+  return SUCCESS;
+}
+API int cudaMemsetAsync(void *at, int value, size_t bytes, void *stream) { return cudaMemset(at, value, bytes); }

@@ -1,0 +1,145 @@
+// Work: streams, events, kernels and libraries accept everything and do nothing, except for host functions, which run at once.
+#include "null.h"
+#include <dlfcn.h>
+#include <stdlib.h>
+#include <string.h>
+
+// A handle is an address of its own that can be read and written: a library's object where nobody looks into it.
+void *new_handle(void) {
+  static char handles[1 << 16][16];
+  static unsigned count;
+  return handles[__atomic_fetch_add(&count, 1, __ATOMIC_RELAXED) % (1 << 16)];
+}
+
+#define MAKES_HANDLE(name) \
+  API int name(void **out) { return *out = new_handle(), SUCCESS; }
+#define ANSWERS(name, type, value) \
+  API int name(const void *of, type *out) { return *out = (value), SUCCESS; }
+#define UNSUPPORTED(name) \
+  API int name(void) { return note(NOT_SUPPORTED); }
+
+MAKES_HANDLE(cudaStreamCreate)
+MAKES_HANDLE(cudaStreamCreateWithFlags)
+MAKES_HANDLE(cudaStreamCreateWithPriority)
+MAKES_HANDLE(cudaEventCreate)
+MAKES_HANDLE(cudaEventCreateWithFlags)
+MAKES_HANDLE(cudaDeviceGetDefaultMemPool)
+ANSWERS(cudaStreamGetPriority, int, 0)
+ANSWERS(cudaStreamIsCapturing, int, 0)
+ANSWERS(cuStreamIsCapturing, int, 0)
+API int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *out) { return *out = 0, SUCCESS; }
+API int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id, void **graph, void **needs, void **edges, size_t *count) {
+  return *status = 0, SUCCESS;
+}
+// Autotuners repeat a kernel until they have measured long enough: after a second, once is enough.
+API int cudaEventElapsedTime(float *out, void *start, void *end) { return *out = 1000, SUCCESS; }
+API int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *with) { return function(with), SUCCESS; }
+API int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *), void *with, unsigned flags) {
+  return function(stream, SUCCESS, with), SUCCESS;
+}
+
+UNSUPPORTED(cudaStreamBeginCapture)
+UNSUPPORTED(cudaStreamBeginCaptureToGraph)
+UNSUPPORTED(cudaGraphInstantiate)
+UNSUPPORTED(cudaGraphInstantiateWithFlags)
+UNSUPPORTED(cudaGraphLaunch)
+UNSUPPORTED(cudaIpcGetMemHandle)
+UNSUPPORTED(cudaIpcOpenMemHandle)
+UNSUPPORTED(cudaIpcGetEventHandle)
+UNSUPPORTED(cudaIpcOpenEventHandle)
+UNSUPPORTED(cudaMallocManaged)
+UNSUPPORTED(cuMemExportToShareableHandle)
+UNSUPPORTED(cuMemImportFromShareableHandle)
+
+// Kernels. A launch in CUDA's own syntax keeps its configuration in between.
+typedef struct { unsigned x, y, z; } Dim;
+static _Thread_local struct { Dim grid, block; size_t shared; void *stream; } launch;
+API unsigned __cudaPushCallConfiguration(Dim grid, Dim block, size_t shared, void *stream) {
+  launch.grid = grid, launch.block = block, launch.shared = shared, launch.stream = stream;
+  return 0;
+}
+API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void **stream) {
+  *grid = launch.grid, *block = launch.block, *shared = launch.shared, *stream = launch.stream;
+  return SUCCESS;
+}
+API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
+API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
+API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
+  memset(out, 0, 144);
+  *(int *)(out + 24) = 1024, *(int *)(out + 28) = 32;
+  *(int *)(out + 32) = *(int *)(out + 36) = card()->major * 10 + card()->minor;
+  return SUCCESS;
+}
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out) { return *out = 2, SUCCESS; }
+API int cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int *out) { return *out = 2, SUCCESS; }
+API int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out) { return *out = 2, SUCCESS; }
+API int cuOccupancyMaxActiveClusters(int *out) { return *out = 16, SUCCESS; }
+API int cuFuncGetAttribute(int *out, int attribute, void *function) { // threads of a block, registers
+  return *out = attribute == 0 ? 1024 : attribute == 4 ? 32 : 0, SUCCESS;
+}
+MAKES_HANDLE(cuModuleLoad)
+MAKES_HANDLE(cuModuleLoadData)
+MAKES_HANDLE(cuModuleLoadDataEx)
+MAKES_HANDLE(cuModuleGetFunction)
+MAKES_HANDLE(cudaLibraryLoadData)
+MAKES_HANDLE(cudaLibraryLoadFromFile)
+MAKES_HANDLE(cudaLibraryGetKernel)
+
+// What of the driver torch asks for by name, and this library has not, does nothing.
+static int nothing(void) { return SUCCESS; }
+API int cudaGetDriverEntryPointByVersion(const char *name, void **out, unsigned version, uint64_t flags, int *result) {
+  *out = dlsym(RTLD_DEFAULT, name);
+  if (!*out) *out = (void *)nothing;
+  if (result) *result = SUCCESS;
+  return SUCCESS;
+}
+
+// Libraries. What makes an object there (…Create…) is among the stubs that build.py writes.
+API int cublasGetVersion_v2(void *of, int *out) { return *out = CUDA * 10, SUCCESS; }
+API size_t cublasLtGetVersion(void) { return CUDA * 10; }
+ANSWERS(cublasGetPointerMode_v2, int, 0)
+ANSWERS(cublasGetMathMode, int, 0)
+API int cublasLtMatmulAlgoGetHeuristic(void *of, void *what, void *a, void *b, void *c, void *d, void *like, int most, void *out, int *found) {
+  memset(out, 0, 96); // one algorithm, which needs no workspace
+  return *found = 1, SUCCESS;
+}
+API size_t cudnnGetVersion(void) { return CUDNN_MAJOR * 10000 + CUDNN_MINOR * 100 + CUDNN_PATCH; }
+API size_t cudnnGetCudartVersion(void) { return CUDA; }
+API int cudnnGetProperty(int which, int *out) {
+  return *out = which == 0 ? CUDNN_MAJOR : which == 1 ? CUDNN_MINOR : CUDNN_PATCH, SUCCESS;
+}
+API int cudnnBackendCreateDescriptor(int kind, void **out) { return *out = new_handle(), SUCCESS; }
+// One plan for every operation, which needs no workspace: a list of objects has one, a list of numbers one 0.
+API int cudnnBackendGetAttribute(void *of, int name, int type, int64_t most, int64_t *count, void *out) {
+  enum { INT64 = 3, OBJECT = 15, INT32 = 23 };
+  int number = type == INT64 || type == INT32;
+  if (count) *count = number || type == OBJECT;
+  if (number && most > 0) memset(out, 0, type == INT64 ? 8 : 4);
+  return SUCCESS;
+}
+
+// NCCL: a communicator of any size, whose collectives return at once and send nothing.
+typedef struct { int ranks, rank; } Communicator;
+typedef struct { char bytes[128]; } UniqueId;
+static int new_communicator(Communicator **out, int ranks, int rank) {
+  *out = malloc(sizeof **out);
+  return **out = (Communicator){ranks, rank}, SUCCESS;
+}
+API int ncclGetVersion(int *out) { return *out = NCCL_MAJOR * 10000 + NCCL_MINOR * 100 + NCCL_PATCH, SUCCESS; }
+API int ncclGetUniqueId(UniqueId *out) { return memset(out, 0, sizeof *out), SUCCESS; }
+API int ncclCommInitRank(Communicator **out, int ranks, UniqueId id, int rank) { return new_communicator(out, ranks, rank); }
+API int ncclCommInitRankConfig(Communicator **out, int ranks, UniqueId id, int rank, void *config) {
+  return new_communicator(out, ranks, rank);
+}
+API int ncclCommInitRankScalable(Communicator **out, int ranks, int rank, int ids, void *id, void *config) {
+  return new_communicator(out, ranks, rank);
+}
+API int ncclCommSplit(Communicator *of, int color, int key, Communicator **out, void *config) {
+  return new_communicator(out, of->ranks, key);
+}
+API int ncclCommCount(Communicator *of, int *out) { return *out = of->ranks, SUCCESS; }
+API int ncclCommUserRank(Communicator *of, int *out) { return *out = of->rank, SUCCESS; }
+ANSWERS(ncclCommGetAsyncError, int, 0)
+API int ncclCommMemStats(void *of, int which, uint64_t *out) { return *out = 0, SUCCESS; }
+API int ncclMemAlloc(void **out, size_t bytes) { return allocate(current_device(), bytes, out); }
+API int ncclMemFree(void *memory) { return release(memory); }
