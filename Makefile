@@ -70,7 +70,7 @@ lint: $(READY)
 faults: $(READY)
 	$(BIN)/python -m tests.distributed.faults
 
-# unit and distributed tests, and those of promises.txt, beside every supported torch; writes the table of docs/versions.md
+# tests of the engine, of ranks and of promises.txt beside every supported torch; writes the table of docs/versions.md
 versions: $(READY) $(VERSIONS:%=$(VENV)/torch-%/ready)
 	$(BIN)/python -W ignore -m tools.versions $(VERSIONS)
 
