@@ -263,10 +263,10 @@ def draw_forecast(path: Path, capacity: Capacity, frontier: Sequence[Capacity], 
         _finish(left, f"{fits} of {capacity.tokens} tokens {'fit' if capacity.most_rows > 1 else 'fits'}", unit)
         fitting = [each for each in frontier if each.most_rows]
         tokens = [each.tokens for each in fitting]
-        right.plot(
-            tokens, [each.most_rows_with_retries for each in fitting], "-x", color=RED, label="with allocator retries"
-        )
-        right.plot(tokens, [each.most_rows for each in fitting], "-o", color=BLUE, ms=5, label="without")
+        most, with_retries = [each.most_rows for each in fitting], [each.most_rows_with_retries for each in fitting]
+        right.plot(tokens, most, "-o", color=BLUE, ms=5, label="without allocator retries")
+        if with_retries != most:
+            right.plot(tokens, with_retries, "-x", color=RED, label="with allocator retries")
         right.set_xscale("log", base=2)
         right.set_yscale("log", base=2)
         right.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}k")
