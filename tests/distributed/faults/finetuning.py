@@ -45,8 +45,6 @@ class Case:
     """The error that says so: one of KINDS."""
     stride: int = 1
     """Of the exhaustive sweep: 1 is every operation."""
-    only_swept: bool = False
-    """Whether the suite leaves it out: it differs little from another."""
 
     def bench(self) -> "Bench":
         """Collective."""

@@ -42,10 +42,11 @@ def run_all(folder: Path, ports: list[int]) -> None:
     run_ours("full", demo_config("full", folder / "apart", *APART, CLIPPED))
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two groups of two ranks, each of which holds a shard."""
     folder = tmp_path_factory.mktemp("tensor")
-    run_on_ranks(request.param, run_all, folder, free_ports(4), timeout_s=120, in_group=False)
+    run_on_ranks(4, run_all, folder, free_ports(4), timeout_s=120, in_group=False)
     return folder
 
 

@@ -38,17 +38,17 @@ GROWING = ("batch_increase_function=tests.recipes.stopping.test_step_checkpoints
 EIGHT_BIT = (
     "optimizer._component_=tests.recipes.stopping.test_step_checkpoints.eight_bit",
     "adaptive.memory_limit=64MiB",
-    "model.num_layers=1",
-    "checkpointer.sizes.num_layers=1",
 )
-"""Under a limit nothing is compiled, which torchao's step else is; it is slow, so there is little of it."""
+"""Under a limit nothing is compiled, which torchao's step else is."""
 KINDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "full-2-ranks": ("full", 2, ("model.attn_dropout=0.1",)),
+    "full-async-2-ranks": ("full", 2, ("enable_async_checkpointing=True",)),
     "full-async-8-bit-2-ranks": ("full", 2, ("enable_async_checkpointing=True", *EIGHT_BIT)),
     "full-growing": ("full", 1, GROWING),
     "lora-tokens": ("lora", 1, ("model.lora_dropout=0.1", "adaptive.token_budget=512")),
 }
 """Recipe, ranks, and what else."""
+SLOW = "full-async-8-bit-2-ranks"
 STOPS = (2, 4, 5, 6)
 """Steps before which the run ends, one after the other: before the first checkpoint, in an epoch, right after one."""
 
@@ -81,7 +81,9 @@ def run_kind(name: str, folder: Path, ports: list[int]) -> None:
         train(kind, demo_config(kind, folder / "stopped", *RUN, *overrides), stop_before=stop)
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.nightly] * (kind == SLOW)) for kind in KINDS]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     name = request.param
     folder = tmp_path_factory.mktemp(name)
