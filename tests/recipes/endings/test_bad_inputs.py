@@ -74,7 +74,7 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
             ["batch_increase_function: exits.increase at epoch 0", "raised SystemExit: 0"],
         ),
         ("optimizer=exits.Optimizer", ["optimizer could not be built", "SystemExit"]),
-        ("a=" + "[" * 3000 + "]" * 3000, ["the command line cannot be read", "recursion depth"]),
+        ("a=" + "[" * 3000 + "]" * 3000, ["the command line cannot be read"]),
     ],
     ids=lambda value: value[:40] if isinstance(value, str) else "",
 )
@@ -90,7 +90,7 @@ def test_a_known_bad_value_is_told_in_one_line(tmp_path: Path, override: str, pa
         (["world_size=65537"], ["world_size is 65537", "from 1 to 65536"]),
         (["picture=plan.xyz"], ["picture is 'plan.xyz'", ".png"]),
         (["model=null"], ["model._component_ is null", "the dotted path"]),
-        (["picture=/proc/none/plan.png"], ["picture is '/proc/none/plan.png'", "cannot be written to"]),
+        (["picture=/proc/none/plan.png"], ["picture is '/proc/none/plan.png'", "cannot be written"]),
         (["sequence_length=1000000000"], ["sequence_length is 1000000000", "16777216"]),
         (["adaptive.sequence_length=4096"], ["adaptive.sequence_length is 4096", "at most 2048"]),
         (

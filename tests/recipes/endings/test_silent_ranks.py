@@ -15,7 +15,7 @@ import pytest
 from tests.commands import run_here
 from tests.ranks import PATIENCE
 from tests.recipes.endings.test_launched_endings import tune_run_in_a_terminal
-from tests.recipes.terminal import STARTS_S
+from tests.recipes.terminal import STARTS_S, Started
 
 TIMEOUT_S = 8
 RUN = ("dataset.samples=320", "epochs=1", "use_maximum_batch_size=False", "output_dir=out", "save_every_n_steps=4")
@@ -23,12 +23,24 @@ RUN = ("dataset.samples=320", "epochs=1", "use_maximum_batch_size=False", "outpu
 SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+def rank_of(pid: int) -> int | None:
+    """As the launcher has numbered it."""
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(entry[5:]) for entry in entries if entry.startswith(b"RANK=")), None)
+
+
+def stop(run: Started, rank: int) -> int:
+    """Stops a rank that trains, and returns its process."""
+    run.when(lambda: "step_4 saved in" in run.output, STARTS_S)
+    (pid,) = (pid for pid in run.ranks() if rank_of(pid) == rank)
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: int, tmp_path: Path) -> None:
-    with tune_run_in_a_terminal(2, tmp_path, *RUN, SILENT, "resume_from_checkpoint=auto", forked=True) as run:
-        run.when(lambda: "step_4 saved in" in run.output, STARTS_S)
-        pid = run.ranks()[rank]  # the launcher has forked them one after the other
-        os.kill(pid, signal.SIGSTOP)
+    with tune_run_in_a_terminal(2, tmp_path, *RUN, SILENT, "resume_from_checkpoint=auto") as run:
+        pid = stop(run, rank)
         began = time.monotonic()
         run.when(lambda: "has not answered" in run.output, TIMEOUT_S * PATIENCE)
         seconds = time.monotonic() - began
