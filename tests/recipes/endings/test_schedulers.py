@@ -1,4 +1,4 @@
-"""The example of each scheduler, with a scheduler and commands that are not real, and one with real training."""
+"""The example of each scheduler, with a scheduler and commands that are not real; `make crash` has real training."""
 
 from __future__ import annotations
 
@@ -18,9 +18,6 @@ import pytest
 import yaml
 
 from tests.ranks import PATIENCE
-from tests.recipes.crash.requeues import requeued
-from tests.recipes.crash.session import Session
-from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment
 from torchtune_adaptive.tune.start import run_file
 
@@ -29,7 +26,6 @@ SCRIPTS = str(Path(sys.executable).parent)
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
 NOT_BEGUN = -BROKEN
 """Of which `status` says that it is broken, too: it has left nothing."""
-ALL = 10**6
 TRAINS = 'trap "echo asked >> {0}/log; exit 1" TERM; echo started >> {0}/log; for i in $(seq 200); do sleep 0.1; done'
 
 
@@ -161,10 +157,3 @@ def test_a_signal_is_passed_on_that_comes_while_training_is_started(scheduler: s
     with started(command, commands, **given) as script:
         assert script.wait(20 * PATIENCE) == code
     assert (tmp_path / "log").read_text().splitlines() == ["started", "asked"]
-
-
-def test_slurm_ends_with_the_weights_of_the_undisturbed_run(tmp_path: Path) -> None:
-    variant, session = Variant("full", 2), Session(tmp_path, 0, time.monotonic() + 150)
-    tally = requeued(variant, tmp_path / "queued", session.reference(variant), iter([12, ALL]))
-    assert tally.good, "\n".join([tally.summary(), *tally.details()])
-    assert tally.requeued == 1
