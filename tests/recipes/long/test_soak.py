@@ -11,13 +11,8 @@ from torchtune_adaptive.limits.change import GROWTH, RECOVERY
 from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 
 
-@pytest.mark.parametrize(
-    ("seed", "samples"),
-    [(1, 256), (3, 128)],
-    ids=["lora", "pairs"],
-)
-def test_a_run_in_bad_weather_ends_where_one_in_fair_weather_does(seed: int, samples: int, tmp_path: Path) -> None:
-    soak(Weather(seed, epochs=2, samples=samples), tmp_path)
+def test_a_run_in_bad_weather_ends_where_one_in_fair_weather_does(tmp_path: Path) -> None:
+    soak(Weather(seed=3, epochs=2, samples=128), tmp_path)
 
 
 @pytest.mark.parametrize(
