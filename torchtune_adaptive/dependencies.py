@@ -1,9 +1,11 @@
 """Other packages: the versions that work here, the line that refuses others, and notices that no user can act on."""
 
 import logging
+import re
 import sys
 import warnings
-from importlib.metadata import version
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,10 +18,11 @@ def refuse_torch(why: str) -> NoReturn:
 
 
 def refuse_unfit_torchao() -> None:
-    """Refuses versions without functions that torchtune imports."""
-    installed = version("torchao")
-    if not (0, 13) <= tuple(map(int, installed.split(".")[:2])) < (0, 16):
-        _refuse(f"torchao {installed} does not work with torchtune: install torchao {TORCHAO}")
+    """Refuses versions without names that torchtune imports; if there is none at all, torchtune says so itself."""
+    with suppress(PackageNotFoundError):
+        installed = version("torchao")
+        if not (0, 13) <= tuple(map(int, re.findall(r"\d+", installed)[:2])) < (0, 16):
+            _refuse(f"torchao {installed} does not work with torchtune: install torchao {TORCHAO}")
 
 
 def _refuse(why: str) -> NoReturn:
