@@ -18,9 +18,7 @@ print(torch.cuda.is_available(), torch.cuda.device_count(), card.name, card.majo
 """
 
 
-def test_processes_that_build_at_once_end_with_one_library(
-    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_build_at_once_end_with_one_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = [sys.executable, "-c", "from torchtune_adaptive.null_cuda import build; print(build())"]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
@@ -31,7 +29,7 @@ def test_processes_that_build_at_once_end_with_one_library(
     assert list(library.parent.parent.iterdir()) == [library.parent]
 
 
-def test_the_command_runs_a_program_on_the_cards_that_it_is_asked_for(variables: dict[str, str]) -> None:
+def test_the_command_runs_a_program_on_the_cards_that_it_is_asked_for() -> None:
     asked = ["--memory", "24GiB", "--devices", "3", "--capability", "8.6", "--name", "A card"]
     command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", *asked, "--", sys.executable, "-c", ASK]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -41,8 +39,8 @@ def test_the_command_runs_a_program_on_the_cards_that_it_is_asked_for(variables:
 def refused(tmp_path: Path, **environment: str) -> str:
     """What the command prints where it cannot build, with a cache that is empty."""
     command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "--", sys.executable, "-c", ""]
-    variables = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=variables)
+    there = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **environment}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=there)
     assert (done.returncode, done.stdout) == (1, "")
     return done.stderr
 
@@ -60,21 +58,19 @@ def test_a_torch_that_is_not_built_for_cuda_13_is_refused(tmp_path: Path, versio
     assert said.endswith(f" is built for {built_for}\n")
 
 
-def test_without_a_compiler_it_says_what_to_install(variables: dict[str, str], tmp_path: Path) -> None:
+def test_without_a_compiler_it_says_what_to_install(tmp_path: Path) -> None:
     said = refused(tmp_path, PATH=str(tmp_path), CC="")
     assert said == "error: a null device needs a C compiler (cc and nm): install gcc or build-essential\n"
 
 
-def test_on_another_platform_it_says_so(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_another_platform_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
     with pytest.raises(NullCudaError, match=r"needs Linux on x86_64 or aarch64; this is Darwin arm64"):
         build()
 
 
-def test_a_cache_that_cannot_be_written_to_is_named(
-    variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(NullCudaError, match=r"cannot write to .*file/torchtune_adaptive.*: set XDG_CACHE_HOME"):

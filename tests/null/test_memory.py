@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.null.conftest import OnNull
+from tests.null.processes import OnNull
 from torchtune_adaptive.null_cuda import set_memory
 
 MIB, GIB = 2**20, 2**30

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.null.conftest import OnNull
+from tests.null.processes import OnNull
 
 DIM, LAYERS = 512, 4
 LAYER_BYTES = 4 * DIM * DIM

@@ -108,14 +108,12 @@ def release() -> None:
 
 
 def _flush_autograd() -> None:
-    """Runs a trivial backward on this thread.
+    """Runs a trivial backward on this thread, and on autograd's thread for the device. It takes no memory.
 
-    After an exception in backward() the thread's ready queue holds the failed graph, and all its activations,
-    until the next backward(). Where even one number does not fit, that will be the next attempt's.
+    After an exception in backward() a thread's ready queue holds the failed graph, and all its activations, until its
+    next backward(). The device's thread may not even have got that far when the exception arrives here; it starts the
+    next backward() only after it has let go of the last.
     """
-    try:
+    for device in ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",):
         with torch.enable_grad():
-            torch.ones(1, requires_grad=True).sum().backward()
-    except Exception as error:
-        if not is_oom(error):
-            raise
+            torch.empty(0, device=device, requires_grad=True).clone().backward(torch.empty(0, device=device))

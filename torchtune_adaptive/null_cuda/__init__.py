@@ -9,11 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+from typing import Any
 
 from torchtune_adaptive.null_cuda.build import NullCudaError, build
 
-__all__ = ["NullCudaError", "build", "bytes_of", "environment", "set_memory"]
+__all__ = ["NullCudaError", "build", "bytes_of", "environment", "set_memory", "used_memory"]
 
+_PINNED = 16  # as null.h has it
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -41,11 +43,21 @@ def _before(variable: str, path: str) -> str:
 
 def set_memory(memory: int, *, device: int = 0, pinned: bool = False) -> None:
     """From now on this process's card, or its pinned memory, has so many bytes; what is in use stays."""
+    _function("null_cuda_set_memory")(ctypes.c_int(_PINNED if pinned else device), ctypes.c_size_t(memory))
+
+
+def used_memory(*, device: int = 0, pinned: bool = False) -> int:
+    """Bytes in use on this process's card, or of pinned memory."""
+    used = _function("null_cuda_used")
+    used.restype = ctypes.c_size_t
+    return int(used(ctypes.c_int(_PINNED if pinned else device)))
+
+
+def _function(name: str) -> Any:
     try:
-        change = ctypes.CDLL(None).null_cuda_set_memory
+        return getattr(ctypes.CDLL(None), name)
     except AttributeError:
         raise NullCudaError("this process does not run on a null device") from None
-    change(ctypes.c_int(16 if pinned else device), ctypes.c_size_t(memory))
 
 
 def bytes_of(size: str) -> int:

@@ -170,6 +170,7 @@ class StepRunner(Generic[Sample]):
                 return result_of(totals, reports, len(plan), recoveries)
             # On every rank, failed or not: the attempt leaves neither gradients nor drawn random numbers, so the next
             # one is the same step.
+            del totals  # a loss on the device, where this rank had not failed
             lost_seconds = self._plan_runner.discard()
             rng.restore()
             self._tell(replace(self._shrink(reports, step), lost_seconds=lost_seconds), reports)

@@ -1,0 +1,44 @@
+"""Processes on null devices, forked from one that has been on a null device from its start."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from tests import ranks as on_ranks
+from torchtune_adaptive.null_cuda import environment
+
+OnNull = Callable[..., Any]
+
+
+def _preload() -> None:
+    on_ranks._CONTEXT.set_forkserver_preload(["tests.null.warm"])
+
+
+@contextmanager
+def null_processes() -> Iterator[OnNull]:
+    """`on_null(function, *args)` returns what the function does there; with `ranks=2`, on each of two gloo ranks."""
+    # by CUDA's own count, torch takes every later fork for a broken one; expandable segments log every failure
+    variables = {**environment(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _preload) as pool:
+
+        def on_null(
+            function: Callable[..., Any],
+            *args: Any,
+            ranks: int = 1,
+            in_group: bool | None = None,
+            timeout_s: float = 60,
+        ) -> Any:
+            in_group = ranks > 1 if in_group is None else in_group
+            with mock.patch.dict(os.environ, variables):
+                found = pool.submit(
+                    on_ranks.run_on_ranks, ranks, function, *args, in_group=in_group, timeout_s=timeout_s
+                ).result()
+            return found if ranks > 1 else found[0]
+
+        yield on_null

@@ -1,0 +1,185 @@
+"""A recipe's own step on a card that is full from a chosen operation on: torch's allocator raises its own error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.null_cuda import set_memory, used_memory
+from torchtune_adaptive.step.attempt import KindOfPass
+from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.run.course import begin_epoch
+
+CARD = 80 * 2**30
+ROWS = 8
+
+
+class Scarcity(FaultInjector):
+    """From a chosen operation to the end of its pass, everything on the card is in use, to the last block.
+
+    But not while a collective is issued: gloo makes copies on the card then, which NCCL does not, and where those do
+    not fit no rank can go on.
+    """
+
+    def __init__(self, runner: StepRunner[Any]) -> None:
+        super().__init__(runner)
+        self.live_bytes: list[int] = []
+        """At the beginning of each microbatch."""
+        self._scarce, self._hog = False, list[torch.Tensor]()
+
+    def tick(self, operation: str) -> None:
+        try:
+            super().tick(operation)
+        except torch.OutOfMemoryError:
+            self._scarce = True
+        if operation.startswith("c10d"):
+            self._let_go()
+        elif self._scarce and not self._hog:
+            self._hog = everything_left()
+
+    def _let_go(self) -> None:
+        self._hog = []
+        set_memory(CARD)
+
+    @contextmanager
+    def _around(self, inside: KindOfPass) -> Iterator[None]:
+        if inside == "microbatch":
+            self.live_bytes.append(settled(min(self.live_bytes, default=None)))
+        try:
+            with super()._around(inside):
+                yield
+        finally:
+            self._scarce = False
+            self._let_go()
+
+
+def settled(expected: int | None) -> int:
+    """Allocated bytes, once gloo's threads have let go of the buffers of collectives that are over."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        until = time.monotonic() + (0.03 if expected is None else 0.3)
+        while torch.cuda.memory_allocated() > (expected or 0) and time.monotonic() < until:
+            time.sleep(0.01)
+    return torch.cuda.memory_allocated()
+
+
+def everything_left() -> list[torch.Tensor]:
+    """Blocks that leave no free byte: neither on the card nor between blocks in use."""
+    torch.cuda.empty_cache()
+    set_memory(used_memory())
+    blocks, size = [], 2**30
+    while size >= 512:
+        try:
+            blocks.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+        except torch.OutOfMemoryError:
+            size //= 2
+    return blocks
+
+
+class Outcome(NamedTuple):
+    """What came of a step in which the card was full from one operation on, on this rank."""
+
+    stage: str
+    recoveries: int
+    """0: nothing was asked of the card after that."""
+    left_over_bytes: int
+    """What the repeated attempt had less to begin with."""
+    kept_bytes: int
+    """What is allocated after the step and was not before."""
+    position: int
+    """Collectives that the stage has issued."""
+
+
+class Bench:
+    """Collective: a recipe that is set up, with the samples of one step."""
+
+    def __init__(self, kind: str, folder: str, *overrides: str) -> None:
+        logging.disable(logging.WARNING)  # the runner reports every recovery
+        os.environ["LOCAL_RANK"] = "0"  # each process has a card of its own, which is number 0
+        torch.cuda.set_device(0)
+        cfg = demo_config(
+            kind, Path(folder), "device=cuda", f"batch_size={ROWS}", "gradient_accumulation_steps=1", *overrides
+        )
+        with mock.patch.object(process_group, "join_on") if dist.is_initialized() else nullcontext():
+            self.recipe = load_ours(kind)(cfg)
+        self.recipe.setup()
+        parts, course, progress = self.recipe.parts, self.recipe.course, self.recipe.progress
+        self.samples, _ = next(iter(begin_epoch(parts, course, progress, course.epochs[0])))
+        self.stages = parts.stages
+        self._limits = self.stages.state_dict()
+        self.number = 0
+
+    def step(self) -> dict[str, int]:
+        """Collective: the stages, after which gradients are let go. How often each ran out of memory."""
+        self.number += 1
+        for stage, state in self._limits.items():
+            self.stages[stage].load_state_dict(state)
+        results = self.stages.run([dict(sample) for sample in self.samples], step=self.number)
+        self.recipe.model.zero_grad()
+        return {stage: result.recoveries for stage, result in results.items()}
+
+    def operations(self, stage: str) -> list[str]:
+        """Collective: of an undisturbed step."""
+        runner = self.stages[stage]
+        with FaultInjector(runner).count(rank=rank(), step=self.number + 1) as counted:
+            self.step()
+        return counted.operations
+
+    def run_out(self, stage: str, operation: int, failing: int) -> Outcome:
+        """Collective: a step in which memory runs out on one rank."""
+        before = settled(None)
+        with Scarcity(self.stages[stage]).fail_at(rank=failing, step=self.number + 1, operation=operation) as scarcity:
+            recoveries = self.step()[stage]
+        first, *others = scarcity.live_bytes
+        return Outcome(
+            stage,
+            recoveries,
+            left_over_bytes=others[0] - first if recoveries else 0,
+            kept_bytes=settled(before) - before,
+            position=self.stages[stage].ledger.position,
+        )
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def sweep(kind: str, folder: str, every: int, expandable: bool, overrides: tuple[str, ...] = ()) -> list[Outcome]:
+    """Collective: every so many operations of each stage, on one rank after the other."""
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"
+    bench = Bench(kind, folder, *overrides)
+    bench.step()
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return [
+        bench.run_out(stage, operation, failing=operation // every % ranks)
+        for stage in bench.stages
+        for operation in range(1, len(bench.operations(stage)) + 1, every)
+    ]
+
+
+def in_the_update(kind: str, folder: str) -> str:
+    """What a run says that has gradients, and no room for the first state of its optimizer."""
+    bench = Bench(kind, folder)
+    runner = bench.stages.training
+    result = runner.run(bench.samples, step=1)
+    hog = everything_left()
+    try:
+        with runner.committing("the optimizer step", last_checkpoint=None):
+            bench.recipe.optimization.update(result.target_tokens)
+    except AdaptiveError as error:
+        return f"{type(error.__cause__).__name__}: {error}"
+    finally:
+        del hog
+    return ""
