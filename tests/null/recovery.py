@@ -1,6 +1,6 @@
 """Real out-of-memory errors of torch's allocator at every tenth operation of a step, in the recipes themselves.
 
-python -m tests.null.recovery                 every case; writes benchmarks/results/null_recovery.json
+python -m tests.null.recovery                 every case; writes benchmarks/results/null_recovery_VERSION.json
 python -m tests.null.recovery --every 50      every fiftieth operation
 python -m tests.null.recovery --case dpo      only the cases whose name contains "dpo"
 """
@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.results import RESULTS, save
+from benchmarks.results import save
 from tests.null.processes import OnNull, null_processes
 from tests.null.scarce import Outcome, sweep
 
@@ -91,21 +91,16 @@ def main() -> int:
     arguments.add_argument("--every", type=int, default=10, help="operations from one to the next (default: 10)")
     arguments.add_argument("--case", default="", help="only cases whose name contains this")
     options = arguments.parse_args()
-    rows = []
+    rows, name = [], f"null_recovery_{torch.__version__.split('+')[0]}"
+    note = f"every {options.every}th operation of a step; the card is full from there to the end of the pass"
     with null_processes() as on_null:
         for case in (case for case in CASES if options.case in str(case)):
             began = time.monotonic()
             counted = run(on_null, case, options.every)
             rows.append({"case": str(case), **counted._asdict()})
             print(f"{case}: {counted._asdict()} ({time.monotonic() - began:.0f} s)", flush=True)
-    if not options.case:
-        version = torch.__version__.split("+")[0]
-        save(
-            f"null_recovery_{version}",
-            rows,
-            f"every {options.every}th operation of a step; the card is full from there",
-        )
-        print(RESULTS / f"null_recovery_{version}.json")
+            if not options.case:
+                save(name, rows, note)
     return 1 if any(row["wrong"] for row in rows) else 0
 
 
