@@ -65,7 +65,7 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
         ("training.search=static", ["training.search has no effect here", "did you mean adaptive.search"]),
         (
             "optimizer.memory_limit=32MiB",
-            ["optimizer.memory_limit: AdamW takes no", "write adaptive.memory_limit"],
+            ["optimizer.memory_limit: AdamW has no", "the key of this package is adaptive.memory_limit"],
         ),
         ("dataset=exits.unsized", ["dataset does not tell how many samples it has", "OSError"]),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),

@@ -204,4 +204,4 @@ def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
 def _check_known(key: object) -> None:
     if key not in (known := keys_of(AdaptiveConfig)):
         hint = did_you_mean(str(key), known)
-        raise ConfigError(f"adaptive.{key} is not a known key: allowed are {', '.join(known)}{hint}")
+        raise ConfigError(f"adaptive.{key} is not a known key; allowed: {', '.join(known)}{hint}")

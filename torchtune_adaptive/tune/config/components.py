@@ -87,13 +87,13 @@ def misfit_in_words(key: str, section: DictConfig, args: Sequence[object], kwarg
 def _misplaced(names: Sequence[str]) -> str:
     """Where a key of `adaptive:` belongs that a component was given and did not know."""
     ours = [key for key in keys_of(AdaptiveConfig) if key in names]
-    return "".join(f"; if that of this package is meant, write adaptive.{name}" for name in ours)
+    return "".join(f"; the key of this package is adaptive.{name}" for name in ours)
 
 
 def _left_over(key: str, names: Sequence[str], error: BaseException) -> str:
     """What a component has handed on to another one, which does not take it: a key of the component before it, say."""
     unexpected = "unexpected keyword argument" in str(error)
-    return "".join(f"; leave {key}.{name} out (~{key}.{name} on the command line)" for name in names if unexpected)
+    return "".join(f"; remove {key}.{name} (~{key}.{name} on the command line)" for name in names if unexpected)
 
 
 def _described(section: object) -> str:

@@ -41,9 +41,9 @@ def check_preference(settings: Settings) -> None:
 def _check_whole_samples(settings: Settings) -> None:
     if settings.adaptive.precompute_reference and settings.adaptive.oversize == "truncate":
         raise ConfigError(
-            "adaptive.precompute_reference is True and adaptive.oversize is truncate: what the reference says of a "
-            "whole sample does not hold for its beginning; set adaptive.oversize to error, and lower "
-            "tokenizer.max_seq_len, or set adaptive.precompute_reference: False"
+            "adaptive.precompute_reference is True and adaptive.oversize is truncate: precomputed log-probabilities "
+            "are not valid for truncated samples; set adaptive.oversize to error and lower tokenizer.max_seq_len, "
+            "or set adaptive.precompute_reference: False"
         )
 
 
@@ -60,8 +60,7 @@ def _check_no_collate_fn(settings: Settings) -> None:
     """Whatever it names: the recipe pads pairs by itself, and torchtune's does not read the key either."""
     if "collate_fn" in settings.config:
         raise ConfigError(
-            f"collate_fn is {settings.config.collate_fn}, and preference training puts pairs together by itself: "
-            "leave it out"
+            f"collate_fn is {settings.config.collate_fn}, but preference training has its own collation: remove the key"
         )
 
 
@@ -71,23 +70,23 @@ def check_token_budget(settings: Settings) -> None:
     if adaptive.token_budget is None:
         if adaptive.padding is False:
             raise ConfigError(
-                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches by rows are padded: "
-                "set adaptive.token_budget to auto or a number, or adaptive.padding to null"
+                "adaptive.padding is False, but adaptive.token_budget is null, and microbatches limited by rows are "
+                "always padded: set adaptive.token_budget to auto or a number, or adaptive.padding to null"
             )
         if adaptive.deal:
             raise ConfigError(
-                "adaptive.deal is True, but adaptive.token_budget is null, and microbatches by rows are those of "
-                "stock: set adaptive.token_budget to auto or a number, or adaptive.deal to null"
+                "adaptive.deal is True, but adaptive.token_budget is null, and samples are dealt by cost only under a "
+                "token budget: set adaptive.token_budget to auto or a number, or adaptive.deal to null"
             )
         return
     if adaptive.max_batch_size is not None:
         raise ConfigError(
             f"adaptive.max_batch_size is {adaptive.max_batch_size} and adaptive.token_budget is "
-            f"{adaptive.token_budget}: microbatches by tokens have as many rows as that allows; set one of them to null"
+            f"{adaptive.token_budget}: a token budget already limits the rows; set one of them to null"
         )
     for key, reason in (
         ("use_maximum_batch_size", "a microbatch is limited by rows or by tokens"),
-        ("optimizer_in_bwd", "weights are updated after every microbatch, so that a step cannot have several"),
+        ("optimizer_in_bwd", "the optimizer updates weights after every microbatch, so a step cannot have several"),
     ):
         if getattr(settings, key):
             raise ConfigError(
@@ -99,15 +98,15 @@ def check_token_budget(settings: Settings) -> None:
 def check_offloading(settings: Settings) -> None:
     if settings.fsdp_cpu_offload and not on_gpu(settings):
         raise ConfigError(
-            f"fsdp_cpu_offload is True and device is {settings.device!r}: the weights are on the CPU anyway, "
+            f"fsdp_cpu_offload is True, but device is {settings.device!r}, so the weights are already on the CPU: "
             "set it to False"
         )
     if not settings.enable_activation_offloading:
         return
     if not settings.device.startswith("cuda"):
         raise ConfigError(
-            f"enable_activation_offloading is True and device is {settings.device!r}: "
-            "activations can be offloaded from cuda only"
+            f"enable_activation_offloading is True, but device is {settings.device!r}: offloading needs cuda; set it "
+            "to False"
         )
     if not settings.enable_activation_checkpointing:
         raise ConfigError(
@@ -118,24 +117,24 @@ def check_offloading(settings: Settings) -> None:
 def check_clipping(settings: Settings) -> None:
     if settings.optimizer_in_bwd and settings.clip_grad_norm is not None:
         raise ConfigError(
-            f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are gone before "
-            "they could be clipped; set one of them to null or False"
+            f"clip_grad_norm is {settings.clip_grad_norm} and optimizer_in_bwd is True: gradients are freed before "
+            "they can be clipped; set one of them to null or False"
         )
 
 
 def check_accumulation(settings: Settings) -> None:
     if settings.optimizer_in_bwd and settings.gradient_accumulation_steps > 1:
         raise ConfigError(
-            f"gradient_accumulation_steps is {settings.gradient_accumulation_steps} and optimizer_in_bwd is True, "
-            "which updates in every backward: allowed is 1"
+            f"gradient_accumulation_steps is {settings.gradient_accumulation_steps}, but optimizer_in_bwd updates "
+            "weights in every backward: set it to 1"
         )
 
 
 def check_replicas(settings: Settings, *, quantized: bool) -> None:
     if quantized and settings.data_parallel_replicate_dim > 1:
         raise ConfigError(
-            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but the model's weights are "
-            "quantized, which torchtune fills in one replica only: set it to 1, or model.quantize_base: False"
+            f"data_parallel_replicate_dim is {settings.data_parallel_replicate_dim}, but torchtune loads quantized "
+            "weights into one replica only: set it to 1, or model.quantize_base: False"
         )
 
 
@@ -145,12 +144,12 @@ def check_tensor_parallel(settings: Settings) -> None:
     if settings.data_parallel_replicate_dim > 1:
         raise ConfigError(
             f"tensor_parallel_dim is {settings.tensor_parallel_dim} and data_parallel_replicate_dim is "
-            f"{settings.data_parallel_replicate_dim}, which do not go together here: set one of them to 1"
+            f"{settings.data_parallel_replicate_dim}, which cannot be combined: set one of them to 1"
         )
     if settings.config.get("tensor_parallel_plan") is None:
         raise ConfigError(
-            f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: "
-            "name one, for example torchtune.models.llama3.base_llama_tp_plan"
+            f"tensor_parallel_dim is {settings.tensor_parallel_dim}, but tensor_parallel_plan is missing: set one, "
+            "for example torchtune.models.llama3.base_llama_tp_plan"
         )
     if value_at(settings.config, "optimizer.fused"):
         raise ConfigError(

@@ -12,24 +12,25 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 KEYS: Mapping[Remedy, str] = {
-    Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len (and adaptive.sequence_length where it is set)",
+    Remedy.SHORTER_SAMPLES: "lower tokenizer.max_seq_len (and adaptive.sequence_length if set)",
     Remedy.SHORTEN: "set adaptive.oversize to truncate or skip",
     Remedy.CHECKPOINT_ACTIVATIONS: "set enable_activation_checkpointing: True",
     Remedy.MORE_RANKS: "train on more ranks",
-    Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if that is the bound",
+    Remedy.LARGER_BUDGET: "raise adaptive.memory_limit if it is set",
     Remedy.SMALLER_LIMIT: "lower batch_size",
     Remedy.LESS_STATE: Remedy.LESS_STATE.value,
     Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
-    Remedy.RECOVERY: "leave out adaptive.recover_from_oom: False",
+    Remedy.RECOVERY: "remove adaptive.recover_from_oom: False",
     Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",
     Remedy.MEASURING_STRATEGY: "set adaptive.search to linear or static",
     Remedy.ROOM_FOR_NCCL: (
-        "if CUDA was out of memory, leave NCCL more of it: lower adaptive.memory_limit, say to 0.9, or batch_size"
+        "if CUDA was out of memory, leave more memory to NCCL: lower adaptive.memory_limit (for example, to 0.9) or "
+        "batch_size"
     ),
-    Remedy.CAP_MEMORY: "set adaptive.memory_limit, say 8GiB",
-    Remedy.SMALLER_INCREASE: "ask for less",
+    Remedy.CAP_MEMORY: "set adaptive.memory_limit, for example to 8GiB",
+    Remedy.SMALLER_INCREASE: "request a smaller increase",
     Remedy.OTHER_BOUND: "set adaptive.beyond_memory to skip or accumulate",
-    Remedy.MEASURE: "measure on the device instead, with use_maximum_batch_size: True",
+    Remedy.MEASURE: "measure on the device with use_maximum_batch_size: True",
 }
 
 KEYS_IN_PPO: Mapping[Remedy, str] = {

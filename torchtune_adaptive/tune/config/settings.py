@@ -147,7 +147,7 @@ def read_common(cfg: DictConfig) -> Settings:
         return settings
     if settings.keep_last_n_checkpoints not in (None, there):
         raise ConfigError(
-            f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: leave one of them out"
+            f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: remove one of them"
         )
     rules.check(COUNT, there, f"checkpointer.{key}")
     return replace(settings, keep_last_n_checkpoints=there)
@@ -158,6 +158,6 @@ def _check_fused(cfg: DictConfig) -> None:
     path, _, name = str(component).rpartition(".")
     if fused is True and path.split(".")[:2] == ["torch", "optim"] and name not in FUSED_ON_SHARDS:
         raise ConfigError(
-            f"optimizer.fused is True and optimizer._component_ is {component}, whose fused update does not take the "
-            f"shards of FSDP2: set optimizer.fused: False, or take one of {', '.join(FUSED_ON_SHARDS)}"
+            f"optimizer.fused is True, but the fused update of {component} does not support FSDP2 shards: "
+            f"set optimizer.fused: False, or use {' or '.join(FUSED_ON_SHARDS)}"
         )

@@ -28,11 +28,11 @@ class Misfit:
     """What a section may give."""
 
     def in_words(self, key: str, component: str) -> str:
-        parts = [f"{key}.{name} is missing: {component} needs it" for name in self.missing]
+        parts = [f"{key}.{name} is missing: {component} requires it" for name in self.missing]
         if self.unknown:
             names, one = ", ".join(f"{key}.{name}" for name in self.unknown), len(self.unknown) == 1
             advice = self._advice("it" if one else "them")
-            parts.append(f"{names}: {component} takes no such argument{'s' * (not one)}; {advice}")
+            parts.append(f"{names}: {component} has no such argument{'s' * (not one)}; {advice}")
         return "; ".join(parts)
 
     def _advice(self, them: str) -> str:
@@ -40,9 +40,9 @@ class Misfit:
         if all(meant):
             return f"did you mean {', '.join(filter(None, meant))}?"
         if not self.known:
-            return f"leave {them} out"
+            return f"remove {them}"
         more = " ..." if len(self.known) > MOST_NAMES else ""
-        return f"leave {them} out; allowed are {', '.join(self.known[:MOST_NAMES])}{more}"
+        return f"remove {them}; allowed: {', '.join(self.known[:MOST_NAMES])}{more}"
 
 
 def misfit(section: DictConfig, args: Sequence[object], kwargs: Mapping[str, object]) -> Misfit | None:

@@ -40,8 +40,7 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     """Refuses keys that look like misspelt ones; names the others that nothing reads in a log line."""
     if OF_PPO in cfg and OF_PPO not in more:
         raise ConfigError(
-            f"{OF_PPO} is a section of PPO's configs, which no other recipe reads: start "
-            "adaptive_ppo_full_finetune_distributed"
+            f"{OF_PPO} is read only by the PPO recipe: run adaptive_ppo_full_finetune_distributed, or remove it"
         )
     known = {*keys_of(Settings), *SECTIONS, *more}
     unread = sorted(str(key) for key in cfg if key not in known | _referred_to(cfg))
@@ -50,8 +49,7 @@ def check_keys(cfg: DictConfig, more: Collection[str] = (), *, aloud: bool) -> N
     for key in unread:
         if (meant := _meant(key, known)) is not None:
             raise ConfigError(
-                f"{key} is not a known key: did you mean {meant}? If it is a key of your own, give "
-                "it a name that is less similar"
+                f"{key} is not a known key: did you mean {meant}? If it is your own key, give it a less similar name"
             )
     if unread and aloud:
         logger.info("ignored config keys: %s", ", ".join(unread))
@@ -70,7 +68,7 @@ def _check_places(cfg: DictConfig, unread: Collection[str]) -> None:
     one = len(found) == 1
     raise ConfigError(
         f"{' and '.join(found)} {'has' if one else 'have'} no effect here; did you mean {places}? "
-        f"{'A key of your own needs another name' if one else 'Keys of your own need other names'}"
+        f"{'Rename your own key' if one else 'Rename your own keys'}"
     )
 
 
@@ -83,7 +81,7 @@ def _check_adaptive(cfg: DictConfig, known: Collection[str]) -> None:
         names = " and ".join(astray)
         raise ConfigError(
             f"{' and '.join(f'adaptive.{key}' for key in astray)} {'has' if len(astray) == 1 else 'have'} no effect "
-            f"here; write {names}, outside of adaptive"
+            f"here: move {names} out of adaptive"
         )
 
 

@@ -39,24 +39,24 @@ def message(name: str, **keys: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "keys", "says"),
     [
-        ("optimizer", {"lr": 1, "lrr": 2}, "optimizer.lrr: optimizer takes no such argument; did you mean lr?"),
+        ("optimizer", {"lr": 1, "lrr": 2}, "optimizer.lrr: optimizer has no such argument; did you mean lr?"),
         (
             "optimizer",
             {"lr": 1, "beta": 2, "weight": 3},
-            "optimizer.beta, optimizer.weight: optimizer takes no such arguments; did you mean betas, weight_decay?",
+            "optimizer.beta, optimizer.weight: optimizer has no such arguments; did you mean betas, weight_decay?",
         ),
         (
             "optimizer",
             {"lr": 1, "colour": 2},
-            "optimizer.colour: optimizer takes no such argument; leave it out; allowed are lr, betas, weight_decay",
+            "optimizer.colour: optimizer has no such argument; remove it; allowed: lr, betas, weight_decay",
         ),
-        ("optimizer", {}, "optimizer.lr is missing: optimizer needs it"),
+        ("optimizer", {}, "optimizer.lr is missing: optimizer requires it"),
         (
             "bound",
             {"lrr": 2},
-            "optimizer.lr is missing: bound needs it; optimizer.lrr: bound takes no such argument; did you mean lr?",
+            "optimizer.lr is missing: bound requires it; optimizer.lrr: bound has no such argument; did you mean lr?",
         ),
-        ("anything", {}, "optimizer.lr is missing: anything needs it"),
+        ("anything", {}, "optimizer.lr is missing: anything requires it"),
     ],
 )
 def test_a_key_that_does_not_fit_the_components_signature_is_named(name: str, keys: dict[str, Any], says: str) -> None:
@@ -79,7 +79,7 @@ def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: di
 
 def test_a_key_that_a_component_hands_on_to_what_does_not_take_it_can_be_left_out() -> None:
     text = message("anything", lr=3, lrr=4)
-    assert text.endswith("; leave optimizer.lrr out (~optimizer.lrr on the command line)")
+    assert text.endswith("; remove optimizer.lrr (~optimizer.lrr on the command line)")
     assert "leave" not in message("fails", lr=3)
 
 

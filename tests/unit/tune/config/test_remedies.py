@@ -30,7 +30,7 @@ def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
     fact = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
     assert str(error) == f"{fact}; give shorter samples, checkpoint activations, or train on more ranks"
     assert in_keys(error) == (
-        f"{fact}; lower tokenizer.max_seq_len (and adaptive.sequence_length where it is set), "
+        f"{fact}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
         "set enable_activation_checkpointing: True, or train on more ranks"
     )
 

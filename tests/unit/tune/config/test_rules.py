@@ -94,7 +94,7 @@ def test_a_key_under_adaptive_that_is_like_none_has_no_hint() -> None:
     with pytest.raises(ConfigError) as caught:
         read_adaptive(OmegaConf.create({"colour": "red"}))
     assert "did you mean" not in str(caught.value)
-    assert "allowed are " in str(caught.value)
+    assert "; allowed: " in str(caught.value)
 
 
 @pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])

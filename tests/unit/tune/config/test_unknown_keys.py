@@ -27,9 +27,7 @@ from torchtune_adaptive.tune.plan.question import PlanSettings
     ],
 )
 def test_a_slip_is_an_error_that_names_what_was_meant(slip: str, meant: str) -> None:
-    with pytest.raises(
-        ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is a key of your own"
-    ):
+    with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is your own key"):
         check_keys(OmegaConf.create({slip: 1}), aloud=True)
 
 
@@ -70,7 +68,7 @@ def test_all_misplaced_keys_are_named_at_once() -> None:
     cfg = OmegaConf.create({"search": "binary", "training": {"regrow_after": 3, "mine": 1}})
     message = (
         r"^search and training\.regrow_after have no effect here; did you mean adaptive\.search and "
-        r"adaptive\.regrow_after\? Keys of your own need other names$"
+        r"adaptive\.regrow_after\? Rename your own keys$"
     )
     with pytest.raises(ConfigError, match=message):
         check_keys(cfg, aloud=False)
@@ -81,8 +79,8 @@ def test_a_key_of_the_recipe_in_the_section_is_sent_to_its_own_place() -> None:
     with pytest.raises(ConfigError) as caught:
         check_keys(cfg, ["memory_limit"], aloud=True)
     assert str(caught.value) == (
-        "adaptive.data_parallel_replicate_dim and adaptive.epochs have no effect here; write "
-        "data_parallel_replicate_dim and epochs, outside of adaptive"
+        "adaptive.data_parallel_replicate_dim and adaptive.epochs have no effect here: move "
+        "data_parallel_replicate_dim and epochs out of adaptive"
     )
 
 

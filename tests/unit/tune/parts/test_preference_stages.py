@@ -59,7 +59,7 @@ def test_what_is_not_supported_is_refused(key: str, value: object) -> None:
 
 @pytest.mark.parametrize("function", ["padded_collate_dpo", "padded_collate_sft"])
 def test_a_collate_fn_is_refused_whichever_it_is(function: str) -> None:
-    with pytest.raises(ConfigError, match=f"collate_fn is torchtune.data.{function}, .*: leave it out"):
+    with pytest.raises(ConfigError, match=f"collate_fn is torchtune.data.{function}, .*: remove the key"):
         read_full_dpo_settings(OmegaConf.create({**KEYS, "collate_fn": f"torchtune.data.{function}"}))
 
 

@@ -68,7 +68,7 @@ def test_what_is_not_for_tensors_may_be_nothing(overhead: object, expected: int)
 
 @pytest.mark.parametrize("overhead", [1, -1, False, 0.5])
 def test_an_overhead_without_a_unit_is_refused(overhead: object) -> None:
-    with pytest.raises(ConfigError, match=r"memory_overhead is .*: allowed is a text or 0 or null"):
+    with pytest.raises(ConfigError, match=r"memory_overhead is .*: allowed is a string or 0 or null"):
         read_plan_settings(OmegaConf.create({"memory_overhead": overhead}))
 
 

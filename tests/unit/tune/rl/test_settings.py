@@ -86,7 +86,7 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("loss.value_clip_range=null", "loss.value_clip_range is null: allowed is a number of at least 0, or .inf"),
         ("loss.value_clip_range=.nan", "loss.value_clip_range is nan"),
         ("loss.value_coeff=.inf", "loss.value_coeff is inf: allowed is a finite number of at least 0"),
-        ("optimizer._component_=torch.optim.SGD", "set optimizer.fused: False, or take one of Adam, AdamW"),
+        ("optimizer._component_=torch.optim.SGD", "set optimizer.fused: False, or use Adam or AdamW"),
         ("dataset.packed=True", "prompts cannot be packed"),
     ],
 )

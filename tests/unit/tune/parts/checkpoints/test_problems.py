@@ -42,7 +42,7 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
             raise torch.OutOfMemoryError
         return in_keys(caught.value)
 
-    advice = "train on more ranks or raise adaptive.memory_limit if that is the bound"
+    advice = "train on more ranks or raise adaptive.memory_limit if it is set"
     again = "the same command with resume_from_checkpoint=auto"
     assert told().endswith(f"there is no earlier checkpoint, and once that is fixed, {again} starts over; {advice}")
     monkeypatch.setattr(outcomes.THIS_RUN, "newest", tmp_path)

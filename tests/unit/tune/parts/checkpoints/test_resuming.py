@@ -201,5 +201,5 @@ def test_the_number_of_checkpoints_to_keep_may_stand_in_the_checkpointers_sectio
     for wrong in ("0", "many", "[2]"):
         with pytest.raises(ConfigError, match=r"checkpointer\.keep_last_n_checkpoints"):
             read_full_settings(config(tmp_path, f"checkpointer.keep_last_n_checkpoints={wrong}"))
-    with pytest.raises(ConfigError, match="leave one of them out"):
+    with pytest.raises(ConfigError, match="remove one of them"):
         read_full_settings(config(tmp_path, "checkpointer.keep_last_n_checkpoints=2", "keep_last_n_checkpoints=3"))
