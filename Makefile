@@ -122,8 +122,9 @@ clean:
 	rm -rf $(VENV) build dist .coverage *.egg-info runs
 
 $(READY): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; ok = (3, 10) <= sys.version_info < (3, 14); \
-		sys.exit(None if ok else "Python %d.%d found, 3.10 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@$(PYTHON) -c 'import sys; ok = (3, 11) <= sys.version_info < (3, 14); \
+		sys.exit(None if ok else "Python %d.%d found, 3.11 to 3.13 needed: make PYTHON=python3.11 ..." % sys.version_info[:2])'
+	@echo 'setting up $(VENV): torch and its CUDA libraries take 6 GB and a few minutes'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $(READY)
