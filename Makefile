@@ -20,7 +20,7 @@ VERSIONS ?= 2.11.0 2.13.0 2.14.1
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
 	$(BIN)/tune run --nproc_per_node 2 adaptive_lora_finetune_distributed --config adaptive/demo/lora
-	@echo 'What happened: runs/demo/full/adaptive_report.png. To go on: . $(BIN)/activate, then tune-adaptive status runs/demo/full'
+	@echo 'What happened: runs/demo/full/adaptive_report.png. To go on: . $(BIN)/activate, then README, "Run your config"'
 
 # preference training: full, with a reference model, then adapters, whose reference is the policy without them
 demo-dpo: $(READY)

@@ -38,6 +38,8 @@ def hide_notices() -> None:
     logging.getLogger("torchao").addFilter(lambda record: "cpp extensions" not in record.getMessage())
     # torchdata 0.11 calls what torch 2.13 has deprecated
     warnings.filterwarnings("ignore", message=".*set_vital.*")
+    # LoRA's adapters are drawn on a CPU's mesh, for which torch has no generator that knows of shards
+    warnings.filterwarnings("ignore", message="DTensor random operators may not have complete support")
     # torchtune's profiler asks for XPU unless the config says otherwise
     warnings.filterwarnings("ignore", message="XPU is not available")
 

@@ -68,7 +68,7 @@ def test_memory_that_runs_out_where_nothing_is_run_again_is_told_with_what_helps
     assert why in text
     assert "(OutOfMemoryError: aten.mm needs 9 bytes, but the limit is 8 bytes)" in text
     assert "lower batch_size, " in text
-    assert ("leave out adaptive.recover_from_oom: False" in text) == (recover is False)
+    assert ("remove adaptive.recover_from_oom: False" in text) == (recover is False)
 
 
 @pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])
