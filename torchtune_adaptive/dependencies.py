@@ -26,10 +26,16 @@ def refuse_unfit_torchao() -> None:
 
 
 def _refuse(why: str) -> NoReturn:
-    program = Path(sys.argv[0]).name
+    program = _program()
     if program in ("tune", "tune-adaptive") or program.startswith("adaptive_"):
         sys.exit(f"error: {why}")
     raise ImportError(why)
+
+
+def _program() -> str:
+    """Its name; an embedded interpreter may have none."""
+    arguments = getattr(sys, "argv", None)
+    return Path(arguments[0]).name if arguments else ""
 
 
 def hide_notices() -> None:
@@ -50,6 +56,6 @@ def when_tune_imports_torch() -> None:
     In torchtune's command, no other code of ours runs before torchtune imports torchao, which prints a warning or fails
     with a traceback. Other programs are left alone.
     """
-    if Path(sys.argv[0]).name == "tune":
+    if _program() == "tune":
         hide_notices()
         refuse_unfit_torchao()

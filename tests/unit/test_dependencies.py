@@ -6,13 +6,14 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
 from torchtune_adaptive.comm import fsdp
-from torchtune_adaptive.dependencies import hide_notices, refuse_torch
+from torchtune_adaptive.dependencies import hide_notices, refuse_torch, refuse_unfit_torchao, when_tune_imports_torch
 
 BIN = Path(sys.executable).parent
 
@@ -46,6 +47,27 @@ def test_a_name_that_fsdp2_does_not_have_is_found(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     assert fsdp.missing_names(fsdp._TOUCHED) == ["FSDPModule.set_custom_all_gather"]
     assert fsdp.missing_names({fsdp._reset_group: "group event"}) == ["event in _reset_group()"]
+
+
+@pytest.mark.parametrize("arguments", [None, []])
+def test_an_interpreter_without_arguments_is_left_alone(
+    arguments: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if arguments is None:
+        monkeypatch.delattr(sys, "argv")
+    else:
+        monkeypatch.setattr(sys, "argv", arguments)
+    when_tune_imports_torch()
+
+
+@pytest.mark.parametrize(
+    ("installed", "works"), [("0.14rc1", True), ("0.15.0+git", True), ("0.16a1", False), ("dev", False)]
+)
+def test_any_form_of_a_version_is_understood(installed: str, works: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtune_adaptive.dependencies.version", lambda _: installed)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    with nullcontext() if works else pytest.raises(ImportError, match=f"torchao {installed} does not work"):
+        refuse_unfit_torchao()
 
 
 def test_a_recipe_refuses_a_torch_without_it_in_one_line_and_a_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
