@@ -75,3 +75,43 @@ def test_a_cache_that_cannot_be_written_to_is_named(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(NullCudaError, match=r"cannot write to .*file/torchtune_adaptive.*: set XDG_CACHE_HOME"):
         build()
+
+
+@pytest.mark.parametrize("folder", ["with space", "co:lon"])
+def test_a_cache_that_ld_preload_would_split_is_refused(folder: str, tmp_path: Path) -> None:
+    said = refused(tmp_path, XDG_CACHE_HOME=str(tmp_path / folder))
+    assert said.startswith("error: the path of the cache has a space or a colon")
+
+
+def test_a_compiler_that_is_not_there_is_refused_and_one_with_arguments_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "needs a C compiler" in refused(tmp_path, CC="/nope/gcc")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "cc -O0")
+    assert build().stat().st_size > 0
+
+
+def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    library = build()
+    library.write_bytes(b"")
+    assert build().stat().st_size > 0
+    library.unlink()
+    assert build().stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "says"),
+    [
+        ("--memory", "lots", "not an amount of memory: lots; for example 80GB or 24GiB"),
+        ("--memory", "0", "0 is not above 0 and below 128TiB"),
+        ("--devices", "100", "invalid choice: 100"),
+        ("--capability", "banana", "banana is not a compute capability; for example 9.0"),
+    ],
+)
+def test_a_wrong_value_is_refused(option: str, value: str, says: str) -> None:
+    command = [sys.executable, "-m", "torchtune_adaptive.null_cuda", option, value, "--", "true"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert says in done.stderr

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,10 +34,14 @@ def build() -> Path:
     """
     torch_folder, version, cuda = _torch()
     made_of = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "torchtune_adaptive"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
+    if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD would take it for several paths
+        raise NullCudaError(f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another")
     library = cache / f"null_cuda-{version}-{made_of.hexdigest()[:12]}" / LIBRARY
-    if library.exists():
-        return library
+    if library.parent.exists():  # in this order: a folder appears whole
+        if library.exists() and library.stat().st_size:
+            return library
+        shutil.rmtree(library.parent, ignore_errors=True)
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix="null_cuda-", dir=cache))
@@ -45,9 +50,9 @@ def build() -> Path:
     try:
         _compile(folder, torch_folder, cuda)
         folder.rename(library.parent)
-    except OSError:
+    except OSError as error:
         if not library.exists():  # otherwise another process was first
-            raise
+            raise NullCudaError(f"cannot build in {cache} ({error.strerror}): set XDG_CACHE_HOME") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return library
@@ -72,8 +77,9 @@ def _torch() -> tuple[Path, str, str]:
 
 
 def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
-    compiler, nm = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc"), shutil.which("nm")
-    if not compiler or not nm:
+    compiler = shlex.split(os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or "")
+    nm = shutil.which("nm")
+    if not compiler or not shutil.which(compiler[0]) or not nm:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
     major, minor = cuda.split(".")[:2]
     ask = "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version())"
@@ -81,7 +87,7 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     versions = {"CUDA": f"{major}0{minor}0", **dict(zip(_LIBRARIES, libraries, strict=True))}
     (folder / "stubs.c").write_text(_stubs(_wanted(nm, torch_folder) - _written_out()))
     _run(
-        compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
+        *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
         *(f"-D{name}={value}" for name, value in versions.items()),
         f"-I{Path(__file__).parent}", *(str(path) for path in SOURCES if path.suffix == ".c"), str(folder / "stubs.c"),
         f"-Wl,-soname,{LIBRARY}", "-o", str(folder / LIBRARY), "-ldl",
