@@ -63,7 +63,7 @@ def draw_run(directory: Path, timeline: Timeline) -> Path | None:
     if timeline.series("peak_bytes", "budget_bytes")[0]:
         panels.append((1.8, partial(_draw_memory, timeline=timeline)))
     imbalances = timeline.series("rank_imbalance")[1]
-    if imbalances and fmean(imbalances) > UNEVEN and any(each[-1]["unit"] != "rows" for each in limits.values()):
+    if imbalances and fmean(imbalances) > UNEVEN and any(each[-1].get("unit") != "rows" for each in limits.values()):
         panels.append((1.2, partial(_draw_imbalance, timeline=timeline)))  # by rows, samples are not dealt
     if not timeline.steps or not panels:
         return None

@@ -156,6 +156,14 @@ def test_ranks_that_wait_for_the_busiest_have_a_panel_where_that_can_be_helped(
     assert waiting == ["work of the busiest rank above the mean: 17 % on average"] * shown
 
 
+def test_an_event_without_its_unit_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = started(tmp_path)
+    journal.event(Event(kind=EPOCH, step=0, reason="", after=8))
+    for step in (1, 2):
+        journal.step(step, {"rank_imbalance": 1.5})
+    assert "work of the busiest rank above the mean: 50 % on average" in titles(drawn_run(tmp_path, monkeypatch))
+
+
 def test_samples_have_a_panel_where_their_number_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = started(tmp_path)
     set_to(journal, 8)
