@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from torchtune_adaptive.command import cp, keys, ls, show, status, validate
+from torchtune_adaptive.rehearse import command as rehearse
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.start.endings import INTERRUPTED, printing
@@ -19,6 +20,7 @@ COMMANDS: dict[str, ModuleType] = {
     "validate": validate,
     "keys": keys,
     "status": status,
+    "rehearse": rehearse,
 }
 """Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status.
 One that takes any number of words has them in `options.words`."""

@@ -1,0 +1,119 @@
+"""What a rehearsal has found: a verdict, a table, JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+SHOWN_STEPS = 20
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """Read from what the recorder has written, however the script ended."""
+
+    card_bytes: int
+    """Without the memory that is no tensor's."""
+    status: int
+    """The script's exit status."""
+    steps: list[dict[str, int]] = field(default_factory=list)
+    """Peaks and flushes of each step: step, allocated_bytes, reserved_bytes, flushes."""
+    errors: list[dict[str, Any]] = field(default_factory=list)
+    """Every out-of-memory error of the allocator, caught or not."""
+    rest: dict[str, Any] = field(default_factory=dict)
+    """After the last step; empty if the script was killed."""
+
+    @classmethod
+    def read(cls, path: Path, *, card_bytes: int, status: int) -> Rehearsal:
+        found: dict[str, list[dict[str, Any]]] = {"step": [], "out_of_memory": [], "end": []}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                record = json.loads(line)
+            except ValueError:  # the script was killed while it wrote
+                continue
+            found[record.pop("kind")].append(record)
+        return cls(card_bytes, status, found["step"], found["out_of_memory"], dict(*found["end"][:1]))
+
+    @property
+    def out_of_memory(self) -> dict[str, Any] | None:
+        """The error that ended the script: the last one, if no step was finished after it."""
+        last = self.errors[-1] if self.errors else None
+        return last if last and self.status and last["step"] > len(self.steps) else None
+
+    @property
+    def fits(self) -> bool:
+        return self.status == 0
+
+    @property
+    def all_peaks(self) -> list[dict[str, Any]]:
+        return [*self.steps, *([{**self.rest, "step": None}] if self.rest else [])]
+
+    def verdict(self) -> str:
+        if (error := self.out_of_memory) is not None:
+            return (
+                f"does not fit: out of memory in step {error['step']}, {_gib(error['allocated_bytes'])} of "
+                f"{_gib(self.card_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
+            )
+        if self.status:
+            why = self.rest.get("error") or f"it ended with status {self.status}"
+            return f"no answer: the script failed in step {len(self.steps) + 1}, not for want of memory: {why}"
+        most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
+        when = f"step {most['step']}" if most["step"] else "after the last step" if self.steps else "no step was seen"
+        fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.card_bytes)} GiB reserved at most ({when})"
+        flushing = sum(each["flushes"] > 0 for each in self.steps)
+        steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
+        recovered = f"; recovered from {len(self.errors)} out-of-memory errors" if self.errors else ""
+        return f"{fits}; the cache is flushed in {flushing or 'none'} of {steps}{recovered}"
+
+    def as_text(self) -> str:
+        lines = [self.verdict()]
+        if self.steps:
+            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes"]
+            lines += [
+                f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
+                f"{each['flushes'] or '':>7}"
+                for each in self._shown()
+            ]
+            left_out = len(self.steps) - len(self._shown())
+            lines += [f"  {left_out} steps that need no more are left out"] if left_out else []
+        if (error := self.out_of_memory) is not None:
+            lines += ["", f"at {error['file']}:{error['line']}", f"  {error['operation']}"]
+            lines += [f"requested {_size(error['asked_bytes'])}; free {_size(error['free_bytes'])} on the card, "]
+            lines[-1] += f"{_size(error['reserved_bytes'] - error['allocated_bytes'])} in the allocator's cache"
+            lines += [f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items()]
+        return "\n".join(lines)
+
+    def _shown(self) -> list[dict[str, int]]:
+        """All steps; of many those that reserve more than all before them or flush, the first and the last."""
+        if len(self.steps) <= SHOWN_STEPS:
+            return self.steps
+        most, shown = 0, []
+        for each in self.steps:
+            if each["reserved_bytes"] > most or each["flushes"] or each is self.steps[-1]:
+                shown.append(each)
+            most = max(most, each["reserved_bytes"])
+        return shown
+
+    def as_json(self) -> str:
+        answer = {
+            "fits": self.fits,
+            "verdict": self.verdict(),
+            "card_bytes": self.card_bytes,
+            "steps": self.steps,
+            "out_of_memory": self.out_of_memory,
+            "caught": [each for each in self.errors if each is not self.out_of_memory],
+            "after_last_step": self.rest,
+            "status": self.status,
+        }
+        return json.dumps(answer, indent=2)
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f}" if size >= 10 * GIB else f"{size / GIB:.2f}"
+
+
+def _size(size: int) -> str:
+    return f"{_gib(size)} GiB" if size >= GIB else f"{size / 2**20:.1f} MiB"

@@ -1,0 +1,100 @@
+"""rehearse a training script, unchanged, on GPUs that are not there
+
+  tune-adaptive rehearse --ranks 8 --gpu h100 -- train.py --batch-size 12
+
+runs train.py as rank 0 of 8 on a card that computes nothing, and says for each step how much memory torch's own
+allocator reserves. `-m module`, `torchrun ...`, `tune run ...` and `accelerate launch ...` work as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from torchtune_adaptive.null_cuda import NullCudaError, bytes_of, environment
+from torchtune_adaptive.rehearse.answer import Rehearsal
+from torchtune_adaptive.rehearse.cards import CARDS
+
+STEPS = 10
+NOT_FOR_TENSORS = {False: "1GiB", True: "3GiB"}
+"""By whether there are several ranks."""
+_RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes)(?:=(.*))?")
+_FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to be (default: 0)")
+    parser.add_argument("--gpu", choices=sorted(CARDS), metavar="NAME", help=f"the card: {', '.join(sorted(CARDS))}")
+    parser.add_argument("--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: h100)")
+    parser.add_argument(
+        "--memory-overhead", type=_bytes, metavar="MEMORY",
+        help="of it, what no tensor can have: CUDA context, NCCL, libraries (default: 3GiB, in one process 1GiB)",
+    )  # fmt: skip
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"end after so many (default: {STEPS}); 0: never")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the answer on standard output")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the steps into this file")
+    parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
+
+
+def run(options: argparse.Namespace) -> int:
+    command = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if not command:
+        options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
+    ranks = options.ranks or _ranks_of(command)
+    if not 0 <= options.rank < ranks:
+        options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
+    card = CARDS[options.gpu or "h100"]
+    memory = options.memory or card.memory
+    overhead = bytes_of(NOT_FOR_TENSORS[ranks > 1]) if options.memory_overhead is None else options.memory_overhead
+    if memory <= overhead:
+        options.refuse(f"--memory is {memory} bytes, of which {overhead} are for no tensor (--memory-overhead)")
+    try:
+        variables = environment(
+            memory=memory - overhead, devices=min(ranks, 8), capability=card.capability, name=options.gpu
+        )
+    except NullCudaError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return _NO_ANSWER
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "rehearsal.jsonl"
+        stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
+        asked = [str(each) for each in (record, options.rank, ranks, options.steps)]
+        script = subprocess.Popen([*stage, *asked, *command], env={**os.environ, **variables}, stdout=sys.stderr)
+        status = _ended(script)
+        found = Rehearsal.read(record, card_bytes=memory - overhead, status=status)
+    print(found.as_json() if options.format == "json" else found.as_text())
+    if options.picture is not None:
+        from torchtune_adaptive.rehearse.picture import draw
+
+        draw(found, options.picture)
+    return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
+
+
+def _ended(script: subprocess.Popen[bytes]) -> int:
+    """Ctrl-C reaches the script as well: then the answer is of the steps until then."""
+    while True:
+        try:
+            return script.wait()
+        except KeyboardInterrupt:
+            continue
+
+
+def _ranks_of(command: list[str]) -> int:
+    """As many as the launcher in the command would start, 1 if it names none."""
+    for word, following in zip(command, [*command[1:], ""], strict=True):
+        if (option := _RANKS.fullmatch(word)) is not None and (option[1] or following).isdigit():
+            return int(option[1] or following)
+    return 1
+
+
+def _bytes(text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

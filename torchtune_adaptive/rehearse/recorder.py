@@ -1,0 +1,108 @@
+"""Writes down, line by line, what each step of a script did to the card's memory."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchtune_adaptive.rehearse.holders import holders
+from torchtune_adaptive.rehearse.peaks import Peaks, Reading
+
+_TORCH = str(Path(torch.__file__).parent)
+_HERE = str(Path(__file__).parent)
+
+
+class Recorder:
+    """Steps are told by the optimizers, without the script's help.
+
+    A step is over when every optimizer that took part in the first one has stepped. Of the first one that is known when
+    an optimizer steps again.
+    """
+
+    def __init__(self, path: Path, *, most_steps: int) -> None:
+        self._file = path.open("w", buffering=1)
+        self._most_steps = most_steps
+        self._peaks = Peaks()
+        self._steps = 0
+        self._stepped: set[int] = set()
+        self._all: set[int] | None = None
+        self._reading = Reading()
+
+    def __enter__(self) -> None:
+        torch.cuda.init()
+        torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
+        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self._stepped:
+            self._step_is_over()
+        self._reading.add(self._peaks.read())
+        self._write("end", {**self._reading.figures(), "error": _error(error)})
+
+    def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        reading = self._peaks.read()
+        if id(optimizer) in self._stepped:
+            self._all = self._stepped
+            self._step_is_over()
+        self._reading.add(reading)
+        self._stepped = self._stepped | {id(optimizer)}
+        if self._stepped == self._all:
+            self._step_is_over()
+
+    def _step_is_over(self) -> None:
+        self._steps += 1
+        self._write("step", {"step": self._steps, **self._reading.figures()})
+        self._reading, self._stepped = Reading(), set()
+        if self._steps == self._most_steps:
+            raise SystemExit(0)
+
+    def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
+        """Called by the allocator, on the thread whose request has failed."""
+        frames = _stack(sys._getframe().f_back) or _stack(sys._current_frames()[threading.main_thread().ident or 0])
+        node = torch._C._current_autograd_node()
+        where = next((each for each in frames if not each[0].startswith(_TORCH)), frames[-1])
+        stats = torch.cuda.memory_stats(device)
+        self._write(
+            "out_of_memory",
+            {
+                "step": self._steps + 1 + (self._all is None and bool(self._stepped)),
+                "file": where[0],
+                "line": where[1],
+                "operation": node.name() if node else linecache.getline(*frames[0]).strip(),
+                "asked_bytes": asked,
+                "free_bytes": free,
+                "allocated_bytes": stats["allocated_bytes.all.current"],
+                "reserved_bytes": stats["reserved_bytes.all.current"],
+                "held_bytes": holders(device),
+            },
+        )
+
+    def _write(self, kind: str, figures: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def _stack(frame: FrameType | None) -> list[tuple[str, int]]:
+    """File and line of each frame, innermost first, without this room's own."""
+    found = []
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith((_HERE, "<")):
+            found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _error(error: BaseException | None) -> str | None:
+    """What ended the script; None where it ended well."""
+    if isinstance(error, SystemExit):
+        return None if error.code in (None, 0) else f"exit status {error.code}"
+    return None if error is None else f"{type(error).__name__}: {error}".splitlines()[0]
