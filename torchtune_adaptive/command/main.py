@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from torchtune_adaptive.command import cp, keys, ls, show, status, validate
-from torchtune_adaptive.rehearse import command as rehearse
 from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.rehearse import command as rehearse
 from torchtune_adaptive.tune.config.remedies import in_keys
 from torchtune_adaptive.tune.start.endings import INTERRUPTED, printing
 

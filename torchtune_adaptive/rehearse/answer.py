@@ -16,7 +16,9 @@ class Rehearsal:
     """Read from what the recorder has written, however the script ended."""
 
     card_bytes: int
-    """Without the memory that is no tensor's."""
+    """Without the overhead."""
+    overhead_bytes: int
+    """What the CUDA context, NCCL and libraries have of the card."""
     status: int
     """The script's exit status."""
     steps: list[dict[str, int]] = field(default_factory=list)
@@ -27,7 +29,7 @@ class Rehearsal:
     """After the last step; empty if the script was killed."""
 
     @classmethod
-    def read(cls, path: Path, *, card_bytes: int, status: int) -> Rehearsal:
+    def read(cls, path: Path, *, card_bytes: int, overhead_bytes: int, status: int) -> Rehearsal:
         found: dict[str, list[dict[str, Any]]] = {"step": [], "out_of_memory": [], "end": []}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -35,7 +37,7 @@ class Rehearsal:
             except ValueError:  # the script was killed while it wrote
                 continue
             found[record.pop("kind")].append(record)
-        return cls(card_bytes, status, found["step"], found["out_of_memory"], dict(*found["end"][:1]))
+        return cls(card_bytes, overhead_bytes, status, found["step"], found["out_of_memory"], dict(*found["end"][:1]))
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
@@ -45,7 +47,7 @@ class Rehearsal:
 
     @property
     def fits(self) -> bool:
-        return self.status == 0
+        return self.status == 0 and bool(self.steps)
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -57,11 +59,15 @@ class Rehearsal:
                 f"does not fit: out of memory in step {error['step']}, {_gib(error['allocated_bytes'])} of "
                 f"{_gib(self.card_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
             )
+        if self.status < 0:
+            return f"no answer: signal {-self.status} ended the script in step {len(self.steps) + 1}"
         if self.status:
             why = self.rest.get("error") or f"it ended with status {self.status}"
             return f"no answer: the script failed in step {len(self.steps) + 1}, not for want of memory: {why}"
+        if not self.steps:
+            return "no answer: no optimizer took a step in the script's own process"
         most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
-        when = f"step {most['step']}" if most["step"] else "after the last step" if self.steps else "no step was seen"
+        when = f"step {most['step']}" if most["step"] else "after the last step"
         fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.card_bytes)} GiB reserved at most ({when})"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
@@ -80,10 +86,21 @@ class Rehearsal:
             left_out = len(self.steps) - len(self._shown())
             lines += [f"  {left_out} steps that need no more are left out"] if left_out else []
         if (error := self.out_of_memory) is not None:
-            lines += ["", f"at {error['file']}:{error['line']}", f"  {error['operation']}"]
-            lines += [f"requested {_size(error['asked_bytes'])}; free {_size(error['free_bytes'])} on the card, "]
-            lines[-1] += f"{_size(error['reserved_bytes'] - error['allocated_bytes'])} in the allocator's cache"
+            cached = error["reserved_bytes"] - error["allocated_bytes"]
+            lines += [
+                "",
+                f"at {error['file']}:{error['line']}",
+                f"  {error['operation']}",
+                f"requested {_size(error['asked_bytes'])}; "
+                f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
+            ]
             lines += [f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items()]
+        if self.steps or self.errors:
+            lines += [
+                "",
+                f"{_gib(self.overhead_bytes)} GiB more are for CUDA's context, NCCL and libraries (--memory-overhead)",
+                "no kernel ran: losses are 0, and no decision that depends on values was rehearsed",
+            ]
         return "\n".join(lines)
 
     def _shown(self) -> list[dict[str, int]]:
@@ -102,6 +119,7 @@ class Rehearsal:
             "fits": self.fits,
             "verdict": self.verdict(),
             "card_bytes": self.card_bytes,
+            "overhead_bytes": self.overhead_bytes,
             "steps": self.steps,
             "out_of_memory": self.out_of_memory,
             "caught": [each for each in self.errors if each is not self.out_of_memory],

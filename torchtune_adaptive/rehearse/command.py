@@ -18,7 +18,7 @@ from pathlib import Path
 
 from torchtune_adaptive.null_cuda import NullCudaError, bytes_of, environment
 from torchtune_adaptive.rehearse.answer import Rehearsal
-from torchtune_adaptive.rehearse.cards import CARDS
+from torchtune_adaptive.rehearse.gpus import GPUS
 
 STEPS = 10
 NOT_FOR_TENSORS = {False: "1GiB", True: "3GiB"}
@@ -30,11 +30,11 @@ _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to be (default: 0)")
-    parser.add_argument("--gpu", choices=sorted(CARDS), metavar="NAME", help=f"the card: {', '.join(sorted(CARDS))}")
+    parser.add_argument("--gpu", choices=sorted(GPUS), metavar="NAME", help=f"the card: {', '.join(sorted(GPUS))}")
     parser.add_argument("--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: h100)")
     parser.add_argument(
         "--memory-overhead", type=_bytes, metavar="MEMORY",
-        help="of it, what no tensor can have: CUDA context, NCCL, libraries (default: 3GiB, in one process 1GiB)",
+        help="the CUDA context's, NCCL's and libraries' share of it (default: 3GiB; one rank 1GiB)",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=STEPS, help=f"end after so many (default: {STEPS}); 0: never")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="of the answer on standard output")
@@ -49,11 +49,11 @@ def run(options: argparse.Namespace) -> int:
     ranks = options.ranks or _ranks_of(command)
     if not 0 <= options.rank < ranks:
         options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
-    card = CARDS[options.gpu or "h100"]
+    card = GPUS[options.gpu or "h100"]
     memory = options.memory or card.memory
     overhead = bytes_of(NOT_FOR_TENSORS[ranks > 1]) if options.memory_overhead is None else options.memory_overhead
     if memory <= overhead:
-        options.refuse(f"--memory is {memory} bytes, of which {overhead} are for no tensor (--memory-overhead)")
+        options.refuse(f"--memory-overhead is {overhead} bytes, and the card has {memory}: no room for tensors")
     try:
         variables = environment(
             memory=memory - overhead, devices=min(ranks, 8), capability=card.capability, name=options.gpu
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         asked = [str(each) for each in (record, options.rank, ranks, options.steps)]
         script = subprocess.Popen([*stage, *asked, *command], env={**os.environ, **variables}, stdout=sys.stderr)
         status = _ended(script)
-        found = Rehearsal.read(record, card_bytes=memory - overhead, status=status)
+        found = Rehearsal.read(record, card_bytes=memory - overhead, overhead_bytes=overhead, status=status)
     print(found.as_json() if options.format == "json" else found.as_text())
     if options.picture is not None:
         from torchtune_adaptive.rehearse.picture import draw

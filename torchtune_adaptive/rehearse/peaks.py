@@ -12,13 +12,13 @@ Statistics = dict[str, Any]
 
 
 @dataclass
-class Reading:
+class Usage:
     allocated_bytes: int = 0
     reserved_bytes: int = 0
     flushes: int = 0
     """How often the allocator returned its cached blocks to the card and asked again."""
 
-    def add(self, other: Reading) -> None:
+    def add(self, other: Usage) -> None:
         self.allocated_bytes = max(self.allocated_bytes, other.allocated_bytes)
         self.reserved_bytes = max(self.reserved_bytes, other.reserved_bytes)
         self.flushes += other.flushes
@@ -33,19 +33,19 @@ class Peaks:
     def __init__(self) -> None:
         self._statistics, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         self._scripts: dict[int, Statistics] = {}
-        self._ours = Reading()
+        self._ours = Usage()
         self._flushes = 0
         torch._C._cuda_memoryStats = self._as_the_script_sees_them
         torch._C._cuda_resetPeakMemoryStats = self._script_resets
 
-    def read(self) -> Reading:
+    def read(self) -> Usage:
         """What happened on the current device since the last reading."""
         device = torch.cuda.current_device()
         statistics = self._statistics(device)
         self._ours.add(_peaks_of(statistics))
         retries = int(statistics["num_alloc_retries"])
         reading = replace(self._ours, flushes=max(retries - self._flushes, 0))
-        self._ours, self._flushes = Reading(), retries
+        self._ours, self._flushes = Usage(), retries
         self._scripts[device] = self._as_the_script_sees_them(device)
         self._reset(device)
         return reading
@@ -62,8 +62,8 @@ class Peaks:
         self._reset(device)
 
 
-def _peaks_of(statistics: Statistics) -> Reading:
-    return Reading(*(statistics[each]["all"]["peak"] for each in ("allocated_bytes", "reserved_bytes")))
+def _peaks_of(statistics: Statistics) -> Usage:
+    return Usage(*(statistics[each]["all"]["peak"] for each in ("allocated_bytes", "reserved_bytes")))
 
 
 def _raise_peaks(statistics: Statistics, to: Statistics) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import linecache
+import os
 import sys
 import threading
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchtune_adaptive.rehearse.holders import holders
-from torchtune_adaptive.rehearse.peaks import Peaks, Reading
+from torchtune_adaptive.rehearse.peaks import Peaks, Usage
 
 _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
@@ -35,12 +36,12 @@ class Recorder:
         self._steps = 0
         self._stepped: set[int] = set()
         self._all: set[int] | None = None
-        self._reading = Reading()
+        self._reading = Usage()
 
     def __enter__(self) -> None:
         torch.cuda.init()
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
-        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)
+        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
         register_optimizer_step_post_hook(self._optimizer_stepped)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -62,9 +63,12 @@ class Recorder:
     def _step_is_over(self) -> None:
         self._steps += 1
         self._write("step", {"step": self._steps, **self._reading.figures()})
-        self._reading, self._stepped = Reading(), set()
+        self._reading, self._stepped = Usage(), set()
         if self._steps == self._most_steps:
-            raise SystemExit(0)
+            self._write("end", {**Usage().figures(), "error": None})
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)  # nothing that the script catches, or does at its end
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
         """Called by the allocator, on the thread whose request has failed."""

@@ -12,13 +12,16 @@ import shutil
 import signal
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.run
+from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hook
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.rehearse.recorder import Recorder
 
@@ -33,6 +36,8 @@ def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
         _become(int(rank), int(ranks))
     _send_nothing(int(rank), int(ranks))
     _take_first_choices()
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_local_scalar_dense", _number, "CUDA")
     with Recorder(Path(record), most_steps=int(steps)):
         run(command)
 
@@ -42,12 +47,12 @@ def _become(rank: int, ranks: int) -> None:
     local = min(ranks, ONE_MACHINE)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
-        GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
+        GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500",
     )  # fmt: skip
 
 
 def _send_nothing(rank: int, ranks: int) -> None:
-    """All process groups are torch's fake ones: nothing is sent, and what others would have sent is like this rank's."""
+    """Makes all process groups torch's fake ones. Nothing is sent; others are taken to send what this rank does."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     joined, made = dist.init_process_group, dist.new_group
@@ -61,23 +66,47 @@ def _send_nothing(rank: int, ranks: int) -> None:
     def broadcast_object_list(*_: Any, **__: Any) -> None:
         """What rank 0 would say is what this rank has."""
 
+    def rendezvous(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+        yield HashStore(), rank, ranks
+
     _replace(joined, init_process_group)
+    _replace(torch_rendezvous, rendezvous)
     _replace(made, new_group)
     _replace(dist.broadcast_object_list, broadcast_object_list)
 
+    made_parallel = DistributedDataParallel.__init__
+
+    def parallel(self: Any, *args: Any, **kwargs: Any) -> None:
+        made_parallel(self, *args, **kwargs)
+        _register_comm_hook(self.reducer, None, _as_it_is)
+
+    DistributedDataParallel.__init__ = parallel  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
+
     def run_here(args: Namespace) -> None:
+        _become(rank, ranks)
         run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
-    if ranks == 1:  # the launcher would have set them
-        _replace(torch.distributed.run.run, lambda args: (_become(0, 1), run_here(args)))
-    else:
-        _replace(torch.distributed.run.run, run_here)
+    _replace(torch.distributed.run.run, run_here)
+
+
+def _as_it_is(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's bucket, sent nowhere: of the fake group's own all-reduce DDP gets no tensor back."""
+    sent: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    sent.set_result(bucket.buffer())
+    return sent
+
+
+def _number(tensor: torch.Tensor) -> Any:
+    """Nobody has computed a loss, a norm or an answer to "is it finite?": 0 and False, so that the script goes on."""
+    computed = tensor.is_floating_point() or tensor.dtype is torch.bool
+    return torch.zeros((), dtype=tensor.dtype).item() if computed else tensor.cpu().item()
 
 
 def _take_first_choices() -> None:
     """Autotuning would compile every candidate to time kernels that do nothing."""
     try:
-        from triton.runtime.autotuner import Autotuner
+        from triton.runtime.autotuner import Autotuner  # type: ignore[import-untyped]
     except ImportError:
         return
     tuned = Autotuner.__init__
@@ -90,10 +119,9 @@ def _take_first_choices() -> None:
 
 def _replace(function: Any, by: Any) -> None:
     """In every module that has imported it."""
-    assert isinstance(function, FunctionType)
     for module in [each for each in sys.modules.values() if each is not None]:
-        if vars(module).get(function.__name__) is function:
-            setattr(module, function.__name__, by)
+        for name in [name for name, value in vars(module).items() if value is function]:
+            setattr(module, name, by)
 
 
 def run(command: list[str] | tuple[str, ...]) -> None:
@@ -105,10 +133,16 @@ def run(command: list[str] | tuple[str, ...]) -> None:
         sys.path.insert(0, os.getcwd())
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         return
-    script = command[0] if Path(command[0]).exists() else shutil.which(command[0]) or command[0]
+    script = script_of(command[0]) or command[0]
     sys.argv = [script, *command[1:]]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
+
+
+def script_of(word: str) -> str | None:
+    """A file, or a program of this environment or on the path; None if there is neither."""
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return word if Path(word).is_file() else shutil.which(word, path=beside)
 
 
 if __name__ == "__main__":
