@@ -13,7 +13,7 @@ SHOWN_STEPS = 20
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """Read from what the recorder has written, however the script ended."""
+    """Read from what the step writer has written, however the script ended."""
 
     card_bytes: int
     """Without the overhead."""

@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hoo
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-from torchtune_adaptive.rehearse.recorder import Recorder
+from torchtune_adaptive.rehearse.step_writer import StepWriter
 
 ONE_MACHINE = 8
 """Ranks of a machine, where there are so many."""
@@ -38,7 +38,7 @@ def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
     _take_first_choices()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_local_scalar_dense", _number, "CUDA")
-    with Recorder(Path(record), most_steps=int(steps)):
+    with StepWriter(Path(record), most_steps=int(steps)):
         run(command)
 
 

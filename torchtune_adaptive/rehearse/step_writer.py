@@ -22,7 +22,7 @@ _TORCH = str(Path(torch.__file__).parent)
 _HERE = str(Path(__file__).parent)
 
 
-class Recorder:
+class StepWriter:
     """Steps are told by the optimizers, without the script's help.
 
     A step is over when every optimizer that took part in the first one has stepped. Of the first one that is known when
