@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from torchtune_adaptive.rehearse.answer import GIB, Rehearsal
@@ -15,7 +16,7 @@ def draw(found: Rehearsal, path: Path) -> None:
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
-    axes.set_title(found.verdict().split("; ")[0].split(", not for")[0], loc="left", fontsize=11)
+    axes.set_title(textwrap.fill(found.verdict(), 80), loc="left", fontsize=11)
     card = found.card_bytes / GIB
     steps, reserved, allocated = (
         [each[name] / per for each in found.steps]
