@@ -70,13 +70,12 @@ def explaining_failures(what: str) -> Iterator[None]:
         # undone.
         if "unhandled cuda error" in str(error):
             raise RanksPartedError(
-                f"{failed}; NCCL's communicator is broken after that, and no rank can go on with it: "
-                "start again from the last checkpoint",
+                f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
                 Remedy.ROOM_FOR_NCCL,
             ) from error
         raise RanksPartedError(
-            f"{failed}; another rank has ended or the network has failed, and the ranks no longer agree on where they "
-            "are: start again, from the last checkpoint if there is one"
+            f"{failed}; another rank has exited or the network has failed, so the ranks are out of step: restart, from "
+            "the last checkpoint if there is one"
         ) from error
 
 

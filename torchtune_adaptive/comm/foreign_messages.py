@@ -94,15 +94,14 @@ def _caller() -> str:
 def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
     """Messages by name where they were heard, else by number: another thread or another rank may know them."""
     if not names:
-        return f"in {count_of(messages, 'message')} each"
+        return f"{count_of(messages, 'message')} each"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     return ", ".join(names[:_MOST_NAMES]) + more
 
 
 def refusal(what: str) -> RecoveryUnsupportedError:
     return RecoveryUnsupportedError(
-        f"out of memory on rank {rank()}, and microbatches communicate besides FSDP ({what}): a rank that has failed "
-        "cannot take part in that, and its peers would wait forever; communicate after the step, for example in the "
-        "update",
+        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({what}): a failed rank cannot "
+        "take part, so its peers would hang; communicate after the step, for example in the update",
         Remedy.SMALLER_LIMIT,
     )

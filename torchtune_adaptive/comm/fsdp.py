@@ -122,14 +122,15 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
     """Why a step of this model cannot be run again after running out of memory; None if it can."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return (
-            "hooks use gradients as soon as they are ready (an optimizer in the backward), so backward updates weights"
+            "hooks use gradients during backward (for example, an optimizer in the backward), so backward updates "
+            "weights"
         )
     if world_size() == 1:
         return None
     if not isinstance(model, FSDPModule):
         return (
-            "the model is not wrapped by fully_shard, or by FSDP2's replicate (torch.distributed._composable."
-            "replicate_with_fsdp), so what its ranks communicate is not known"
+            "the model is not wrapped by fully_shard or by FSDP2's replicate (torch.distributed._composable."
+            "replicate_with_fsdp), so its collectives are unknown"
         )
     groups = groups_of(model)
     reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
@@ -137,7 +138,7 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
         return reasons[0]
     sharded = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
     if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
-        return "some parameters are distributed in another way than by fully_shard (tensor parallel)"
+        return "some parameters are not distributed by fully_shard (tensor parallel)"
     return None
 
 
@@ -145,11 +146,11 @@ def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
     mesh = group.mesh_info
     known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))
     if any(cast(DTensor, parameter.sharded_param).device_mesh.ndim > known for parameter in group.fsdp_params):
-        return "its mesh has dimensions besides those of its shards and replicas (tensor parallel)"
+        return "its mesh has dimensions other than shards and replicas (tensor parallel)"
     if mesh.mesh.size() != world_size():
-        return "it is sharded over some of the ranks only"
+        return "it is sharded over only some of the ranks"
     if group._all_reduce_hook is not None:
-        return "it has an all-reduce hook, whose collectives are not known"
+        return "it has an all-reduce hook, whose collectives are unknown"
     return why_unsteady([group])
 
 
@@ -205,8 +206,8 @@ def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
         whole = getattr(parameter, "_unsharded_param", None)
         if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
             raise ValueError(
-                "gradients of a backward before this step were not scattered (set_requires_gradient_sync(False)) and "
-                "would be taken for its own: let the last backward before a step scatter them"
+                "gradients of an earlier backward were not reduce-scattered (set_requires_gradient_sync(False)) and "
+                "would be added to this step's: reduce-scatter them in the last backward before a step"
             )
 
 
@@ -224,8 +225,8 @@ def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
         if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
             continue
         if not group.reduce_grads:
-            return "set_requires_gradient_sync(False) puts off scattering gradients"
-        return "set_reshard_after_backward(False) keeps parameters for the next microbatch"
+            return "set_requires_gradient_sync(False) delays the reduce-scatter of gradients"
+        return "set_reshard_after_backward(False) keeps parameters gathered for the next microbatch"
     return None
 
 

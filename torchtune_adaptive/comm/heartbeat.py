@@ -42,11 +42,11 @@ class Silent(NamedTuple):
     def __str__(self) -> str:
         if not self.ranks:
             return (
-                f"the store where all ranks meet, rank 0's ({self.where}) or its launcher's, has not answered for "
+                f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has not responded for "
                 f"{self.seconds:.0f} s"
             )
         has = "has" if len(self.ranks) == 1 else "have"
-        return f"{ranks_named(self.ranks)} ({self.where}) {has} not answered for {self.seconds:.0f} s"
+        return f"{ranks_named(self.ranks)} ({self.where}) {has} not responded for {self.seconds:.0f} s"
 
 
 class Silence:

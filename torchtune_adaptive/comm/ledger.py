@@ -128,8 +128,8 @@ class CollectiveLedger:
         left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
         if left_over:
             raise UnrecoverableError(
-                f"{', '.join(left_over)}: some microbatch of this step has made gradients there, but not its last, in "
-                "which gradients are summed over replicas; let every microbatch use the same parameters, or shard "
+                f"{', '.join(left_over)}: an earlier microbatch of this step produced gradients, but the last one, "
+                "which sums gradients over replicas, did not; use the same parameters in every microbatch, or shard "
                 "without replicas"
             )
 
@@ -164,8 +164,8 @@ class CollectiveLedger:
         """From now on, running out of memory in this stage is fatal. Returns why, and what to do about it."""
         self._record.foreign = messages
         return (
-            f"microbatches communicate besides FSDP ({what_is_foreign(messages, self._record.names)}), in which a rank "
-            "that has run out of memory could not take part (communicate after the step, in the update say)"
+            f"microbatches communicate outside FSDP ({what_is_foreign(messages, self._record.names)}), and a rank that "
+            "is out of memory cannot take part (communicate after the step, for example in the update)"
         )
 
     def listening(self) -> AbstractContextManager[object]:
@@ -206,7 +206,7 @@ class CollectiveLedger:
         before = self._messages() if learns else 0
         self._issuing = True
         try:
-            with explaining_failures("a collective of FSDP"):
+            with explaining_failures("an FSDP collective"):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
                 if learns:
@@ -229,8 +229,8 @@ class CollectiveLedger:
         unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
         if self._record.varies or unsteady:
             raise RecoveryUnsupportedError(
-                "out of memory, and what a microbatch communicates changes from one to the next"
-                f"{f' ({unsteady})' if unsteady else ''}, so what the peers still expect is not known",
+                "out of memory, and microbatches issue different collectives"
+                f"{f' ({unsteady})' if unsteady else ''}, so the remaining ones of this step cannot be completed",
                 Remedy.SMALLER_LIMIT,
             )
         if self._record.foreign:

@@ -39,8 +39,8 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
 
 def _unlike(rank: int, first: int) -> UnrecoverableError:
     return UnrecoverableError(
-        f"the weights on rank {rank} are not those on rank {first}, which holds the same shard: replicas that begin "
-        "unlike are trained with the same gradients and stay unlike; load the same weights everywhere, or call "
+        f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: replicas get the "
+        "same gradients, so they would never become equal; load the same weights on all ranks, or call "
         "torchtune_adaptive.comm.make_replicas_alike(model.parameters()) before the first step"
     )
 
@@ -52,7 +52,7 @@ def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
     """
     for parameter in parameters:
         for group in _replica_groups(parameter):
-            with explaining_failures("making replicas alike"):
+            with explaining_failures("the synchronization of replicas"):
                 dist.broadcast(_local(parameter), group=group, group_src=0)
 
 

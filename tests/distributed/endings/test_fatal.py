@@ -159,8 +159,8 @@ def lose_a_peer() -> str:
 
 def test_an_error_inside_a_collective_is_fatal_and_clear():
     message, _ = run_on_ranks(2, lose_a_peer)
-    assert message.startswith("a collective of FSDP failed on rank 0 (")
-    assert message.endswith("start again, from the last checkpoint if there is one")
+    assert message.startswith("an FSDP collective failed on rank 0 (")
+    assert message.endswith("restart, from the last checkpoint if there is one")
 
 
 def change_what_a_microbatch_communicates() -> None:
@@ -177,7 +177,7 @@ def change_what_a_microbatch_communicates() -> None:
 
 
 def test_a_schedule_that_changes_is_not_drained_by_guessing():
-    with pytest.raises(RankFailed, match="RecoveryUnsupportedError: out of memory, and what a microbatch communicates"):
+    with pytest.raises(RankFailed, match="RecoveryUnsupportedError: out of memory, and microbatches issue different collectives"):
         run_on_ranks(2, change_what_a_microbatch_communicates)
 
 
@@ -212,7 +212,7 @@ def reasons() -> dict[str, str | None]:
 def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
     for found in run_on_ranks(2, reasons):
         assert [found.pop(name) for name in ("sharded", "hybrid", "replicated")] == [None] * 3
-        assert "dimensions besides those of its shards and replicas" in found["tensor parallel inside"]
+        assert "dimensions other than shards and replicas" in found["tensor parallel inside"]
         assert "some of the ranks" in found["some ranks"]
         assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]

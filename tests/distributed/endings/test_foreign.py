@@ -177,14 +177,14 @@ IN_THE_FIRST_PASS = {"before it communicates": 10, "after it has": 300, "in the 
 @pytest.mark.parametrize("operation", IN_THE_FIRST_PASS.values(), ids=IN_THE_FIRST_PASS)
 @pytest.mark.parametrize("kind", ["all_reduce", "backward"])
 def test_running_out_of_memory_in_the_first_step_ends_all_ranks_and_says_why(kind: str, operation: int):
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*besides FSDP"):
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*outside FSDP"):
         run_on_ranks(2, run_out_later, kind, 0, operation, timeout_s=15)
 
 
 @pytest.mark.parametrize("step", [3, 4])
 def test_what_communicates_only_later_is_noticed_when_it_does(step: int):
     """In its first such microbatch, and after it."""
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*besides FSDP"):
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: .*outside FSDP"):
         run_on_ranks(2, run_out_later, "all_reduce", step, 300, 3, timeout_s=15)
 
 

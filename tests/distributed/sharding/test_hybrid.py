@@ -131,13 +131,13 @@ def step_of_unlike_replicas(alike: bool, spread: Callable[[nn.Module], nn.Module
 def test_replicas_that_begin_unlike_are_refused_on_all_ranks():
     messages = run_on_ranks(4, step_of_unlike_replicas, False)
     assert messages == messages[:1] * 4
-    assert messages[0].startswith("the weights on rank 2 are not those on rank 0, which holds the same shard")
+    assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
 
 
 def test_whole_replicas_that_begin_unlike_are_refused_too():
     messages = run_on_ranks(4, step_of_unlike_replicas, False, replicated)
     assert messages == messages[:1] * 4
-    assert messages[0].startswith("the weights on rank 2 are not those on rank 0, which holds the same shard")
+    assert messages[0].startswith("the weights on rank 2 differ from those on rank 0, which holds the same shard")
 
 
 def step_beside_another_mesh(alike: bool) -> str:
@@ -161,7 +161,7 @@ def step_beside_another_mesh(alike: bool) -> str:
 def test_each_model_is_compared_among_its_own_replicas():
     assert run_on_ranks(4, step_beside_another_mesh, True) == [""] * 4
     for message in run_on_ranks(4, step_beside_another_mesh, False):
-        assert message.startswith("the weights on rank 3 are not those on rank 0, which holds the same shard")
+        assert message.startswith("the weights on rank 3 differ from those on rank 0, which holds the same shard")
 
 
 def test_replicas_can_be_made_alike():
@@ -268,7 +268,7 @@ def test_gradients_that_the_last_microbatch_does_not_make_are_summed_over_replic
         assert max(outcomes) < 1e-3
         return
     assert outcomes == outcomes[:1] * 4
-    assert outcomes[0].startswith("head: some microbatch of this step has made gradients there, but not its last")
+    assert outcomes[0].startswith("head: an earlier microbatch of this step produced gradients, but the last one")
 
 
 def lose_a_replica() -> str:

@@ -152,7 +152,7 @@ def run_out(operation: int) -> None:
 
 @pytest.mark.parametrize("operation", [20, 200])
 def test_a_rank_that_fails_while_scattering_is_put_off_says_so_and_ends(operation: int) -> None:
-    with pytest.raises(RankFailed, match=r"changes from one to the next \(set_requires_gradient_sync\(False\)"):
+    with pytest.raises(RankFailed, match=r"microbatches issue different collectives \(set_requires_gradient_sync\(False\)"):
         run_on_ranks(2, run_out, operation, timeout_s=60)
 
 
@@ -167,7 +167,7 @@ def keep_parameters() -> str:
 
 def test_parameters_that_are_kept_over_microbatches_are_refused_at_once() -> None:
     for said in run_on_ranks(2, keep_parameters):
-        assert "set_reshard_after_backward(False) keeps parameters for the next microbatch" in said
+        assert "set_reshard_after_backward(False) keeps parameters gathered for the next microbatch" in said
 
 
 def accumulate_before_the_step() -> str:
@@ -184,7 +184,7 @@ def accumulate_before_the_step() -> str:
 
 def test_gradients_of_before_that_nobody_sees_are_refused() -> None:
     for said in run_on_ranks(2, accumulate_before_the_step):
-        assert "were not scattered (set_requires_gradient_sync(False)) and would be taken for its own" in said
+        assert "were not reduce-scattered (set_requires_gradient_sync(False))" in said
 
 
 def replace_the_runner() -> tuple[int, float]:

@@ -42,7 +42,7 @@ QUICKLY = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
 """Seconds until a launcher kills ranks that do not end; before torch 2.12 it takes 30."""
 TIMEOUT_S = 8
 SILENT = f"adaptive.silent_rank_timeout={TIMEOUT_S}"
-HUNG = ["the store where all ranks meet", "ranks 2, 3 (pid "]
+HUNG = ["the rendezvous store", "ranks 2, 3 (pid "]
 RESTARTS_S = 200.0
 """The rendezvous believes for up to 15 s that a node is there, then the ranks start anew."""
 
@@ -173,7 +173,7 @@ def test_a_node_that_hangs_is_named_on_the_other_with_the_command_that_goes_on(h
         for pid in (nodes[hung].process.pid, *stopped):
             os.kill(pid, signal.SIGSTOP)
         other = nodes[1 - hung]
-        other.when(lambda: "not answered for" in other.output, TIMEOUT_S * PATIENCE)
+        other.when(lambda: "not responded for" in other.output, TIMEOUT_S * PATIENCE)
     (told,) = {*re.findall(r"^error: (.*)$", other.output, re.MULTILINE)}
     assert HUNG[hung] in told, told
     assert all(f"pid {pid} " in told for pid in stopped) or hung == 0, told

@@ -42,12 +42,12 @@ def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: i
     with tune_run_in_a_terminal(2, tmp_path, *RUN, SILENT, "resume_from_checkpoint=auto") as run:
         pid = stop(run, rank)
         began = time.monotonic()
-        run.when(lambda: "has not answered" in run.output, TIMEOUT_S * PATIENCE)
+        run.when(lambda: "has not responded" in run.output, TIMEOUT_S * PATIENCE)
         seconds = time.monotonic() - began
         noted = tmp_path / "out" / "adaptive_run.json"
-        run.when(lambda: "has not answered" in noted.read_text(encoding="utf-8"), PATIENCE)
+        run.when(lambda: "has not responded" in noted.read_text(encoding="utf-8"), PATIENCE)
     (told,) = re.findall(r"^error: (.*)$", run.output, re.MULTILINE)
-    assert told.startswith(f"rank {rank} (pid {pid} on {os.uname().nodename}) has not answered for ")
+    assert told.startswith(f"rank {rank} (pid {pid} on {os.uname().nodename}) has not responded for ")
     assert re.search(r"last checkpoint: \S+/out/step_\d+\. To go on: tune run --nproc_per_node 2 ", told), told
     assert seconds < TIMEOUT_S + PATIENCE
     tune, *command = shlex.split(told.partition("To go on: ")[2])

@@ -13,7 +13,7 @@ NCCL = (
 
 
 def explained(error: Exception) -> str:
-    with pytest.raises(UnrecoverableError) as raised, explaining_failures("a collective of FSDP"):
+    with pytest.raises(UnrecoverableError) as raised, explaining_failures("an FSDP collective"):
         raise error
     assert raised.value.__cause__ is error
     return str(raised.value)
@@ -21,17 +21,17 @@ def explained(error: Exception) -> str:
 
 def test_nccl_out_of_memory_is_a_broken_communicator_and_not_a_step_to_repeat():
     text = explained(torch.distributed.DistBackendError(NCCL))
-    assert "a collective of FSDP failed on rank 0" in text
+    assert "an FSDP collective failed on rank 0" in text
     assert "communicator is broken" in text
     assert text.endswith("; if CUDA was out of memory, leave NCCL more of it: give CudaMemory a limit, say 0.9")
 
 
 def test_any_other_failure_is_a_peer_or_the_network():
     text = explained(RuntimeError("Connection closed by peer"))
-    assert "another rank has ended or the network has failed" in text
+    assert "another rank has exited or the network has failed" in text
     assert "communicator" not in text
 
 
 def test_running_out_of_memory_before_a_collective_stays_what_it_is():
-    with pytest.raises(torch.OutOfMemoryError), explaining_failures("a collective of FSDP"):
+    with pytest.raises(torch.OutOfMemoryError), explaining_failures("an FSDP collective"):
         raise torch.OutOfMemoryError
