@@ -37,7 +37,7 @@ def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
     try:
         replace_file(path, content)
     except OSError as error:
-        logger.warning("%s was not written (%s): %s", path, reason(error), otherwise)
+        logger.warning("cannot write %s (%s): %s", path, reason(error), otherwise)
         return False
     return True
 
@@ -51,7 +51,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, RecursionError) as error:
         raise ValueError(reason(error)) from error
     if not isinstance(content, dict):
-        raise ValueError(f"it holds {reprlib.repr(content)}, which is no object of names and values")
+        raise ValueError(f"it holds {reprlib.repr(content)}, not a JSON object")
     return content
 
 

@@ -67,7 +67,7 @@ def _amount(value: object, key: str, allowed: str) -> float:
         raise ConfigError(f"{key}: cannot read {value!r} as an amount of memory; {allowed}")
     amount = float(match[1]) * unit_bytes
     if amount < 1:
-        raise ConfigError(f"{key}: {value!r} leaves no memory at all; {allowed}")
+        raise ConfigError(f"{key}: {value!r} leaves no memory; {allowed}")
     return amount
 
 

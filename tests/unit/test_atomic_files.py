@@ -74,7 +74,7 @@ def test_a_file_that_a_run_can_do_without_is_told_of_in_one_line(
 ) -> None:
     (tmp_path / "file").mkdir()
     keep_file(tmp_path / "file", b"", "nobody will know")
-    assert caplog.messages == [f"{tmp_path / 'file'} was not written (Is a directory): nobody will know"]
+    assert caplog.messages == [f"cannot write {tmp_path / 'file'} (Is a directory): nobody will know"]
 
 
 def test_no_file_is_no_json_and_no_error(tmp_path: Path) -> None:

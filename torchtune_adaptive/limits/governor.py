@@ -108,8 +108,8 @@ class Governor:
         largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
         change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
         if largest.rows == 1:  # may have met what larger ones have left behind, or who shares the device
-            how = "a row alone in its microbatch is tried once more"
-            change = f"{how}, with all others in at most {self.limit}, step repeated"
+            how = "a single row failed and is retried once"
+            change = f"{how}, other rows in microbatches of at most {self.limit}, step repeated"
         return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
 
     def exhausted(self, failed: Mapping[int, Microbatch], step: int, why: str) -> Change:
@@ -184,9 +184,7 @@ class Governor:
 
     def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
         """The step has counted already, so it is not run again."""
-        what = (
-            f"{self._at(step)}: the allocator had to flush its cache on {ranks_named(retrying)} in two steps in a row"
-        )
+        what = f"{self._at(step)}: the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
         before, rates = self.limit, self._thrashing_rates
         self.counters.thrashings += 1
         try:
@@ -194,7 +192,7 @@ class Governor:
         except LimitExhaustedError:
             self._tolerated.add(before.size)
             return self._note(
-                THRASHING, step, f"{what}, and {before} is the smallest limit already: going on", before, retrying
+                THRASHING, step, f"{what}, and {before} is already the smallest limit: continuing", before, retrying
             )
         proven = self._before_growth is not None
         remark = self._step_down(after)
@@ -214,7 +212,7 @@ class Governor:
             self._tolerated.add(faster.size)
         self._change(faster.size)
         speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
-        return self._note(TRIAL, step, f"{self._at(step)}: {speeds}; going on with {self.limit}", smaller)
+        return self._note(TRIAL, step, f"{self._at(step)}: {speeds}; keeping {self.limit}", smaller)
 
     def _grow_if_due(self, step: int) -> Change | None:
         due = self._regrow_after if self._before_growth is not None else self._wait

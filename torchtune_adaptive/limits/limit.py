@@ -81,7 +81,7 @@ class RowLimit:
 
     def __post_init__(self) -> None:
         if self.rows < 1:
-            raise ValueError(f"a microbatch has at least 1 row, but the limit says {self.rows}")
+            raise ValueError(f"a microbatch needs at least 1 row, but the limit is {self.rows}")
 
     @property
     def size(self) -> int:
@@ -125,7 +125,7 @@ class TokenLimit:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ValueError(f"a microbatch has at least 1 token, but the limit says {self.tokens}")
+            raise ValueError(f"a microbatch needs at least 1 token, but the limit is {self.tokens}")
 
     @property
     def size(self) -> int:

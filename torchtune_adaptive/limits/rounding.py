@@ -22,5 +22,5 @@ def rungs_up_to(max_rows: int | None, round_to: str, samples_per_step: int | Non
     if round_to == "divisor" and samples_per_step is not None:
         return [rows for rows in range(1, min(most, samples_per_step) + 1) if samples_per_step % rows == 0]
     raise ConfigError(
-        f"round_to: {round_to!r} is unknown, or lacks the samples per step; allowed: {', '.join(ROUNDINGS)}"
+        f"round_to: {round_to!r} is unknown, or samples_per_step is missing; allowed: {', '.join(ROUNDINGS)}"
     )

@@ -59,7 +59,7 @@ class MemoryMeter(TorchDispatchMode):
     @property
     def budget_bytes(self) -> int:
         if self.cap_bytes is None:
-            raise ConfigError("a CPU has no memory of its own that a search could fill", Remedy.CAP_MEMORY)
+            raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
         return self.cap_bytes
 
     @property
@@ -122,7 +122,7 @@ class MemoryMeter(TorchDispatchMode):
         wanted = self.live_bytes + extra_bytes
         if self.cap_bytes is not None and wanted > self.cap_bytes:
             raise torch.OutOfMemoryError(
-                f"{what} needs {wanted} bytes with what is alive, but the limit is {self.cap_bytes} bytes"
+                f"{what} would raise the memory in use to {wanted} bytes, but the limit is {self.cap_bytes} bytes"
             )
 
     def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:

@@ -158,10 +158,10 @@ def _ask(function: Increase, epoch: int, current: int) -> int:
         raise IncreaseError(f"{fact} raised {type(error).__name__}: {error}") from error
     if type(increase) is not int:
         raise IncreaseError(
-            f"{fact} returned {increase!r} ({type(increase).__name__}); allowed: an int, the number to add"
+            f"{fact} returned {increase!r} ({type(increase).__name__}); allowed: an int, the rows to add"
         )
     if current + increase < 1:
-        raise IncreaseError(f"{fact} returned {increase}, which leaves {current + increase}; allowed: 1 or more left")
+        raise IncreaseError(f"{fact} returned {increase}, which leaves {current + increase} rows; allowed: 1 or more")
     return current + increase
 
 
@@ -174,7 +174,7 @@ def _admit(asked: int, current: int, max_batch_size: int | None, beyond_memory: 
     if beyond_memory == "skip":
         return current
     raise IncreaseError(
-        f"epoch {epoch} asks for a batch size of {asked}, but {max_batch_size} is the most that fits",
+        f"epoch {epoch} requests a batch size of {asked}, but at most {max_batch_size} fit",
         Remedy.SMALLER_INCREASE,
         Remedy.OTHER_BOUND,
     )
@@ -193,8 +193,8 @@ def _steps(epoch: int, samples_per_step: int, outline: Outline) -> int:
     steps = outline.samples_per_rank // samples_per_step
     if steps == 0:
         raise ConfigError(
-            f"epoch {epoch}: {samples_per_step} samples a step, and a rank has only {outline.samples_per_rank}; "
-            "let a step have fewer, or increase it by less"
+            f"epoch {epoch}: a step takes {samples_per_step} samples, but a rank has only {outline.samples_per_rank}; "
+            "lower the batch size or its increase"
         )
     return steps if outline.max_steps_per_epoch is None else min(steps, outline.max_steps_per_epoch)
 

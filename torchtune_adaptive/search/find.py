@@ -116,9 +116,9 @@ def _measure(prober: Prober, progress: OnProbe | None, rows: int, length: int | 
 
 def _check(steps: Mapping[str, TrainingStep[Any]], strategy: str) -> None:
     if not steps:
-        raise ValueError("a search needs at least 1 training step, but was given none")
+        raise ValueError("a search needs at least 1 training step, but got none")
     if strategy in NEED_RECOVERY and not all(step.runner.recovers for step in steps.values()):
         raise ConfigError(
-            f"the strategy {strategy!r} runs out of memory on purpose, but this step cannot be run again after that",
+            f"strategy {strategy!r} runs out of memory on purpose, but this step cannot be repeated afterwards",
             Remedy.MEASURING_STRATEGY,
         )

@@ -139,7 +139,7 @@ class Prober:
         self._room = self._reports[rank()].room
         if self._failed is None:
             if any(max(report.peaks) == 0 for report in self._reports):
-                raise ValueError("a training step needed no memory at all: search inside of `with meter:`")
+                raise ValueError("a training step allocated no memory: search inside `with meter:`")
             if all(report.missing_bytes <= 0 for report in self._reports):
                 return min((report.room for report in self._reports), key=attrgetter("free_bytes"))
             self._probe_rows(1)  # tells what the user needs to know
@@ -226,7 +226,7 @@ class Prober:
                 meter.end_phase()
         step.runner.model.zero_grad(set_to_none=True)
         if attempt.asked_to_stop:
-            raise RunStopped("stopped in the search, before the first step")
+            raise RunStopped("stopped during the search, before the first step")
         return meter.peaks, attempt.failed_ranks
 
     def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
@@ -253,8 +253,8 @@ def _explaining(rows: int) -> AbstractContextManager[None]:
     """Says what it means if a step runs out of memory where no limit stopped it."""
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
-            f"rank {rank()} ran out of memory in the measurement of {count_of(rows, 'row')}, in the update or in a "
-            "step that cannot be repeated, and its peers cannot go on alone",
+            f"rank {rank()} ran out of memory while measuring {count_of(rows, 'row')}, in the update or in a step that "
+            "cannot be repeated, so the search cannot continue",
             Remedy.FEWER_ROWS,
             Remedy.SHORTER_SAMPLES,
             Remedy.MORE_RANKS,

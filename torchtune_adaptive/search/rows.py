@@ -104,7 +104,7 @@ def _reason(history: History, fits_rows: float, rows: int, round_to: str, sample
     if history.rejected and fits_rows == rows:
         return f"{history.too_many} did not fit"
     if not history.rejected and (fits_rows >= history.max_rows or fits_rows == rows == history.rungs[-1]):
-        known, highest = f"at most {history.max_rows} are searched", float(history.max_rows)
+        known, highest = f"limited to {history.max_rows}", float(history.max_rows)
         if history.max_rows == samples_per_step:
             known = f"all {samples_per_step} samples of a step"
     else:

@@ -33,7 +33,7 @@ class Planner:
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.limit == limit:
             if ahead.lengths != lengths:
-                raise ValueError("these are not the samples that were announced as `upcoming`; give the same ones")
+                raise ValueError("the samples differ from those announced as `upcoming`; pass the same ones")
             return ahead.plan
         if not limit.by_length:
             return plan_step(lengths, limit)

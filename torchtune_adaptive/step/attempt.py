@@ -30,7 +30,7 @@ AroundPass: TypeAlias = Callable[[KindOfPass], AbstractContextManager[object]]
 def _check_recovery(models: Sequence[nn.Module]) -> None:
     for reason in filter(None, map(why_recovery_is_off, models)):
         raise RecoveryUnsupportedError(
-            f"a step of this model cannot be run again after running out of memory: {reason}", Remedy.NO_RECOVERY
+            f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
         )
 
 
@@ -80,7 +80,7 @@ class PlanRunner(Generic[Sample]):
                 self._drain(samples[rows[0] if rows else 0])
                 return None, number
             if not rows and totals.target_tokens != (before.target_tokens if before else 0):
-                raise ValueError("`filler` returned a sample that counts in the loss; it must not have any label")
+                raise ValueError("`filler` returned a sample that counts in the loss; return one without labels")
         return totals, None
 
     def discard(self) -> float:
@@ -96,7 +96,7 @@ class PlanRunner(Generic[Sample]):
         where = self._stage if step is None else in_step(step, self._stage)
         if rank() == 0:
             logger.warning(
-                "%s%s: training goes on without recovery; the next out-of-memory error ends it",
+                "%s%s: training continues without recovery; the next out-of-memory error ends it",
                 where and f"{where}: ",
                 why,
             )
@@ -105,8 +105,8 @@ class PlanRunner(Generic[Sample]):
         """An empty microbatch: it communicates like any other, and counts nothing."""
         if self._kind.filler is None:
             raise ValueError(
-                f"rank {rank()} has fewer samples than its peers need microbatches for theirs; "
-                "give its SampleKind a `filler`: a stand-in without any label"
+                f"rank {rank()} has fewer samples than its peers have microbatches; "
+                "give its SampleKind a `filler`: a stand-in without labels"
             )
         return [self._kind.filler(samples[0])]
 
@@ -134,8 +134,8 @@ class PlanRunner(Generic[Sample]):
         while not self._try_to_drain(sample):
             if (position := self.ledger.position) == stuck_at:
                 raise UnrecoverableError(
-                    f"rank {rank()} ran out of memory with nothing but its shard of the training state "
-                    "allocated, so it cannot even finish the collectives that its peers wait for",
+                    f"rank {rank()} ran out of memory with only its shard of the training state allocated, so it "
+                    "cannot complete the collectives that its peers are waiting for",
                     Remedy.MORE_RANKS,
                     Remedy.LARGER_BUDGET,
                 )

@@ -149,7 +149,7 @@ class Reports(tuple[Report, ...]):
             return None
         rank = min(of_failed, key=lambda rank: of_failed[rank].budget_bytes)
         budget, peak = format_apart(self[rank].budget_bytes, self[rank].peak_bytes)
-        return f"rank {rank} may use {budget} and had come to {peak}"
+        return f"rank {rank} peaked at {peak} of its budget of {budget}"
 
     @property
     def target_tokens(self) -> int:
@@ -188,8 +188,8 @@ class Reports(tuple[Report, ...]):
         positions = [int(report.position) for report in self]
         if len(set(positions)) > 1:
             raise UnrecoverableError(
-                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so what they "
-                "received is not what they expected; give all ranks the same model and the same number of samples"
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they "
+                "exchanged the wrong data; use the same model and the same number of samples on all ranks"
             )
 
 

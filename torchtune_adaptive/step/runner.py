@@ -209,12 +209,12 @@ class StepRunner(Generic[Sample]):
 
     def _check(self, samples: Sequence[Sample]) -> None:
         if self._closed:
-            raise ValueError("this runner is closed, and would hang where a rank runs out of memory: make a new one")
+            raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
         if not samples:
-            raise ValueError("a step has at least 1 sample on every rank, but this rank was given none")
+            raise ValueError("a step needs at least 1 sample on every rank, but this rank got none")
         if any(parameter.grad is not None for parameter in self.model.parameters()):
             raise ValueError(
-                "gradients are left over from before this step and could not be told apart from its own; "
+                "parameters have gradients from before this step, which would mix with its own; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
             )
 
@@ -266,11 +266,11 @@ class StepRunner(Generic[Sample]):
 
         Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
         """
-        saved = "nothing is saved yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
+        saved = "nothing saved yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
         return fatal_where_memory_runs_out(
             lambda _: UnrecoverableError(
-                f"out of memory in {what} on rank {rank()}: the weights may be half updated, so this step cannot be "
-                f"run again ({saved})",
+                f"out of memory in {what} on rank {rank()}: the weights may be partly updated, so this step cannot be "
+                f"repeated ({saved})",
                 Remedy.LESS_STATE,
                 Remedy.MORE_RANKS,
                 Remedy.LARGER_BUDGET,

@@ -240,7 +240,7 @@ def announce_other_samples() -> None:
 
 
 def test_samples_other_than_those_that_were_announced_are_refused():
-    with pytest.raises(RankFailed, match="not the samples that were announced as `upcoming`"):
+    with pytest.raises(RankFailed, match="the samples differ from those announced as `upcoming`"):
         run_on_ranks(2, announce_other_samples)
 
 

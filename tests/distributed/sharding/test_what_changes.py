@@ -152,7 +152,9 @@ def run_out(operation: int) -> None:
 
 @pytest.mark.parametrize("operation", [20, 200])
 def test_a_rank_that_fails_while_scattering_is_put_off_says_so_and_ends(operation: int) -> None:
-    with pytest.raises(RankFailed, match=r"microbatches issue different collectives \(set_requires_gradient_sync\(False\)"):
+    with pytest.raises(
+        RankFailed, match=r"microbatches issue different collectives \(set_requires_gradient_sync\(False\)"
+    ):
         run_on_ranks(2, run_out, operation, timeout_s=60)
 
 

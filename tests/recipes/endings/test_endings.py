@@ -229,7 +229,7 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_messa
         ),
         pytest.param(
             ("adaptive.memory_limit=[256MiB,16MiB]", f"optimizer._component_={HERE}.Greedy"),
-            r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be half updated",
+            r"error \(rank 1\): out of memory in the optimizer step on rank 1: the weights may be partly updated",
             id="the-update-out-of-memory",
         ),
     ],

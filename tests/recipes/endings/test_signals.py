@@ -131,7 +131,7 @@ def test_in_the_last_step_and_its_save_the_run_is_finished(blow: Blow, tmp_path:
 
 @pytest.mark.parametrize(
     ("moment", "where", "ranks"),
-    [(signalled.LOADING, "while it was set up", (0,)), (signalled.SEARCH, "in the search", (1,))],
+    [(signalled.LOADING, "while it was set up", (0,)), (signalled.SEARCH, "during the search", (1,))],
 )
 def test_before_the_first_step_it_says_that_nothing_is_saved(
     moment: str, where: str, ranks: tuple[int, ...], tmp_path: Path
@@ -152,7 +152,7 @@ def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved
         "nothing is saved\n"
     )
     assert late in ended[0].lines
-    assert told(ended[0].lines) == "stopped in the search, before the first step; nothing is saved"
+    assert told(ended[0].lines) == "stopped during the search, before the first step; nothing is saved"
 
 
 def test_steps_that_are_not_saved_are_told(tmp_path: Path) -> None:

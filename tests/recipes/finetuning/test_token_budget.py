@@ -368,7 +368,7 @@ def run_too_long(folder: Path, *overrides: str) -> None:
 
 @pytest.mark.parametrize(
     ("budget", "remedy"),
-    [("200", r"adaptive\.oversize"), ("auto", "give shorten=True")],  # the launcher says that in keys of the config
+    [("200", r"adaptive\.oversize"), ("auto", "pass shorten=True")],  # the launcher says that in keys of the config
 )
 def test_a_sample_that_does_not_fit_is_named_before_training_starts(tmp_path: Path, budget: str, remedy: str) -> None:
     limit = "adaptive.memory_limit=13MiB" if budget == "auto" else "adaptive.memory_limit=null"

@@ -57,7 +57,7 @@ def test_a_run_that_cannot_write_its_record_trains_to_its_end_and_says_each_thin
     for name in ("adaptive_report.png", "batch_search.png"):
         assert [line for line in said if name in line] == [f"{name} is not drawn: Is a directory"]
     for name in ("batch_search.json", "sample_lengths.json"):
-        assert sum(f"{name} was not written (Is a directory)" in line for line in said) == 1
+        assert sum(f"{name} (Is a directory): " in line for line in said) == 1
     assert sum("searching again" in line for line in said) == 1
     assert elsewhere == []
 

@@ -23,7 +23,9 @@ def test_nccl_out_of_memory_is_a_broken_communicator_and_not_a_step_to_repeat():
     text = explained(torch.distributed.DistBackendError(NCCL))
     assert "an FSDP collective failed on rank 0" in text
     assert "communicator is broken" in text
-    assert text.endswith("; if CUDA was out of memory, leave NCCL more of it: give CudaMemory a limit, say 0.9")
+    assert text.endswith(
+        "; if CUDA was out of memory, leave more memory to NCCL: give CudaMemory a limit, for example 0.9"
+    )
 
 
 def test_any_other_failure_is_a_peer_or_the_network():

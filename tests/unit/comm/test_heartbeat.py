@@ -20,6 +20,6 @@ def test_who_was_away_himself_gives_the_others_time_to_come_back() -> None:
 
 def test_the_message_names_ranks_and_where_they_are() -> None:
     assert str(Silent((3,), "pid 7 on node-b", 60)) == "rank 3 (pid 7 on node-b) has not responded for 60 s"
-    assert str(Silent((2, 3), "x", 60)).startswith("ranks 2, 3 (x) have not answered")
+    assert str(Silent((2, 3), "x", 60)).startswith("ranks 2, 3 (x) have not responded")
     store = "the rendezvous store, hosted by rank 0 (pid 5 on node0) or its launcher, has not responded for 60 s"
     assert str(Silent((), "pid 5 on node0", 60)) == store

@@ -49,12 +49,12 @@ def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started(tmp_path)
-    run_file.end(tmp_path, run_file.STOPPED, "SIGTERM: stopped in the search, before the first step")
+    run_file.end(tmp_path, run_file.STOPPED, "SIGTERM: stopped during the search, before the first step")
     code, told = status(tmp_path, capsys)
     assert code == CAN_GO_ON
     assert "from its beginning" in told
     assert told.splitlines()[-1] == f"starts anew with: cd {Path.cwd()} && {COMMAND}"
-    assert "last time: SIGTERM: stopped in the search" in told
+    assert "last time: SIGTERM: stopped during the search" in told
 
 
 def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(
@@ -206,8 +206,8 @@ def test_where_nothing_can_be_noted_the_run_says_what_that_means(
     (tmp_path / run_file.RUN_FILE).mkdir()
     started(tmp_path)
     assert caplog.messages == [
-        f"{tmp_path / run_file.RUN_FILE} was not written (Is a directory): "
-        "`tune-adaptive status` cannot say how this run has ended"
+        f"cannot write {tmp_path / run_file.RUN_FILE} (Is a directory): "
+        "`tune-adaptive status` cannot report how this run ended"
     ]
     assert [path.name for path in tmp_path.iterdir()] == [run_file.RUN_FILE]
 

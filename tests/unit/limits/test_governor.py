@@ -63,7 +63,7 @@ def test_retries_in_two_steps_in_a_row_take_the_limit_down_on_trial():
     run = Run()
     run.retries(2)
     assert (run.rows, run.kinds) == (4, [THRASHING])
-    line = "step 2: the allocator had to flush its cache on rank 3 in two steps in a row: 8 rows -> 4 rows, on trial"
+    line = "step 2: the allocator flushed its cache on rank 3 in two consecutive steps: 8 rows -> 4 rows, on trial"
     assert run.events[0].reason == line
 
 
@@ -79,7 +79,7 @@ def test_a_smaller_limit_that_is_faster_stays():
     run.retries(2, rate=800)
     run.quiet(1 + TRIAL_STEPS, rate=1000)
     assert (run.rows, run.kinds) == (4, [THRASHING, TRIAL])
-    line = "step 7: 4 rows: 1000 target tokens/s, 8 rows: 800; going on with 4 rows"
+    line = "step 7: 4 rows: 1000 target tokens/s, 8 rows: 800; keeping 4 rows"
     assert run.events[1].reason == line
 
 
@@ -120,7 +120,7 @@ def test_thrashing_at_the_smallest_limit_is_one_line_and_no_end():
     run = Run(RowLimit(1))
     run.retries(50)
     assert (run.rows, run.kinds) == (1, [THRASHING])
-    assert "and 1 row is the smallest limit already: going on" in run.events[0].reason
+    assert "and 1 row is already the smallest limit: continuing" in run.events[0].reason
 
 
 def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
@@ -300,8 +300,8 @@ def test_one_step_is_told_in_the_singular():
 def test_a_sample_that_failed_alone_is_tried_once_more_and_the_line_says_so(limit: Limit, smaller: str):
     governor, failed = Governor(limit, regrow_after=0), {1: Microbatch(1, 600)}
     assert governor.out_of_memory(failed, step=3).reason == (
-        "step 3: out of memory on rank 1 (longest sample 600 tokens): a row alone in its microbatch is tried "
-        f"once more, with all others in at most {smaller}, step repeated"
+        "step 3: out of memory on rank 1 (longest sample 600 tokens): a single row failed and is retried once, "
+        f"other rows in microbatches of at most {smaller}, step repeated"
     )
     with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):
         governor.out_of_memory(failed, step=3)

@@ -14,7 +14,7 @@ def test_a_row_limit_looks_at_rows_alone():
 
 
 def test_a_limit_below_one_row_is_refused():
-    with pytest.raises(ValueError, match="at least 1 row, but the limit says 0"):
+    with pytest.raises(ValueError, match="at least 1 row, but the limit is 0"):
         RowLimit(0)
 
 
@@ -26,7 +26,7 @@ def test_shrinking_gives_the_largest_smaller_power_of_two(rows: int):
 
 
 def test_one_row_cannot_shrink_and_the_error_says_what_to_do():
-    with pytest.raises(AdaptiveError, match=r"1 row of 8 tokens does not fit .* give shorter samples, checkpoint"):
+    with pytest.raises(AdaptiveError, match=r"1 row of 8 tokens does not fit .* use shorter samples, checkpoint"):
         RowLimit(1).after_oom(1, length=8)
 
 
@@ -88,7 +88,7 @@ def test_shrinking_ends(limit: Limit, lengths: list[int]):
             limit = limit.after_oom(max(1, limit.rows_at(max(lengths))), max(lengths))
 
     with pytest.raises(
-        LimitExhaustedError, match=r"1 row of \d+ tokens does not fit .* give shorter samples, checkpoint"
+        LimitExhaustedError, match=r"1 row of \d+ tokens does not fit .* use shorter samples, checkpoint"
     ):
         always_out_of_memory(limit)
 

@@ -212,7 +212,7 @@ def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None
     assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
     with pytest.raises(
         OneRowDoesNotFitError,
-        match=r"one row of 3000 tokens needs 2.9 MiB .* give shorter samples, give shorten=True, .*, or raise the",
+        match=r"one row of 3000 tokens needs 2.9 MiB .* use shorter samples, pass shorten=True, .*, or raise the",
     ):
         device.profile(3000)
 
@@ -220,7 +220,7 @@ def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None
 def test_who_lets_long_samples_be_cut_already_is_not_told_to() -> None:
     device = Device(1000, Surface(10_000, 0, 1000))
     with pytest.raises(
-        OneRowDoesNotFitError, match=r"; give shorter samples, checkpoint activations, train on more ranks, or"
+        OneRowDoesNotFitError, match=r"; use shorter samples, checkpoint activations, train on more ranks, or"
     ):
         device.profile(3000, shorten=True)
 

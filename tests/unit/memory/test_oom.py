@@ -106,7 +106,7 @@ def test_an_error_met_while_out_of_memory_was_handled_is_another_one():
 
 
 def test_an_error_of_ours_has_judged_already():
-    verdict = UnrecoverableError("the weights may be half updated")
+    verdict = UnrecoverableError("the weights may be partly updated")
     verdict.__cause__ = torch.OutOfMemoryError()
     assert not is_oom(verdict)
 

@@ -75,7 +75,7 @@ def test_beyond_memory_a_step_can_grow_in_more_microbatches() -> None:
 
 
 def test_beyond_memory_can_be_an_error_that_names_epoch_size_and_bound() -> None:
-    with pytest.raises(ConfigError, match=r"epoch 4 .* batch size of 8, but 7 is the most that fits"):
+    with pytest.raises(ConfigError, match=r"epoch 4 .* batch size of 8, but at most 7 fit"):
         plans_of(double_every(2), max_batch_size=7, beyond_memory="error")
 
 
@@ -135,7 +135,7 @@ def test_the_learning_rate_factor_is_that_of_the_growth_since_the_configured_ste
 
 
 def test_an_epoch_without_a_single_step_is_an_error_before_training() -> None:
-    with pytest.raises(ConfigError, match=r"epoch 2: 16 samples a step, and a rank has only 15"):
+    with pytest.raises(ConfigError, match=r"epoch 2: a step takes 16 samples, but a rank has only 15"):
         plans_of(milestones({2: 8}), samples_per_rank=15)
 
 

@@ -91,7 +91,7 @@ def test_memory_that_is_not_watched_is_refused():
 
 
 def test_a_cpu_without_a_limit_has_nothing_to_search():
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match="a search could fill; give MemoryMeter a cap_bytes"):
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match="to search within; set cap_bytes of MemoryMeter"):
         find_max_batch_size(Trained(Shape()).step(), memory=meter)
 
 

@@ -171,8 +171,8 @@ def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():
 def test_where_memory_is_measured_what_there_was_is_said_too():
     runner = runner_of(a_model(), 8)
     message = (
-        r"1 row of 16 tokens does not fit and cannot be made smaller \(rank 0 may use 100 B and had come to .* B\); "
-        r"give shorter samples, .*, or raise the memory limit"
+        r"1 row of 16 tokens does not fit and cannot be made smaller \(rank 0 peaked at .* B of its budget of 100 B\); "
+        r"use shorter samples, .*, or raise the memory limit"
     )
     with MemoryMeter(cap_bytes=100) as meter:
         runner.watch(meter)
@@ -204,7 +204,7 @@ def test_left_over_gradients_are_refused():
     model = a_model()
     runner = runner_of(model, 8)
     runner.run(SAMPLES, step=0)
-    with pytest.raises(ValueError, match=r"gradients are left over .*zero_grad"):
+    with pytest.raises(ValueError, match=r"gradients from before this step.*zero_grad"):
         runner.run(SAMPLES, step=1)
 
 

@@ -95,7 +95,7 @@ def _write(directory: Path, run: RunFile) -> None:
             _overwrite(path, content)
     except OSError as error:
         logger.warning(
-            "%s was not written (%s): `tune-adaptive status` cannot say how this run has ended", path, reason(error)
+            "cannot write %s (%s): `tune-adaptive status` cannot report how this run ended", path, reason(error)
         )
 
 

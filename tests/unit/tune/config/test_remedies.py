@@ -28,7 +28,7 @@ def test_a_rollout_is_shorter_by_its_answer_too() -> None:
 def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
     error = exhausted(512)
     fact = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
-    assert str(error) == f"{fact}; give shorter samples, checkpoint activations, or train on more ranks"
+    assert str(error) == f"{fact}; use shorter samples, checkpoint activations, or train on more ranks"
     assert in_keys(error) == (
         f"{fact}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
         "set enable_activation_checkpointing: True, or train on more ranks"
@@ -39,8 +39,8 @@ def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
     ("remedies", "advice"),
     [
         ((), ""),
-        ((Remedy.NO_RECOVERY,), "; give recover=False"),
-        ((Remedy.SMALLER_LIMIT, Remedy.NO_RECOVERY), "; give a smaller limit or give recover=False"),
+        ((Remedy.NO_RECOVERY,), "; pass recover=False"),
+        ((Remedy.SMALLER_LIMIT, Remedy.NO_RECOVERY), "; lower the limit or pass recover=False"),
     ],
 )
 def test_remedies_are_a_list_as_one_speaks(remedies: tuple[Remedy, ...], advice: str) -> None:
@@ -67,7 +67,7 @@ def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key(
         recover=False,
     )
     step = TrainingStep(runner=runner, sample=torch.ones(1), update=lambda _: None, optimizers=[])
-    with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* give strategy='linear'") as caught:
+    with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* pass strategy='linear'") as caught:
         find_max_batch_size(step, memory=MemoryMeter(1), strategy="binary")
     assert in_keys(caught.value).endswith("; set adaptive.search to linear or static")
 

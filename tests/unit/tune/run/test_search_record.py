@@ -60,7 +60,7 @@ def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pyt
     (tmp_path / SEARCH_FILE).mkdir()
     write_search(tmp_path, example(), 4096, FINGERPRINT)
     assert caplog.messages == [
-        f"{tmp_path / SEARCH_FILE} was not written (Is a directory): the next run will search again"
+        f"cannot write {tmp_path / SEARCH_FILE} (Is a directory): the next run will search again"
     ]
 
 
