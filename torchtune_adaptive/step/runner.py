@@ -266,7 +266,7 @@ class StepRunner(Generic[Sample]):
 
         Weights may be half updated when that runs out of memory, so it ends the run with a clear error.
         """
-        saved = "nothing saved yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
+        saved = "nothing is saved yet" if last_checkpoint is None else f"last checkpoint: {last_checkpoint}"
         return fatal_where_memory_runs_out(
             lambda _: UnrecoverableError(
                 f"out of memory in {what} on rank {rank()}: the weights may be partly updated, so this step cannot be "

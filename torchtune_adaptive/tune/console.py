@@ -55,7 +55,7 @@ class LossyStream(io.FileIO):
         except OSError as error:
             if not self._failed:
                 self._failed = True
-                logger.warning("stdout cannot be written (%s): what is printed there is lost", reason(error))
+                logger.warning("cannot write to stdout (%s): its output is lost", reason(error))
             return len(data)
 
 

@@ -10,11 +10,11 @@ from tests.recipes.crash.victims import Life
 
 TOLD = re.compile(
     r"(SIG\w+)((?: on rank \d)?): stopped (.*); (nothing is saved|last checkpoint: \S+)\. "
-    r"To (?:go on|start again): (.*)$",
+    r"To (?:resume|restart): (.*)$",
     re.M,
 )
 AFTER_STEP = re.compile(r"after step (\d+)")
-AT_ONCE = "ended at once"
+AT_ONCE = "ended immediately"
 
 
 def faults_of_a_stop(point: Point, life: Life, trained: int | None, saved: int) -> Iterator[str]:

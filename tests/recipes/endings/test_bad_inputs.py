@@ -54,7 +54,7 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
     [
         ("adaptive=[]", ["adaptive=[]", "Cannot merge"]),
         ("adaptive=3", ["adaptive is 3", "a section"]),
-        ("=3", ["=3 sets no key", "give key=value"]),
+        ("=3", ["=3 has no key", "write key=value"]),
         ("dataset.samples=2.5", ["dataset.samples is 2.5", "a whole number of at least 1"]),
         ("dataset.packed=maybe", ["dataset.packed is 'maybe'", "True or False"]),
         ("epochs=1000000000", ["epochs is 1000000000", "from 1 to 100000"]),

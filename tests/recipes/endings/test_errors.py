@@ -49,10 +49,10 @@ def assert_says(text: str, *parts: str) -> None:
         ("a:\n\tb: 1", ["cannot be read", "line 2"]),
         ("a: 1\na: 2", ["cannot be read", "duplicate key a"]),
         ("a: ${b", ["cannot be read", "${b"]),
-        ("- a\n- b", ["holds a list", "allowed is a mapping"]),
-        ("just text", ["holds a str", "allowed is a mapping"]),
-        ("", ["holds nothing", "allowed is a mapping"]),
-        ("1: 2", ["allowed is a mapping of keys, which are texts"]),
+        ("- a\n- b", ["contains a list", "must be a mapping"]),
+        ("just text", ["contains a str", "must be a mapping"]),
+        ("", ["contains nothing", "must be a mapping"]),
+        ("1: 2", ["a mapping whose keys are strings"]),
     ],
 )
 def test_a_malformed_file_is_named_with_what_is_wrong(
@@ -150,7 +150,7 @@ def test_a_bad_override_is_named(message: Start, override: str, parts: list[str]
         ("collate_fn=os.getcwd", ["collate_fn is 'os.getcwd'", "cannot be called with samples", "padded_collate_sft"]),
         ("tensor_parallel_dim=2", ["tensor_parallel_dim is 2", "tensor_parallel_plan is missing"]),
         ("lr_scheduler=torch.optim.lr_scheduler.StepLR", ["lr_scheduler is", "a section with a _component_"]),
-        ("output_dir=/proc/none", ["output_dir is '/proc/none'", "cannot be written to"]),
+        ("output_dir=/proc/none", ["cannot write to output_dir '/proc/none'"]),
         (
             f"output_dir={'x' * 300}",
             ["output_dir is 'xxx", "x...: allowed is a path whose names have at most 255 bytes"],

@@ -85,7 +85,7 @@ def test_ctrl_c_saves_and_is_told_in_one_line(ranks: int | None, tmp_path: Path)
         os.killpg(run.process.pid, signal.SIGINT)
         status = run.process.wait(60)
     told = re.findall(
-        r"^SIGINT: stopped after step (\d+); last checkpoint: (.*)\. To go on: (.*)$", run.output, re.MULTILINE
+        r"^SIGINT: stopped after step (\d+); last checkpoint: (.*)\. To resume: (.*)$", run.output, re.MULTILINE
     )
     assert len(told) == 1, run.output
     step, saved, command = told[0]
@@ -146,11 +146,11 @@ def test_a_step_that_outlasts_the_launchers_patience_says_what_is_not_saved(tmp_
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.process.wait(60) == 1
         run.when(lambda: "SignalException" in run.output, 10)
-    lost = f"last checkpoint: {saved(run)}, and what was trained since then is lost"
-    assert "(torchrun, if it passed this on, waits 4 s). A second signal ends it at once" in run.output
-    late = f"will not end in time (torchrun, if it passed this on, ends the run in 2 s); {lost}"
+    lost = f"last checkpoint: {saved(run)}, and all training since then is lost"
+    assert "(if torchrun forwarded the signal, it waits 4 s). A second signal ends the run immediately" in run.output
+    late = f"will not finish in time (if torchrun forwarded the signal, it kills the run in 2 s); {lost}"
     assert run.output.count(late) == 1, run.output
-    assert last_time(tmp_path) == f"last time: SIGTERM, which did not leave it the time to save; {lost}"
+    assert last_time(tmp_path) == f"last time: SIGTERM, with too little time to save; {lost}"
 
 
 def test_a_second_signal_through_the_launcher_ends_all_ranks_at_once(tmp_path: Path) -> None:
@@ -162,6 +162,6 @@ def test_a_second_signal_through_the_launcher_ends_all_ranks_at_once(tmp_path: P
         assert run.process.wait(20) == 1
         run.when(lambda: "SignalException" in run.output, 10)
         assert run.ranks() == []
-    again = f"SIGTERM again: ended at once; last checkpoint: {saved(run)}, and what was trained since then is lost"
+    again = f"SIGTERM again: ended immediately; last checkpoint: {saved(run)}, and all training since then is lost"
     assert run.output.count(again) == 1, run.output
     assert last_time(tmp_path) == f"last time: {again}"

@@ -177,4 +177,4 @@ def test_a_node_that_hangs_is_named_on_the_other_with_the_command_that_goes_on(h
     (told,) = {*re.findall(r"^error: (.*)$", other.output, re.MULTILINE)}
     assert HUNG[hung] in told, told
     assert all(f"pid {pid} " in told for pid in stopped) or hung == 0, told
-    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To go on: .* resume_from_checkpoint=auto$", told), told
+    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To resume: .* resume_from_checkpoint=auto$", told), told

@@ -28,7 +28,7 @@ RUN = (
 STEPS = {1: 8, 2: 4}
 EVERY_TWO = "save_every_n_steps=2"
 SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=64MiB", "adaptive.max_batch_size=4")
-TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To (?:go on|start again): (.*)$", re.MULTILINE)
+TO_GO_ON = re.compile(r"^SIG\w+(?: on rank \d)?: (.*)\. To (?:resume|restart): (.*)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,12 @@ def test_a_signal_saves_the_step_that_is_under_way(
     assert told(ended[0].lines) == f"stopped after step {step}; last checkpoint: {place}"
     assert place.is_dir()
     assert all(not TO_GO_ON.search(each.lines) for each in ended[1:])
-    notices = [line for each in ended for line in each.lines.splitlines() if "a checkpoint follows this step" in line]
+    notices = [
+        line
+        for each in ended
+        for line in each.lines.splitlines()
+        if "the run saves a checkpoint after this step" in line
+    ]
     assert len(notices) == (0 in blow.ranks)
     assert condition(tmp_path / "run") is Condition.CAN_GO_ON
     assert_goes_on(tmp_path / "run", ranks, undisturbed, after=step)
@@ -146,10 +151,10 @@ def test_before_the_first_step_it_says_that_nothing_is_saved(
 def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved(tmp_path: Path) -> None:
     blow = Blow(signalled.SEARCH, left_s=3)
     ended = live_on_ranks(2, "full", tmp_path / "run", *RUN, *SEARCHED, blow=blow)
-    assert "(torchrun, if it passed this on, waits 3 s)" in ended[0].lines
+    assert "(if torchrun forwarded the signal, it waits 3 s)" in ended[0].lines
     late = (
-        "SIGTERM: the step under way will not end in time (torchrun, if it passed this on, ends the run in 2 s); "
-        "nothing is saved\n"
+        "SIGTERM: the current step will not finish in time (if torchrun forwarded the signal, it kills the run in "
+        "2 s); nothing is saved\n"
     )
     assert late in ended[0].lines
     assert told(ended[0].lines) == "stopped during the search, before the first step; nothing is saved"
@@ -169,5 +174,5 @@ def test_a_second_signal_ends_at_once_and_says_what_is_lost(tmp_path: Path) -> N
         live_on_ranks(1, "full", tmp_path / "run", *RUN, EVERY_TWO, blow=blow)
     lines = (tmp_path / "run" / "lines0").read_text()
     saved = tmp_path / "run" / "out" / "step_2"
-    assert f"SIGTERM again: ended at once; last checkpoint: {saved}, and what was trained since then is lost" in lines
+    assert f"SIGTERM again: ended immediately; last checkpoint: {saved}, and all training since then is lost" in lines
     assert not (tmp_path / "run" / "out" / "step_3").exists()

@@ -48,9 +48,9 @@ def test_the_others_end_in_time_and_name_it_and_the_command_that_goes_on(rank: i
         run.when(lambda: "has not responded" in noted.read_text(encoding="utf-8"), PATIENCE)
     (told,) = re.findall(r"^error: (.*)$", run.output, re.MULTILINE)
     assert told.startswith(f"rank {rank} (pid {pid} on {os.uname().nodename}) has not responded for ")
-    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To go on: tune run --nproc_per_node 2 ", told), told
+    assert re.search(r"last checkpoint: \S+/out/step_\d+\. To resume: tune run --nproc_per_node 2 ", told), told
     assert seconds < TIMEOUT_S + PATIENCE
-    tune, *command = shlex.split(told.partition("To go on: ")[2])
+    tune, *command = shlex.split(told.partition("To resume: ")[2])
     assert tune == "tune"
     ended = run_here([str(Path(sys.executable).parent / tune), *command], cwd=tmp_path, timeout_s=120)
     assert ended.status == 0, ended.output

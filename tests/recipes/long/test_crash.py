@@ -241,7 +241,7 @@ def test_a_checkpoint_that_is_gone_is_noticed_unless_newer_ones_are_enough() -> 
 
 OUTPUT = (
     "SIGTERM: stopped after step {}; last checkpoint: /out/step_{}. "
-    "To go on: tune run ... resume_from_checkpoint=auto\n"
+    "To resume: tune run ... resume_from_checkpoint=auto\n"
 )
 UNSAVED = OUTPUT.replace("last checkpoint: /out/step_{}", "nothing is saved")
 AT_STEP, LAUNCHED = Point(STEP, 1, blow=TERM), Point(STEP, 1, blow=INT, launcher=True)
@@ -264,7 +264,7 @@ def test_a_stop_that_is_as_it_should_be_has_no_fault() -> None:
         (stop(OUTPUT.format(6, 6)), 7, 7, "the last step was 7"),
         (stop(""), None, 4, "it says 0 times"),
         (stop(2 * OUTPUT.format(7, 7)), 7, 7, "it says 2 times"),
-        (stop(f"SIGTERM again: ended at once\n{OUTPUT.format(7, 7)}"), 7, 7, "taken for two"),
+        (stop(f"SIGTERM again: ended immediately\n{OUTPUT.format(7, 7)}"), 7, 7, "taken for two"),
         (stop(cleanly=False), 7, 7, "the status is not 0"),
         (stop(OUTPUT.format(7, 7).replace("SIGTERM", "SIGINT")), 7, 7, "it was SIGINT"),
         (stop(OUTPUT.format(7, 7).replace("SIGTERM", "SIGTERM on rank 1")), 7, 7, "on rank 1"),

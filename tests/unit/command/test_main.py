@@ -242,7 +242,7 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
 
 
-UNWRITTEN = "the output cannot be written: No space left on device"
+UNWRITTEN = "cannot write the output: No space left on device"
 LAUNCHED = """
 import sys
 from torchtune_adaptive.tune.start.launch import run_without_training
@@ -268,7 +268,7 @@ def test_an_answer_that_cannot_be_written_is_no_traceback(into: str, status: int
 def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
     command = f"{sys.executable} -c 'from torchtune_adaptive.command.main import main; main([\"keys\"])'"
     ended = shell(f"{command} > /dev/full; echo $?")
-    assert ended.stderr == f"error: {UNWRITTEN}; send it somewhere else\n"
+    assert ended.stderr == f"error: {UNWRITTEN}; redirect it elsewhere\n"
     assert ended.stdout == "1\n"
 
 

@@ -101,7 +101,7 @@ time.sleep(0.5)
 print("first")
 print("second")
 """
-LOST = "stdout cannot be written ({}): what is printed there is lost\n"
+LOST = "cannot write to stdout ({}): its output is lost\n"
 
 
 @pytest.mark.parametrize("unbuffered", ["", "-u"])

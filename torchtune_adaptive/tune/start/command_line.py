@@ -29,7 +29,7 @@ def read_command_line(argv: list[str]) -> DictConfig:
     argv[at] = str(locate(argv[at]))
     _check_yaml(Path(argv[at]))
     if nameless := [word for word in argv if word.startswith("=")]:
-        raise ConfigError(f"{nameless[0]} sets no key: give key=value, without a space before the =")
+        raise ConfigError(f"{nameless[0]} has no key: write key=value, without a space before the =")
     cfg = _parse()
     _check_interpolations(cfg)
     return cfg
@@ -58,9 +58,9 @@ def name_of(path: Path) -> str:
 def _position_of_config(argv: list[str]) -> int:
     argv[:] = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
     if argv.count("--config") > 1:
-        raise ConfigError("--config is given twice: allowed is one; other values are replaced with key=value")
+        raise ConfigError("--config is given twice: give it once, and override values with key=value")
     if "--config" not in argv[:-1]:
-        raise ConfigError("--config is missing: give a path, a name of torchtune's configs or adaptive/...")
+        raise ConfigError("--config is missing: give a path or the name of a config (adaptive/... or torchtune's)")
     return argv.index("--config") + 1
 
 
@@ -73,7 +73,7 @@ def _check_yaml(path: Path) -> None:
     except UNREADABLE as error:
         raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
     found = "nothing" if content is None else f"a {type(content).__name__}"
-    raise ConfigError(f"--config {path} holds {found}: allowed is a mapping of keys, which are texts, to values")
+    raise ConfigError(f"--config {path} contains {found}: it must be a mapping whose keys are strings")
 
 
 def _parse() -> DictConfig:
@@ -114,4 +114,4 @@ def _check_interpolations(cfg: DictConfig) -> None:
         first_line = str(error).splitlines()[0]
         raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error
     except RecursionError as error:
-        raise ConfigError("the config cannot be resolved: it is nested too deep") from error
+        raise ConfigError("the config cannot be resolved: it is nested too deeply") from error

@@ -83,7 +83,7 @@ def printing() -> Iterator[None]:
         if error.filename is not None:  # a file, and not what is printed
             raise
         _print_nowhere()
-        raise AdaptiveError(f"the output cannot be written: {error.strerror}; send it somewhere else") from error
+        raise AdaptiveError(f"cannot write the output: {error.strerror}; redirect it elsewhere") from error
 
 
 def _print_nowhere() -> None:
@@ -101,8 +101,8 @@ def refusing_early_exits() -> Iterator[None]:
             raise
         called = traceback.extract_tb(error.__traceback__)[-1]
         raise EarlyExitError(
-            f"sys.exit({error.code!r}) ended the run before it was done, called in {called.name} ({called.filename}, "
-            f"line {called.lineno}); raise an error there, or return"
+            f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
+            "raise an error there, or return"
         ) from error
 
 

@@ -111,8 +111,8 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
 
     def told(error: Exception) -> RecoveryUnsupportedError:
         off = recover_from_oom is False
-        why = "adaptive.recover_from_oom is False, so nothing is run again" if off else "nothing can be run again there"
-        where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside of training"
+        why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
+        where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside training"
         return RecoveryUnsupportedError(
             f"out of memory on rank {_rank()} {where}, and {why} ({in_a_line(error)})",
             Remedy.SMALLER_LIMIT,

@@ -79,13 +79,13 @@ def holder(directory: Path) -> str | None:
 
 def in_use(directory: Path, who: str) -> ConfigError:
     return ConfigError(
-        f"output_dir {str(directory)!r} is in use by {who}: wait until it has ended, end it, or choose another "
+        f"output_dir {str(directory)!r} is in use by {who}: wait for it to end, end it, or choose another "
         f"output_dir{_if_its_machine_is_gone(directory / LOCK_FILE)}"
     )
 
 
 def unwritable(directory: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"output_dir is {str(directory)!r}, which cannot be written to: {error.strerror}")
+    return ConfigError(f"cannot write to output_dir {str(directory)!r}: {error.strerror}")
 
 
 def _tried(path: Path) -> Lock | None:
@@ -99,7 +99,9 @@ def _tried(path: Path) -> Lock | None:
         os.close(descriptor)
         return None
     except OSError as error:
-        logger.warning("%s has no locks (%s): two runs at once would go unnoticed", path.parent, error.strerror)
+        logger.warning(
+            "%s does not support locks (%s): a second run there would not be detected", path.parent, error.strerror
+        )
         os.close(descriptor)
         return Lock(path, None)
     if not _is_still(path, descriptor):  # the last holder has removed it since it was opened
@@ -116,7 +118,7 @@ def _opened(path: Path) -> int | None:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     except IsADirectoryError as error:
         raise ConfigError(
-            f"{path} is a folder, and a run has its lock there: remove it, or choose another output_dir"
+            f"{path} is a folder, but a run needs its lock file there: remove it, or choose another output_dir"
         ) from error
     except OSError as error:
         if error.errno == errno.EROFS:
@@ -151,8 +153,8 @@ def _if_its_machine_is_gone(path: Path) -> str:
     if signed is None or signed.host == socket.gethostname():
         return ""
     return (
-        f". If {signed.host} is gone, its lock ends with the file server's lease, after a minute or two; where that "
-        f"never ends (NFSv3), delete {path}"
+        f". If {signed.host} is gone, its lock expires with the file server's lease (1 to 2 minutes); on NFSv3, which "
+        f"has no leases, delete {path}"
     )
 
 

@@ -97,13 +97,13 @@ def _first(asked_by: signal.Signals) -> None:
         return
     name = asked_by.name + f" on rank {rank}" * (rank != 0)
     waits_s = launcher_waits_s()
-    time_left = "" if waits_s is None else f" (torchrun, if it passed this on, waits {waits_s:g} s)"
+    time_left = "" if waits_s is None else f" (if torchrun forwarded the signal, it waits {waits_s:g} s)"
     _say(
         f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
-        f"{_or_a_restart(asked_by, os.environ)}A second signal ends it at once"
+        f"{_or_a_restart(asked_by, os.environ)}A second signal ends the run immediately"
     )
-    by_torchrun = " (torchrun sends it as well, where another rank has ended)" * (waits_s is not None)
-    THIS_RUN.try_to_note(run_file.ASKED, f"{name}{by_torchrun}, after which it was ended before it could say more")
+    by_torchrun = " (torchrun also sends it when another rank has exited)" * (waits_s is not None)
+    THIS_RUN.try_to_note(run_file.ASKED, f"{name}{by_torchrun}; the run was then killed without another message")
     if waits_s is not None:
         notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
         late = threading.Timer(waits_s - notice_s, _too_late, (name, notice_s))
@@ -117,7 +117,7 @@ def _or_a_restart(asked_by: signal.Signals, environment: Mapping[str, str]) -> s
     restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if asked_by != signal.SIGTERM or here == everywhere or not restarts:
         return ""
-    return "If another node has lost a rank, torchrun starts all of them again instead. "
+    return "If another node has lost a rank, torchrun restarts all ranks instead. "
 
 
 def _too_late(name: str, notice_s: float) -> None:
@@ -126,10 +126,10 @@ def _too_late(name: str, notice_s: float) -> None:
         return
     left = f"{THIS_RUN.saved}{_lost()}"
     _say(
-        f"{name}: the step under way will not end in time "
-        f"(torchrun, if it passed this on, ends the run in {notice_s:g} s); {left}"
+        f"{name}: the current step will not finish in time "
+        f"(if torchrun forwarded the signal, it kills the run in {notice_s:g} s); {left}"
     )
-    THIS_RUN.note_end(run_file.ASKED, f"{name}, which did not leave it the time to save; {left}")
+    THIS_RUN.note_end(run_file.ASKED, f"{name}, with too little time to save; {left}")
 
 
 def _hears_first(environment: Mapping[str, str]) -> bool:
@@ -145,7 +145,7 @@ def _end_at_once(asked_by: signal.Signals) -> None:
         first = THIS_RUN.signal
         # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
         which = "again" if first in (None, asked_by) else f"after {first.name}"
-        told = f"{asked_by.name} {which}: ended at once; {THIS_RUN.saved}{_lost()}"
+        told = f"{asked_by.name} {which}: ended immediately; {THIS_RUN.saved}{_lost()}"
         _say(told)
         THIS_RUN.try_to_note(run_file.ASKED, told)
     os._exit(128 + asked_by)
@@ -154,7 +154,7 @@ def _end_at_once(asked_by: signal.Signals) -> None:
 def _lost() -> str:
     """What goes with a run that ends here, in words that follow what is saved."""
     since = " since then" if THIS_RUN.newest else ""
-    return "" if THIS_RUN.doing is Doing.SETTING_UP else f", and what was trained{since} is lost"
+    return "" if THIS_RUN.doing is Doing.SETTING_UP else f", and all training{since} is lost"
 
 
 def _say(line: str) -> None:

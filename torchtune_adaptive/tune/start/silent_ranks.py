@@ -35,8 +35,8 @@ def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
 
 def message(silent: Silent) -> str:
     without = "them" if len(silent.ranks) > 1 else "it"
-    waiting = "" if silent.ranks else " (their launchers may wait for it without end: end those first)"
-    return f"{silent} (adaptive.silent_rank_timeout), and the others cannot go on without {without}{waiting}"
+    waiting = "" if silent.ranks else " (their launchers may wait for it indefinitely: end those first)"
+    return f"{silent} (adaptive.silent_rank_timeout), and the other ranks cannot continue without {without}{waiting}"
 
 
 def _end(silent: Silent) -> None:

@@ -19,9 +19,9 @@ LONGEST_NOTE_S = 2.0
 class Doing(Enum):
     """Where a run is, and what a signal does to it there."""
 
-    SETTING_UP = "the run ends as soon as the ranks can agree on it"
-    TRAINING = "a checkpoint follows this step, then the run ends"
-    LAST_SAVE = "all steps are done, and the run ends once its last checkpoint is saved"
+    SETTING_UP = "the run ends as soon as all ranks can agree to"
+    TRAINING = "the run saves a checkpoint after this step, then ends"
+    LAST_SAVE = "all steps are done, and the run ends after its last checkpoint"
 
 
 @dataclass
@@ -75,7 +75,7 @@ THIS_RUN = ThisRun()
 
 def saved_and_what_next() -> str:
     """The last words of a run that ends early."""
-    then = "start again" if THIS_RUN.newest is None else "go on"
+    then = "restart" if THIS_RUN.newest is None else "resume"
     return f"{THIS_RUN.saved}. To {then}: {command_to_go_on()}"
 
 

@@ -71,7 +71,7 @@ def test_of_a_machine_that_may_be_gone_it_says_what_becomes_of_its_lock(
         with pytest.raises(ConfigError) as elsewhere:
             take(tmp_path)
     assert "is gone" not in str(here.value)
-    assert re.search(rf"If \S+ is gone, its lock ends with .* delete {tmp_path / LOCK_FILE}$", str(elsewhere.value))
+    assert re.search(rf"If \S+ is gone, its lock expires with .* delete {tmp_path / LOCK_FILE}$", str(elsewhere.value))
 
 
 def test_who_comes_back_to_a_lock_that_was_deleted_leaves_that_of_the_next_alone(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_file_system_without_locks_costs_a_line(
     monkeypatch.setattr("fcntl.lockf", refuses)
     take(tmp_path).release()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path} has no locks (No locks available): two runs at once would go unnoticed"
+        f"{tmp_path} does not support locks (No locks available): a second run there would not be detected"
     ]
 
 
@@ -162,5 +162,5 @@ def test_a_folder_in_place_of_the_lock_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="which cannot be written to: "):
+    with pytest.raises(ConfigError, match="cannot write to output_dir "):
         take(tmp_path / "file" / "out")

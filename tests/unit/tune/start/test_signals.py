@@ -88,13 +88,13 @@ def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> Non
             ctypes.CDLL(None).sleep(60)
     """)
     assert ended.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM again: ended at once; nothing is saved" in ended.stderr
+    assert "SIGTERM again: ended immediately; nothing is saved" in ended.stderr
 
 
 def test_another_one_that_ends_it_is_named_beside_the_first() -> None:
     ended = python("os.kill(me, signal.SIGINT); time.sleep(1.3); os.kill(me, signal.SIGTERM); time.sleep(60)")
     assert ended.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM after SIGINT: ended at once; nothing is saved" in ended.stderr
+    assert "SIGTERM after SIGINT: ended immediately; nothing is saved" in ended.stderr
 
 
 def test_a_forked_worker_that_is_told_to_end_ends_and_not_the_run() -> None:
@@ -131,7 +131,7 @@ def rank_1(attempt: Path) -> dict[str, str]:
 
 def test_a_rank_that_alone_was_asked_says_so_at_once(attempt: Path) -> None:
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(1)", **rank_1(attempt))
-    assert "SIGTERM on rank 1: the run ends as soon as the ranks can agree on it" in ended.stderr
+    assert "SIGTERM on rank 1: the run ends as soon as all ranks can agree to" in ended.stderr
 
 
 SEVERAL = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -149,7 +149,7 @@ SEVERAL = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTART
 def test_of_several_nodes_one_may_have_failed(number: str, nodes: dict[str, str], told: bool, attempt: Path) -> None:
     ended = python(f"os.kill(me, signal.{number}); time.sleep(1)", **rank_1(attempt), **nodes)
     assert f"{number} on rank 1: the run ends" in ended.stderr
-    assert ("If another node has lost a rank, torchrun starts all of them again instead." in ended.stderr) == told
+    assert ("If another node has lost a rank, torchrun restarts all ranks instead." in ended.stderr) == told
 
 
 def test_what_all_ranks_are_asked_is_said_once(attempt: Path) -> None:
@@ -191,8 +191,8 @@ os.kill(me, signal.SIGTERM)
 time.sleep({1})
 """
 LATE = (
-    "the step under way will not end in time (torchrun, if it passed this on, ends the run in 2 s); "
-    "last checkpoint: out/step_2, and what was trained"
+    "the current step will not finish in time (if torchrun forwarded the signal, it kills the run in 2 s); "
+    "last checkpoint: out/step_2, and all training"
 )
 LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
 
@@ -208,15 +208,15 @@ def test_what_is_lost_is_told_and_noted_before_the_launcher_ends_the_run(tmp_pat
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
     ended = python(TRAINS.format(str(tmp_path), 4), **LAUNCHED)
     assert f"SIGTERM: {LATE} since then is lost" in ended.stderr
-    assert "did not leave it the time to save; last checkpoint: out/step_2" in noted(tmp_path)
+    assert "with too little time to save; last checkpoint: out/step_2" in noted(tmp_path)
 
 
 def test_a_run_that_is_killed_before_that_has_noted_the_signal(tmp_path: Path) -> None:
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
     ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)", **LAUNCHED)
-    assert "will not end in time" not in ended.stderr
+    assert "will not finish in time" not in ended.stderr
     assert noted(tmp_path).startswith("SIGTERM")
-    assert noted(tmp_path).endswith(", after which it was ended before it could say more")
+    assert noted(tmp_path).endswith("; the run was then killed without another message")
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -225,7 +225,7 @@ def test_who_has_saved_in_time_or_whom_no_launcher_ends_says_no_such_thing(saves
     program = f"{TRAINS.format(str(tmp_path), 0.5)}{saving}time.sleep(1.5)"
     ended = python(program, **(LAUNCHED if saves else {}))
     assert "SIGTERM: " in ended.stderr
-    assert "will not end in time" not in ended.stderr
+    assert "will not finish in time" not in ended.stderr
 
 
 def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -> None:

@@ -16,17 +16,17 @@ from torchtune_adaptive.tune.start.this_run import ThisRun, saved_and_what_next
 
 def test_launchers_are_to_be_ended_only_where_it_is_the_store_that_is_silent() -> None:
     assert message(Silent((), "pid 5 on node0", 60)).endswith(
-        "(their launchers may wait for it without end: end those first)"
+        "(their launchers may wait for it indefinitely: end those first)"
     )
     assert message(Silent((3,), "x", 60)).endswith(
-        "60 s (adaptive.silent_rank_timeout), and the others cannot go on without it"
+        "60 s (adaptive.silent_rank_timeout), and the other ranks cannot continue without it"
     )
     assert message(Silent((2, 3), "x", 60)).endswith("without them")
 
 
 @pytest.mark.parametrize(
     ("newest", "words"),
-    [(None, "nothing is saved. To start again: "), (Path("out/step_4"), "last checkpoint: out/step_4. To go on: ")],
+    [(None, "nothing is saved. To restart: "), (Path("out/step_4"), "last checkpoint: out/step_4. To resume: ")],
 )
 def test_a_run_goes_on_only_from_what_is_saved(
     newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch
