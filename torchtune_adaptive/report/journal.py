@@ -88,7 +88,7 @@ class Journal:
 
     def _report(self, path: Path, error: Exception) -> None:
         if not self._incomplete:
-            logger.warning("the record of this run is incomplete: %s: %s; training goes on", path, reason(error))
+            logger.warning("the record of this run is incomplete: %s: %s; training continues", path, reason(error))
         self._incomplete = True
 
 

@@ -322,7 +322,7 @@ def test_samples_that_are_too_long_are_cut_or_left_out_and_the_limit_holds(long:
     log = long.log(what)
     assert len(log) == 6
     assert all(step["microbatch_tokens"] <= 200 for step in log)
-    done = {"truncate": "cut", "skip": "left out"}[what]
+    done = {"truncate": "truncated", "skip": "skipped"}[what]
     assert f"token budget · samples of more than 200 tokens are {done} (adaptive.oversize)" in long.lines[0][what]
     assert any(f"were longer than 200 tokens and {done}" in line for line in long.lines[0][what])
 

@@ -212,7 +212,7 @@ def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Path) -> No
 def test_the_next_start_takes_what_was_measured_in_each_stage(runs: Path) -> None:
     reasons = [event["reason"] for event in events_of(runs / "again", "search")]
     assert len(reasons) == len(STAGES)
-    assert all(reason.endswith("as found before") for reason in reasons)
+    assert all(reason.endswith("reused from an earlier run") for reason in reasons)
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:

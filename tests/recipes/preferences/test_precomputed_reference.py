@@ -87,18 +87,18 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(tmp_path:
         2, runs, tmp_path, free_ports(7), timeout_s=150, in_group=False
     )
     begun, kept = made[1]
-    assert begun == f"{REFERENCE} · computed for 37 pairs, once before training"
+    assert begun == f"{REFERENCE} · computing them for 37 pairs, once before training"
     table = re.escape(str(tmp_path / "run" / "out" / TABLE_FILE))
-    assert re.fullmatch(rf"{REFERENCE} · of 37 pairs in \d+\.\d s, kept in {table}", kept)
+    assert re.fullmatch(rf"{REFERENCE} · computed for 37 pairs in \d+\.\d s, saved to {table}", kept)
     assert len(made[0]) == 2 * 37
     assert np.std(made[0]) > 1
-    assert [line.split(" · ")[1].split(" ")[0] for line in taken[1]] == ["taken"]
+    assert [line.split(" · ")[1].split(" ")[0] for line in taken[1]] == ["reused"]
     assert taken[0] == made[0]
     assert "truncated" in torn[1][0]
     assert torn[0] == pytest.approx(made[0], rel=1e-6)
-    assert "was made with another" in foreign[1][0]
+    assert "was made with a different" in foreign[1][0]
     assert foreign[0] != made[0]
-    assert "was made with another" in again[1][0]
+    assert "was made with a different" in again[1][0]
     assert all(all(gone) for _, _, gone in (made, taken, torn, foreign, again))
     assert [len(gone) for _, _, gone in (made, taken, torn)] == [1, 0, 1]
     plain, trained = (read_log(tmp_path / each / "log.jsonl") for each in ("plain", "trained"))
@@ -149,7 +149,7 @@ def change_data(folder: Path) -> None:
 
 
 def test_a_pair_that_has_changed_since_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"sample \d+ of the dataset is not what it was when .*log_probs.bin was made"):
+    with pytest.raises(RankFailed, match=r"sample \d+ of the dataset has changed since .*log_probs.bin was written"):
         run_on_ranks(1, change_data, tmp_path / "run", timeout_s=60, in_group=False)
 
 

@@ -45,4 +45,4 @@ def test_a_resumed_run_begins_under_the_limit_that_the_first_had_come_to(tmp_pat
     assert [event["step"] for event in timeline.events if event["kind"] == "start"] == [0, STEPS]
     searched, again = (event for event in timeline.events if event["kind"] == "search")
     assert (searched["step"], again["step"]) == (0, STEPS)
-    assert again["reason"] == f"{searched['reason']}, as found before"
+    assert again["reason"] == f"{searched['reason']}, reused from an earlier run"

@@ -52,7 +52,7 @@ def test_a_run_that_cannot_write_its_record_trains_to_its_end_and_says_each_thin
     said, elsewhere = run_on_ranks(2, train, kind, tmp_path / "run", timeout_s=120, in_group=False)
     assert [step["step"] for step in read_log(tmp_path / "run" / "log.jsonl")] == list(range(1, STEPS + 1))
     assert [line for line in said if "the record of this run" in line] == [
-        f"the record of this run is incomplete: {out / EVENTS_FILE}: No space left on device; training goes on"
+        f"the record of this run is incomplete: {out / EVENTS_FILE}: No space left on device; training continues"
     ]
     for name in ("adaptive_report.png", "batch_search.png"):
         assert [line for line in said if name in line] == [f"{name} is not drawn: Is a directory"]

@@ -79,7 +79,7 @@ def test_where_nothing_can_be_written_one_line_says_why(
     write_a_run(tmp_path / "out")
     (line,) = caplog.messages
     assert line.startswith(f"the record of this run is incomplete: {tmp_path / 'out'}")
-    assert line.endswith(f": {CAUSES[spoil]}; training goes on")
+    assert line.endswith(f": {CAUSES[spoil]}; training continues")
 
 
 def test_a_folder_that_vanishes_is_told_of_once_and_is_not_made_again(

@@ -170,8 +170,8 @@ def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSi
 def _with_dataset(progress: Progress, samples: int) -> Progress:
     if progress.begun is not None and progress.dataset_samples not in (None, samples):
         raise ConfigError(
-            f"dataset has {samples} samples, and had {progress.dataset_samples} when the checkpoint was saved in the "
-            "middle of an epoch, whose rest cannot be found in it: restore the dataset, or resume from an earlier epoch"
+            f"dataset has {samples} samples, but had {progress.dataset_samples} when the checkpoint was saved in the "
+            "middle of an epoch, so that epoch cannot be resumed: restore the dataset, or resume from an earlier epoch"
         )
     return replace(progress, dataset_samples=samples)
 

@@ -96,7 +96,7 @@ def build_increase_function(cfg: DictConfig) -> Increase | None:
         with _naming_the_key():
             function = components.build("batch_increase_function", cfg)
     if not callable(function):
-        raise ConfigError(f"batch_increase_function is {section!r}, which is no function (epoch, batch_size) -> int")
+        raise ConfigError(f"batch_increase_function is {section!r}; it must be a callable (epoch, batch_size) -> int")
     return function  # type: ignore[no-any-return]
 
 
@@ -150,8 +150,8 @@ def _tell_what_is_left_out(step: int, configured_step: int, samples_per_rank: in
     left, configured = samples_per_rank % step, samples_per_rank % configured_step
     if left > configured:
         logger.info(
-            "%d of %d samples fill no step and are left out of an epoch (as configured: %d); "
-            "adaptive.accumulation: keep leaves the step as it is",
+            "%d of %d samples do not fill a step and are dropped in each epoch (as configured: %d); "
+            "adaptive.accumulation: keep leaves the step unchanged",
             *(each * ranks for each in (left, samples_per_rank, configured)),
         )
 

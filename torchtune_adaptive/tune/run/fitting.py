@@ -91,7 +91,7 @@ def rows_that_fit(request: FitRequest, most_samples: int | None = None) -> int |
     if not request.settings.use_maximum_batch_size and (not grows or adaptive.max_batch_size is not None):
         return None
     if request.memory is None:
-        say("batch search · skipped, as a CPU has no limit to search within: set adaptive.memory_limit")
+        say("batch search · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit")
         return None
     return search_batch_size(request, request.memory, min(most, adaptive.max_batch_size or most))
 
@@ -134,7 +134,7 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
 
     def measure() -> Profile:
         if request.settings.adaptive.search == "static":
-            say("token budget · adaptive.search: static predicts one length only: measuring instead")
+            say("token budget · adaptive.search: static predicts only one length; measuring instead")
         with _probe_bar() as progress:
             return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
 
@@ -156,7 +156,7 @@ def measured(request: FitRequest, memory: MemorySource, length: int, search: Mea
     fingerprint = fingerprint_of(request.settings.config, length, memory, options)
     if request.settings.adaptive.reuse_search and (known := found_before(directory, fingerprint, search.kind)):
         event = search.event(known)
-        request.record(replace(event, reason=f"{event.reason}, as found before"))
+        request.record(replace(event, reason=f"{event.reason}, reused from an earlier run"))
         return known
     try:
         result = search.measure()

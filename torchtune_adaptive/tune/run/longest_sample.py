@@ -30,15 +30,15 @@ def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int |
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
         raise ConfigError(
-            "use_maximum_batch_size is True, or adaptive.token_budget is auto, and the dataset has images: what they "
-            "need differs from sample to sample, so there is no worst case to measure; choose batch_size yourself"
+            "use_maximum_batch_size is True, or adaptive.token_budget is auto, but the dataset has images: their "
+            "memory differs from sample to sample, so there is no worst case to measure; set batch_size yourself"
         )
     if data.packed:
         return {**sample, "labels": sample["tokens"].clone()}
     longest = data.max_seq_len
     if not sequence_length and longest is not None and longest > MOST_TOKENS:
         raise ConfigError(
-            f"tokenizer.max_seq_len is {longest}, which no model takes: lower it, or set it to null and give "
+            f"tokenizer.max_seq_len is {longest}, which no model supports: lower it, or set it to null and set "
             "adaptive.sequence_length"
         )
     known = sequence_length or longest
@@ -64,7 +64,9 @@ def longest_sample(cfg: DictConfig, dataset: NamedSamples, kind: Kind) -> Longes
         known = _scan(dataset, kind)
         if dist.get_rank() == 0:
             record = {"key": key, "longest": known.length, "index": known.at}
-            keep_file(path, (json.dumps(record) + "\n").encode(), "the next run will look for the longest sample again")
+            keep_file(
+                path, (json.dumps(record) + "\n").encode(), "the next run will search for the longest sample again"
+            )
     return known
 
 

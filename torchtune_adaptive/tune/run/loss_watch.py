@@ -34,7 +34,7 @@ class LossWatch:
         self._steps += 1
         self._learning_steps += target_tokens > 0
         self._nan_steps += not math.isfinite(loss)
-        for what, value in (("loss", loss), ("norm of the gradient", grad_norm)):
+        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
             if value is not None and not math.isfinite(value):
                 self._report(f"step {step}: the {what} is {value}")
                 return
@@ -42,12 +42,12 @@ class LossWatch:
     def _report(self, fact: str) -> None:
         if self._stops:
             raise NotLearningError(
-                f"{fact}, and adaptive.on_nan_loss is stop: start a new run, from the weights of the last checkpoint "
-                "if there is one, with a lower optimizer.lr, a clip_grad_norm, or dtype: fp32"
+                f"{fact}, and adaptive.on_nan_loss is stop; start a new run with a lower optimizer.lr, a "
+                "clip_grad_norm or dtype: fp32, from the weights of the last checkpoint if there is one"
             )
         if not self._said and dist.get_rank() == 0:
             logger.warning(
-                "%s; the weights are most likely NaN from here on (adaptive.on_nan_loss: stop ends a run there)", fact
+                "%s; the weights are probably NaN from here on (adaptive.on_nan_loss: stop would end the run)", fact
             )
         self._said = True
 
@@ -59,7 +59,7 @@ class LossWatch:
         self.check_finite()
         worth = self._learning_steps > 0
         if not worth and not self._said_why_not_saved and dist.get_rank() == 0:
-            logger.warning("step %d: no checkpoint until a sample has a token to learn, as none so far has had", step)
+            logger.warning("step %d: no checkpoint is saved yet, since no sample so far has a token to learn", step)
         self._said_why_not_saved = not worth
         return worth
 
@@ -69,8 +69,8 @@ class LossWatch:
             return
         if self._learning_steps == 0:
             raise NotLearningError(
-                f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn, all labels "
-                "are masked; check that the dataset's columns and prompt template match the data, and that "
+                f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn (all labels "
+                "are masked); check that the dataset's columns and prompt template match the data, and that "
                 "tokenizer.max_seq_len, or adaptive.oversize under a token budget, does not cut off the answers"
             )
         self.check_finite()
@@ -79,6 +79,6 @@ class LossWatch:
         """Raises NotLearningError if every loss so far was NaN or infinite. Call it before any weights are saved."""
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
-                f"nothing was trained in {count_of(self._steps, 'step')}: the loss was NaN or infinite every time: "
-                f"lower optimizer.lr, or check {self._files}, whose weights may already have been NaN"
+                f"nothing was trained in {count_of(self._steps, 'step')}: every loss was NaN or infinite; lower "
+                f"optimizer.lr, or check that the weights of {self._files} are not NaN"
             )

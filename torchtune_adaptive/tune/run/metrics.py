@@ -136,7 +136,7 @@ class Metrics:
             self._logger.log_dict(figures, step=step)
         except OSError as error:
             if not self._logger_failed:
-                logger.warning("the metric logger failed at step %d: %s; training goes on", step, reason(error))
+                logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
             self._logger_failed = True
 
     def close(self) -> None:
@@ -160,7 +160,7 @@ def keep_config(settings: Settings) -> None:
     """The whole config as it runs, where torchtune's own loggers put it; others would not."""
     path = Path(settings.output_dir) / CONFIG
     text = OmegaConf.to_yaml(settings.config, resolve=True)
-    if keep_file(path, text.encode(), "the config of this run is not kept"):
+    if keep_file(path, text.encode(), "the config of this run is not saved"):
         logger.info("config: %s", path)
 
 

@@ -25,8 +25,8 @@ def remedy_for(settings: Settings, shortest: int) -> str:
     asked = value_at(settings.config, "tokenizer.max_seq_len")
     shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
     if isinstance(asked, int) and asked <= shortest:
-        shorter = f"give a dataset that cuts its samples at tokenizer.max_seq_len ({asked}), as this one does not"
-    oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (leaves them out)"
+        shorter = f"use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len ({asked})"
+    oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (drops them)"
     return f"; {', '.join(ways_to_make_room(settings, shorter))}, or {oversize}"
 
 
@@ -51,7 +51,7 @@ class Admission:
     """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
 
     def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str) -> None:
-        self.done = "cut" if oversize == "truncate" else "left out"
+        self.done = "truncated" if oversize == "truncate" else "skipped"
         self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
         self._remedy = remedy
         self._seen = self._changed = 0

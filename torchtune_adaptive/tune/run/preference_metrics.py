@@ -48,8 +48,8 @@ class PreferenceFigures:
         new = sum(sums[flaw] for flaw in FLAWS)
         if new and not any(self._seen[flaw] for flaw in FLAWS) and rank() == 0:
             logger.warning(
-                "a pair of the dataset has %s: as in torchtune, such pairs are trained on, though they teach little or "
-                "nothing; the end of the epoch tells how many there are",
+                "a pair of the dataset has %s: as in torchtune, such pairs are trained on, although the model learns "
+                "little or nothing from them; their number is logged at the end of the epoch",
                 " or ".join(what for flaw, what in FLAWS.items() if sums[flaw]),
             )
         self._seen = {name: count + sums[name] for name, count in self._seen.items()}
@@ -69,8 +69,8 @@ class PreferenceFigures:
             return {f"logits/{a}": sums[f"padded_logits/{a}"] / max(1.0, sums["microbatches"]) for a in ANSWERS}
         if not self._said:
             say(
-                "logits/chosen and logits/rejected: averaged over real tokens whenever the split differs from "
-                "torchtune's, which averages over padding as well"
+                "logits/chosen and logits/rejected are averaged over real tokens when the split differs from "
+                "torchtune's, which also averages over padding"
             )
             self._said = True
         return {f"logits/{a}": sums[f"logits/{a}"] / max(1.0, sums[f"tokens/{a}"]) for a in ANSWERS}

@@ -71,8 +71,8 @@ class Table:
         if not self.knows(index, pair):
             check_sample(index, pair, PAIR)
             raise SampleError(
-                f"sample {index} of the dataset is not what it was when {self.path} was made: remove that file, or, if "
-                "samples are drawn anew each time they are read, set adaptive.precompute_reference: False"
+                f"sample {index} of the dataset has changed since {self.path} was written: remove that file, or, if "
+                "the dataset returns a different sample on each read, set adaptive.precompute_reference: False"
             )
         return {**pair, KEPT: self.log_probs[index]}
 
@@ -99,13 +99,13 @@ def precompute_reference(parts: Parts, progress: Progress) -> None:
     dataset, path = parts.data.dataset, _path(parts.settings)
     open_record(parts, progress)
     pairs, began_s = count_of(len(dataset), "pair"), time.monotonic()
-    say(f"{REFERENCE} · computed for {pairs}, once before training")
+    say(f"{REFERENCE} · computing them for {pairs}, once before training")
     with parts.limited_memory() as memory, parts.data.naming_bad_samples(parts.model, last=CHUNK):
         table = _computed(parts, memory, path)
     if dist.get_rank() == 0:
         content = packed(table, _made_of(parts.settings.config, len(dataset)))
         if keep_file(path, content, "the next run will compute them again"):
-            say(f"{REFERENCE} · of {pairs} in {time.monotonic() - began_s:.1f} s, kept in {path}")
+            say(f"{REFERENCE} · computed for {pairs} in {time.monotonic() - began_s:.1f} s, saved to {path}")
     dataset.complete = table.complete
     asked = parts.stages.pop(REFERENCE)
     if asked.ledger is not parts.stages.training.ledger:
@@ -131,7 +131,7 @@ def _known(path: Path, made_of: MadeOf, dataset: NamedSamples) -> Table | None:
     content = from_rank_0(_content(path, made_of, dataset) if dist.get_rank() == 0 else None)
     if content is None:
         return None
-    say(f"{REFERENCE} · taken from {path}")
+    say(f"{REFERENCE} · reused from {path}")
     return unpacked(content, made_of, path)
 
 
@@ -150,7 +150,7 @@ def _content(path: Path, made_of: MadeOf, dataset: NamedSamples) -> bytes | None
         why = str(error)
     except OSError as error:
         why = f"it cannot be read ({reason(error)})"
-    logger.info("%s · computed anew, %s is not used: %s", REFERENCE, path, why)
+    logger.info("%s · recomputing, since %s cannot be reused: %s", REFERENCE, path, why)
     return None
 
 
@@ -176,7 +176,7 @@ def _ask(runner: StepRunner[Sample], dataset: NamedSamples, indices: list[int], 
     samples = [dict(dataset[index]) for index in indices or [0]]
     pairs = [*samples, *(dict(samples[-1]) for _ in range(count - len(samples)))]
     if runner.run(pairs, step=BEFORE_THE_FIRST).asked_to_stop:
-        raise RunStopped("stopped while the reference was asked, before the first step")
+        raise RunStopped("stopped during the reference's pass, before the first step")
     if indices:
         table.log_probs[indices] = torch.stack([pair[KEPT] for pair in pairs[: len(indices)]]).float().cpu()
         table.marks[indices] = torch.tensor([mark_of(pair) for pair in samples])
@@ -210,7 +210,7 @@ def unpacked(content: bytes, made_of: MadeOf, path: Path) -> Table:
     if len(numbers) != pairs * BYTES_PER_PAIR or zlib.crc32(numbers) != head.get("crc32"):
         raise ValueError("it is truncated or belongs to another dataset")
     if head.get("made_of") != made_of or None in made_of["weights"].values():
-        raise ValueError("it was made with another model, other weights, another tokenizer or dataset")
+        raise ValueError("it was made with a different model, weights, tokenizer or dataset")
     log_probs = np.frombuffer(numbers, np.float32, 2 * pairs).reshape(pairs, 2)
     marks = np.frombuffer(numbers, np.int64, pairs, offset=8 * pairs)
     return Table(torch.tensor(log_probs), torch.tensor(marks), path)

@@ -45,7 +45,7 @@ def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | N
     obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
     if limit is None or not limit.by_length:
         if settings.adaptive.deal:
-            say("token budget · samples stay on the ranks that read them: microbatches go by rows, as in stock")
+            say("token budget · samples stay on the ranks that read them: rows limit microbatches, as in torchtune")
         return None
     if obstacle is None:
         return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop)
@@ -63,11 +63,11 @@ def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -
 
 def _obstacle(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
     if packed:
-        return "the dataset is packed, and packs are of one length already"
+        return "the dataset is packed, so all samples have the same length"
     if settings.tensor_parallel_dim > 1:
         return f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and ranks that share a model share samples"
     if not isinstance(model, TransformerDecoder):
-        return "the model takes more than text, and images are too large to travel"
+        return "the model takes more than text, and images are too large to exchange"
     return None
 
 
@@ -173,6 +173,6 @@ def _packet(sample: Sample, index: int) -> bytes:
         return pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
         raise SampleError(
-            f"sample {index} of the dataset cannot be sent to another rank ({in_a_line(error)}): leave out what cannot "
-            "be pickled, or set adaptive.deal: False"
+            f"sample {index} of the dataset cannot be sent to another rank ({in_a_line(error)}): remove the fields "
+            "that cannot be pickled, or set adaptive.deal: False"
         ) from error

@@ -137,7 +137,7 @@ def search_event(result: SearchResult, sequence_length: int, stage: str = "") ->
 def profile_event(result: Profile, stage: str = "") -> Event:
     """A profile, for the journal."""
     named = f" · {stage}" if stage else ""
-    fits = f"any length fits up to {result.constant_tokens} tokens, or as many as the surfaces say"
+    fits = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow"
     return Event(
         kind=SEARCH,
         step=0,

@@ -35,8 +35,8 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
 @pytest.mark.parametrize(
     ("rows", "samples_per_rank", "more", "said"),
     [
-        (8, 12, {}, ["8 of 24 samples fill no step and are left out of an epoch (as configured: 0)"]),
-        (8, 15, {}, ["14 of 30 samples fill no step and are left out of an epoch (as configured: 2)"]),
+        (8, 12, {}, ["8 of 24 samples do not fill a step and are dropped in each epoch (as configured: 0)"]),
+        (8, 15, {}, ["14 of 30 samples do not fill a step and are dropped in each epoch (as configured: 2)"]),
         (8, 16, {}, []),
         (8, 17, {}, []),
         (2, 13, {}, []),

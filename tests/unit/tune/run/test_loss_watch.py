@@ -15,4 +15,4 @@ def test_that_nothing_is_saved_for_want_of_labels_is_told_once(monkeypatch: pyte
         losses.record(step, 1.0, tokens)
         worth.append(losses.worth_saving(step))
     assert worth == [False, False, False, True, True]
-    assert told == ["step 1: no checkpoint until a sample has a token to learn, as none so far has had"]
+    assert told == ["step 1: no checkpoint is saved yet, since no sample so far has a token to learn"]

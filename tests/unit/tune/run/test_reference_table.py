@@ -62,7 +62,7 @@ def test_a_table_of_which_the_end_is_missing_is_torn() -> None:
 
 def test_a_table_of_other_weights_is_refused() -> None:
     others = {**MADE_OF, "weights": {"reference in demo.pt": "8 bytes"}}
-    with pytest.raises(ValueError, match="was made with another"):
+    with pytest.raises(ValueError, match="was made with a different"):
         unpacked(packed(table_of(SAMPLE, SAMPLE), others), MADE_OF, PATH)
 
 
@@ -94,5 +94,5 @@ def test_what_is_no_pair_beside_a_table_is_named_as_without_one(case: str) -> No
 
 def test_a_pair_that_has_changed_is_named() -> None:
     changed = {**SAMPLE, "chosen_labels": [-100, 2, 4]}
-    with pytest.raises(SampleError, match=r"^sample 0 of the dataset is not what it was when .*log_probs.bin was made"):
+    with pytest.raises(SampleError, match=r"^sample 0 of the dataset has changed since .*log_probs.bin was written"):
         table_of(SAMPLE).complete(0, changed)

@@ -68,5 +68,5 @@ def test_the_journal_is_told_what_was_found() -> None:
     rows, lengths = search_event(example(), 4096, "policy"), profile_event(profiled())
     assert rows.reason == "batch search · policy: 8 rows of 4096 tokens (9.2 fit, rounded down to a power of two)"
     assert (rows.after, rows.unit, rows.budget_bytes) == (8, "rows", example().budget_bytes)
-    assert lengths.reason.startswith("token budget: any length fits up to 51")
+    assert lengths.reason.startswith("token budget: up to 51")
     assert (lengths.after, lengths.unit) == (profiled().limit_bytes, "bytes")

@@ -135,7 +135,7 @@ def test_where_memory_says_how_many_tokens_fit_it_is_memory_that_is_advised(chec
 def test_a_dataset_that_does_not_heed_the_tokenizer_is_not_answered_by_a_larger_tokenizer_limit() -> None:
     cfg = OmegaConf.create({"tokenizer": {"max_seq_len": 300}})
     remedy = remedy_for(having(dataclasses.replace(SETTINGS, config=cfg), token_budget=400), 400)
-    assert "give a dataset that cuts its samples at tokenizer.max_seq_len (300)" in remedy
+    assert "use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len (300)" in remedy
     assert "lower tokenizer.max_seq_len" not in remedy
 
 
@@ -161,7 +161,7 @@ def samples_of_an_epoch(admission: Admission, lengths: Sequence[int]) -> list[in
     return [len(sample["tokens"]) for step in admission.telling(steps, epoch=0) for sample in step]
 
 
-@pytest.mark.parametrize(("oversize", "done", "length"), [("skip", "left out", 2), ("truncate", "cut", 8)])
+@pytest.mark.parametrize(("oversize", "done", "length"), [("skip", "skipped", 2), ("truncate", "truncated", 8)])
 def test_how_many_were_changed_is_told_when_the_epoch_is_over(
     oversize: str, done: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

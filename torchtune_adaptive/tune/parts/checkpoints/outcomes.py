@@ -45,7 +45,7 @@ class Outcomes:
         if last:
             raise CheckpointError(f"{message}; {_once_mended()}")
         if dist.get_rank() == 0:
-            logger.warning("%s; training goes on (adaptive.on_save_error: continue)", message)
+            logger.warning("%s; training continues (adaptive.on_save_error: continue)", message)
 
     def pass_over(self, name: str, *, last: bool) -> None:
         """On every rank: weights that are NaN would only push out those that are not."""
