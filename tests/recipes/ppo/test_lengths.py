@@ -246,10 +246,13 @@ def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
 def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> None:
     [told] = run_on_ranks(1, run_too_long, tmp_path, free_ports(len(LONG)), timeout_s=60, in_group=False)
     assert "of the dataset has" in told["named"]
-    assert f"room for {18 - NEW} beside an answer; raise adaptive.token_budget, lower max_gen" in told["named"]
-    assert f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but a prompt and an answer may" in told["no room"]
+    assert f"room for {18 - NEW} plus an answer; raise adaptive.token_budget, lower max_gen" in told["named"]
+    assert (
+        f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but even a prompt of one token and its answer may"
+        in told["no room"]
+    )
     for case in ("of the models", "by rows"):
-        assert "of the dataset has 10 tokens, but a microbatch has room for 9 beside an answer, since" in told[case]
+        assert "of the dataset has 10 tokens, but a microbatch has room for 9 plus an answer, since" in told[case]
         assert "; lower max_generated_tokens, " in told[case]
         assert "lower tokenizer.max_seq_len to 9" in told[case]
         assert read_log(tmp_path / case / "log.jsonl") == []

@@ -146,8 +146,8 @@ def go_on_alone(folder: Path, port: int) -> str:
 
 def test_another_number_of_ranks_is_refused_since_iterations_would_have_other_samples(runs: Path) -> None:
     [told] = run_on_ranks(1, go_on_alone, runs / "stopped", free_ports(1)[0], timeout_s=60, in_group=False)
-    assert "that of 2 ranks, and there are 1 now" in told
-    assert told.endswith("go on with 2")
+    assert "saved on 2 ranks, but there are 1 now" in told
+    assert told.endswith("resume on 2")
 
 
 def test_every_stage_is_measured_for_itself(runs: Path) -> None:

@@ -74,7 +74,7 @@ def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> 
         folder = files.folder / VALUE_FOLDER
         found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
         if not found:
-            raise ConfigError(f"{folder} has no weights of a value model: this is no checkpoint of PPO")
+            raise ConfigError(f"{folder} has no weights of a value model: this is not a PPO checkpoint")
         plain["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
     value = components.build_section(VALUE_FILES, OmegaConf.create(plain), should_load_recipe_state=False)

@@ -41,8 +41,8 @@ def _prompt_of_some_tokens(index: int, sample: Sample) -> Sample:
     """The sample as it is: an answer has to follow something."""
     if isinstance(sample, Mapping) and "tokens" in sample and len(sample["tokens"]) == 0:
         raise SampleError(
-            f"sample {index} of the dataset (on rank {rank()}) has no tokens, and an answer has to follow some: leave "
-            "it out of the dataset"
+            f"sample {index} of the dataset (on rank {rank()}) has no tokens, but a prompt needs at least one: remove "
+            "it from the dataset"
         )
     return sample
 

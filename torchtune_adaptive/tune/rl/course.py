@@ -46,8 +46,8 @@ def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSiz
     ranks, size = dist.get_world_size(), parts.settings.batch_size
     if progress.step and progress.ranks != ranks:
         raise ConfigError(
-            f"the checkpoint is that of {count_of(progress.ranks, 'rank')}, and there are {ranks} now: batch_size is "
-            f"per rank, so an iteration would not have the samples that it had; go on with {progress.ranks}"
+            f"the checkpoint was saved on {count_of(progress.ranks, 'rank')}, but there are {ranks} now: batch_size is "
+            f"per rank, so an iteration would have other samples; resume on {progress.ranks}"
         )
     per_epoch, total = parts.data.loader.samples_per_rank // size, parts.ppo.iterations(ranks)
     left = total - progress.step

@@ -69,7 +69,7 @@ def _check_finite(said: Tensor, iteration: int, what: str, files: str) -> None:
         raise NotLearningError(
             f"iteration {iteration}: the {what} is {float(said[wrong][0])} for {answers} of "
             f"{count_of(len(said), 'answer')}, which would make every weight NaN: check that the weights in "
-            f"{files}.checkpoint_files are sound, or set dtype: fp32 where bf16 is too narrow for them"
+            f"{files}.checkpoint_files are intact, or set dtype: fp32 if they exceed the range of bf16"
         )
 
 

@@ -89,12 +89,12 @@ def build_models(
 def _classifier(settings: Settings, place: Place, seed: int, weights: Weights, files: str) -> Weights:
     """Weights for a model of one number a token. A language model's head is replaced by a new one."""
     if HEAD not in weights:
-        raise ConfigError(f"{files}: there is no {HEAD} among these weights; give those of a classifier")
+        raise ConfigError(f"{files}: the weights have no {HEAD}; give those of a classifier")
     model = built_on(META, settings.config, dtype_of(settings, place.device), VALUE_SECTION)
     shape = model.state_dict()[HEAD].shape
     if shape[0] != 1:
         raise ConfigError(
-            f"{VALUE_SECTION} gives {shape[0]} numbers a token, but a value or a reward is a single one: "
+            f"{VALUE_SECTION} returns {shape[0]} numbers per token, but a value or a reward is one number: "
             "set num_classes: 1"
         )
     kept = {name: weight for name, weight in weights.items() if name != "output.bias"}
@@ -108,8 +108,8 @@ def _check_vocabularies(models: Models) -> None:
     known = [vocabulary_of(model) for model in models.everything]
     if None not in known and min(known[1:]) < known[0]:  # type: ignore[type-var, operator]
         raise ConfigError(
-            f"{POLICY_SECTION} knows {known[0]} tokens and {VALUE_SECTION} {known[1]}: value and reward model have to "
-            "know all that the policy may say"
+            f"the vocabulary of {POLICY_SECTION} has {known[0]} tokens, that of {VALUE_SECTION} only {known[1]}: value "
+            "and reward model must know every token that the policy can generate"
         )
 
 

@@ -19,15 +19,14 @@ def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, ppo: PPOSe
         return
     if taken <= new:
         raise ConfigError(
-            f"max_generated_tokens is {new}, but prompt and answer together may have {taken} tokens, as many as the "
-            f"models take (their max_seq_len): allowed is {taken - 1} or less"
+            f"max_generated_tokens is {new}, but the models take at most {taken} tokens (their max_seq_len) for prompt "
+            f"and answer together: set it to {taken - 1} or less"
         )
     wanted = adaptive.sequence_length
     if wanted is not None and wanted > taken - new:
         raise ConfigError(
-            f"adaptive.sequence_length is {wanted}, but beside an answer of {new} tokens (max_generated_tokens) the "
-            f"models, which take {taken} in all (their max_seq_len), have room for a prompt of {taken - new}: allowed "
-            f"is {taken - new} or less, or null"
+            f"adaptive.sequence_length is {wanted}, but the models take at most {taken} tokens (their max_seq_len), of "
+            f"which {new} are for the answer (max_generated_tokens): set it to {taken - new} or less, or to null"
         )
 
 

@@ -100,10 +100,10 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     """Settings of PPO. What the other recipes call the model is the policy, and a step is an iteration."""
     _check_optimizer(cfg)
     if not OmegaConf.is_dict(policy := cfg.get(POLICY_SECTION)):
-        raise ConfigError(f"{POLICY_SECTION} is missing: give a section with a _component_")
+        raise ConfigError(f"{POLICY_SECTION} is missing: add a section with a _component_")
     for key in WITHOUT_EFFECT:
         if cfg.get(key) is not None:
-            raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: leave it out")
+            raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: remove it")
     ppo = rules.read(PPOSettings, cfg)
     rules.read(LossSettings, cfg.get("loss"), prefix="loss.")
     _check_sizes(ppo)
@@ -127,7 +127,7 @@ def _check_stages(settings: Settings) -> None:
         "padding": (False, "null or True", "rows of rollouts are padded to the longest"),
         "deal": (True, "null or False", "rollouts stay on the rank that has their prompts"),
         "oversize": ("skip", "error or truncate", "an iteration needs all of its answers"),
-        "precompute_reference": (True, "False", "the reference is asked about answers that are made in training"),
+        "precompute_reference": (True, "False", "the reference scores answers that are generated during training"),
     }
     for key, (value, allowed, reason) in refused.items():
         if getattr(settings.adaptive, key) == value:
@@ -139,10 +139,10 @@ def _check_optimizer(cfg: DictConfig) -> None:
     component = str(value_at(cfg, "optimizer._component_"))
     wrong, remedy = [], []
     if cfg.get("optimizer_in_bwd"):
-        wrong.append("optimizer_in_bwd is True, which updates weights inside of a backward that may be repeated")
+        wrong.append("optimizer_in_bwd is True, which updates weights inside a backward that may be repeated")
         remedy.append("optimizer_in_bwd: False")
     if component.split(".")[0] == "bitsandbytes":
-        wrong.append(f"optimizer._component_ is {component}, which does not take the shards of FSDP2")
+        wrong.append(f"optimizer._component_ is {component}, which does not support FSDP2's shards")
         remedy.append("optimizer._component_: torch.optim.AdamW (or one of torchao.optim)")
     if wrong:
         raise ConfigError(f"{'; and '.join(wrong)}: set {' and '.join(remedy)}, as adaptive/mistral/7B_ppo does")
@@ -165,10 +165,10 @@ def _check_sizes(ppo: PPOSettings) -> None:
 def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
     if settings.resume_from_checkpoint is True:
         raise ConfigError(
-            "resume_from_checkpoint is True, but a checkpoint of PPO holds two models, an optimizer and more, which "
-            "are found together only: set it to auto"
+            "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
+            "more), which are found only together: set it to auto"
         )
     if value_at(settings.config, "dataset.packed"):
         raise ConfigError("dataset.packed is True, but prompts cannot be packed: set it to False")
     if not 0 <= ppo.gamma <= 1 or not 0 <= ppo.lmbda <= 1:
-        raise ConfigError(f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both have to be from 0 to 1")
+        raise ConfigError(f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1")

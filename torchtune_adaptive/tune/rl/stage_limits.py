@@ -67,8 +67,8 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
     if budget is None and not parts.settings.use_maximum_batch_size:
         return _by_rows(parts, configured)
     if memory is None:
-        what, remedy = ("batch search", "") if budget is None else ("token budget", ", or a number")
-        say(f"{what} · skipped, as a CPU has no limit to search within: set adaptive.memory_limit{remedy}")
+        what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
+        say(f"{what} · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit{remedy}")
         return _by_rows(parts, configured)
     with _as_in_training(parts, memory):
         if budget is None:
@@ -86,10 +86,10 @@ def _admitting(parts: RolloutParts, limits: Mapping[str, Limit]) -> StageLimits:
     ways, budget = ways_to_make_room(parts.settings, SHORTER), parts.settings.adaptive.token_budget
     if longest <= new:
         raise ConfigError(
-            f"a microbatch has room for {longest} tokens (adaptive.token_budget: {budget}), but a "
-            f"prompt and an answer may have {new + 1} even where the prompt has only one: {', or '.join(ways)}"
+            f"a microbatch has room for {longest} tokens (adaptive.token_budget: {budget}), but even a prompt of one "
+            f"token and its answer may have {new + 1}: {', or '.join(ways)}"
         )
-    fact, taken = " beside an answer", longest_taken(parts.models.everything)
+    fact, taken = " plus an answer", longest_taken(parts.models.everything)
     if taken is not None and taken < longest:
         longest, fact, ways = taken, _what_models_take(taken), _ways_to_shorten(taken - new)
     remedy = f"{fact}; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
@@ -111,7 +111,7 @@ def _by_rows(parts: RolloutParts, limits: Mapping[str, Limit], *, searched: bool
 
 
 def _what_models_take(taken: int) -> str:
-    return f" beside an answer, since the models take {taken} in all (their max_seq_len)"
+    return f" plus an answer, since the models take at most {taken} tokens (their max_seq_len)"
 
 
 def _ways_to_shorten(longest: int) -> list[str]:
@@ -146,8 +146,8 @@ def _rollouts_of_an_iteration(parts: RolloutParts) -> list[Rollout]:
 def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
-            f"rank {dist.get_rank()} ran out of memory with four models, gradients of two and the optimizer's state: "
-            "train on more ranks, with smaller models, or with an optimizer that keeps less state"
+            f"rank {dist.get_rank()} ran out of memory with four models, the gradients of two and the optimizer state: "
+            "train on more ranks, with smaller models, or with an optimizer with less state"
         )
     )
 
@@ -237,7 +237,7 @@ def _table_of_rows(found: Mapping[str, Event]) -> str:
     for stage, event in found.items():
         peak, budget = event.peak_bytes or 0, event.budget_bytes or 1
         lines.append((stage, event.after, format_bytes(peak), f"{100 * peak / budget:5.0f} %"))
-    return f"what fits in each stage, beside all four models\n{in_columns(lines)}"
+    return f"limit of each stage, with all four models in memory\n{in_columns(lines)}"
 
 
 def _table_of_lengths(profiles: Mapping[str, Profile], new_tokens: int) -> str:
@@ -245,10 +245,10 @@ def _table_of_lengths(profiles: Mapping[str, Profile], new_tokens: int) -> str:
     longest = max(point.length for profile in profiles.values() for point in profile.points)
     lengths = [longest, longest // 2, longest // 4]
     lines: list[Sequence[object]] = [
-        ("rows by their tokens", *(f"of {length}" for length in lengths), "any, in tokens")
+        ("stage", f"rows at {lengths[0]} tokens", *(f"at {length}" for length in lengths[1:]), "tokens at any length")
     ]
     for stage, profile in profiles.items():
         # to generate, a row has all new tokens
         rows = [profile.limit.rows_at(n) if stage != GENERATE or n > new_tokens else "-" for n in lengths]
         lines.append((stage, *rows, profile.constant_tokens))
-    return f"what fits in each stage, beside all four models\n{in_columns(lines)}"
+    return f"limit of each stage, with all four models in memory\n{in_columns(lines)}"

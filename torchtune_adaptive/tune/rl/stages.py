@@ -40,7 +40,7 @@ FORWARD = (SCORE_POLICY, SCORE_REFERENCE, FIND_VALUES, FIND_REWARDS)
 TRAIN_VALUE, TRAIN_POLICY = "train value", "train policy"
 STAGES = (GENERATE, *FORWARD, TRAIN_VALUE, TRAIN_POLICY)
 """All stages of an iteration, in order."""
-NO_ROOM = "gathered parameters leave no room for one row: layer by layer from here on, which is slower"
+NO_ROOM = "gathered parameters leave no room for one row; gathering layer by layer from here on (slower)"
 
 
 class Ran(NamedTuple):

@@ -93,7 +93,10 @@ def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
     if budget is None or isinstance(budget, int):
         return None if budget is None else TokenLimit(budget, request.kind.padded_rows)
     if memory is None:
-        say("token budget · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit or a number")
+        say(
+            "token budget · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit, or the "
+            "budget to a number"
+        )
         return None
     if data.packed:
         return RowLimit(search_batch_size(request, memory, most_rows))

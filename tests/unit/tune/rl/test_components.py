@@ -30,7 +30,7 @@ def build(*, listed: bool = False, **arguments: str) -> Any:
 def test_a_prompt_without_tokens_is_named() -> None:
     dataset = build()
     assert dataset[1]["tokens"] == [3]
-    with pytest.raises(SampleError, match=r"^sample 2 of the dataset \(on rank 0\) has no tokens, .* leave it out"):
+    with pytest.raises(SampleError, match=r"^sample 2 of the dataset \(on rank 0\) has no tokens, .* remove it"):
         dataset[2]
 
 

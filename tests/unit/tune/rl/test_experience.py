@@ -35,7 +35,7 @@ def test_a_score_that_is_no_number_is_the_reward_models_fault(score: float) -> N
     with pytest.raises(
         NotLearningError,
         match=rf"^iteration 5: the reward model's score is {score} for 1 of 2 answers, .*"
-        r" reward_checkpointer.checkpoint_files are sound",
+        r" reward_checkpointer.checkpoint_files are intact",
     ):
         scores(answered(1.0), answered(score))
 

@@ -30,14 +30,14 @@ def test_the_model_that_takes_least_says_what_all_take() -> None:
 
 
 def test_answers_that_leave_no_token_to_a_prompt_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"max_generated_tokens is 20, .* 20 tokens, .* allowed is 19 or less"):
+    with pytest.raises(ConfigError, match=r"max_generated_tokens is 20, .* 20 tokens .* set it to 19 or less"):
         check(20)
     check(19)
     check(20, None, UNKNOWN)
 
 
 def test_a_length_to_measure_at_is_that_of_a_prompt() -> None:
-    with pytest.raises(ConfigError, match=r"adaptive.sequence_length is 9, .* allowed is 8 or less, or null"):
+    with pytest.raises(ConfigError, match=r"adaptive.sequence_length is 9, .* set it to 8 or less, or to null"):
         check(12, 9)
     check(12, 8)
 
@@ -62,8 +62,8 @@ def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
     assert len(admission.admit([dataset[0], dataset[1]])) == 2
     with pytest.raises(
         SampleTooLargeError,
-        match=r"^sample 2 of the dataset has 9 tokens, but a microbatch has room for 8 beside an answer, since the "
-        r"models take 20 in all \(their max_seq_len\); lower max_generated_tokens, or lower tokenizer\.max_seq_len "
+        match=r"^sample 2 of the dataset has 9 tokens, but a microbatch has room for 8 plus an answer, since the "
+        r"models take at most 20 tokens \(their max_seq_len\); lower max_generated_tokens, or lower tokenizer\.max_seq_len "
         r"to 8$",
     ):
         admission.admit([dataset[2]])

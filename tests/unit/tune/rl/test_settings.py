@@ -66,7 +66,7 @@ def test_our_config_has_the_values_of_torchtunes() -> None:
         ("gradient_accumulation_steps=3", "ppo_batch_size must be a multiple of gradient_accumulation_steps"),
         ("enable_kv_cache=False", "enable_kv_cache is False"),
         ("resume_from_checkpoint=True", "set it to auto"),
-        ("epochs=2", "leave it out"),
+        ("epochs=2", "remove it"),
         ("tensor_parallel_dim=2", "tensor_parallel_dim is 2"),
         ("enable_async_checkpointing=True", "enable_async_checkpointing is True"),
         ("fsdp_cpu_offload=True", "fsdp_cpu_offload is True, which PPO does not support: allowed is False"),
