@@ -67,7 +67,7 @@ def assert_told_in_one_line(ended: Ended, *parts: str) -> None:
             "optimizer.memory_limit=32MiB",
             ["optimizer.memory_limit: AdamW has no", "the key of this package is adaptive.memory_limit"],
         ),
-        ("dataset=exits.unsized", ["dataset does not tell how many samples it has", "OSError"]),
+        ("dataset=exits.unsized", ["dataset has no usable length", "OSError"]),
         ("metric_logger=exits.increase", ["metric_logger could not be built", "SystemExit"]),
         (
             "batch_increase_function=exits.increase",

@@ -133,10 +133,10 @@ def test_by_default_it_is_said_once_and_costs_no_good_checkpoint(tmp_path: Path)
     ends = run_on_ranks(2, said_until_the_end, tmp_path / "run", *burst, *saving, timeout_s=100, in_group=False)
     for kind, message, _ in ends:
         assert kind == NotLearningError.__name__
-        assert "epoch_1 is not saved, since the weights are NaN or infinite; the last good one is " in message
-        assert "start a new run, from those weights if there are any, with a lower optimizer.lr" in message
+        assert "epoch_1 is not saved, because the weights are NaN or infinite; the last good one is " in message
+        assert "start a new run with a lower optimizer.lr" in message
     assert re.match(r"step 2: the loss is nan; .*adaptive.on_nan_loss: stop", ends[0][2][0])
-    assert ends[0][2][1].startswith("checkpoint step_2 is not saved, since the weights are NaN or infinite")
+    assert ends[0][2][1].startswith("checkpoint step_2 is not saved, because the weights are NaN or infinite")
     assert [len(said) for _, _, said in ends] == [2, 0], "each is said once, by rank 0"
     assert [path.name for path in saved(tmp_path / "run")] == ["step_1"]
 
@@ -201,7 +201,7 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_messa
     assert ended.status != 0
     told = re.findall(r"error: model: its quantized weights cannot be sharded over 3 ranks .*", ended.output)
     assert len(told) == 1, ended.output
-    assert told[0].endswith("train on fewer, or set model.quantize_base: False")
+    assert told[0].endswith("train on fewer ranks, or set model.quantize_base: False")
 
 
 @pytest.mark.parametrize(
@@ -259,13 +259,13 @@ def test_the_update_out_of_memory_on_one_rank_is_said_too(tmp_path: Path, monkey
     [
         (
             "exits",
-            r"cannot be read on rank 0 \(SystemExit: 0\): the dataset's code ends the process, in __",
+            r"cannot be read on rank 0 \(SystemExit: 0\): the dataset's code ends the process in __",
         ),
         (
             "label",
-            r"\(on rank 0\) has label -7, but the model knows \d+ tokens, .*, and the loss ignores -100: give",
+            r"\(on rank 0\) has label -7, but the model's vocabulary has \d+ tokens, .* loss ignores -100: use",
         ),
-        ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs its label"),
+        ("short", r"has \d+ tokens and \d+ labels \(on rank 0\): every token needs a label"),
         ("text", r"\(on rank 0\) has tokens that are not a list of integers \('aa"),
         ("none", r"\(on rank 0\) has tokens that are not a list of integers \(null\): check that"),
         ("nested", r"\(on rank 0\) has tokens that are not a list of integers \(\[\["),

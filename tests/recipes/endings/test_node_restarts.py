@@ -132,7 +132,7 @@ def test_a_restart_that_rank_0_cannot_know_of_costs_no_checkpoint(tmp_path: Path
             each.when(lambda each=each: each.process.poll() is not None, RESTARTS_S)
     told = "\n".join(each.output for each in nodes)
     assert [each.process.returncode != 0 for each in nodes] == [True, True], told
-    assert "error: the launcher has started this run again with resume_from_checkpoint=False" in told, told
+    assert "error: the launcher has restarted this run with resume_from_checkpoint=False" in told, told
     assert (tmp_path / "out" / f"step_{before}").is_dir(), told
 
 

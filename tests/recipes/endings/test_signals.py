@@ -136,7 +136,7 @@ def test_in_the_last_step_and_its_save_the_run_is_finished(blow: Blow, tmp_path:
 
 @pytest.mark.parametrize(
     ("moment", "where", "ranks"),
-    [(signalled.LOADING, "while it was set up", (0,)), (signalled.SEARCH, "during the search", (1,))],
+    [(signalled.LOADING, "during setup", (0,)), (signalled.SEARCH, "during the search", (1,))],
 )
 def test_before_the_first_step_it_says_that_nothing_is_saved(
     moment: str, where: str, ranks: tuple[int, ...], tmp_path: Path

@@ -68,5 +68,5 @@ def test_out_of_memory_on_one_rank_ends_the_run_with_one_message(tmp_path: Path)
     ended = tune_on_two(tmp_path, *TENSOR, "use_maximum_batch_size=False", "adaptive.memory_limit=[256MiB,8MiB]")
     assert ended.status != 0
     assert ended.output.count("out of memory on rank 1") == 1, ended.output
-    assert "tensor_parallel_dim is 2, whose collectives carry activations" in ended.output
+    assert "tensor_parallel_dim is 2, and its collectives carry activations" in ended.output
     assert "lower batch_size" in ended.output

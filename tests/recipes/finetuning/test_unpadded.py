@@ -59,7 +59,7 @@ def run_with_dropout(folder: Path) -> list[str]:
 def test_where_it_is_not_possible_one_line_says_why(tmp_path: Path) -> None:
     said, other = run_on_ranks(2, run_with_dropout, tmp_path / "run", timeout_s=60, in_group=False)
     lines = [line for line in said if "padded" in line]
-    assert lines == ["token budget · samples are padded to rows: the model has attention dropout (0.1)"]
+    assert lines == ["token budget · samples are padded: the model has attention dropout (0.1)"]
     assert not other
     assert any(step["padding_fraction"] > 0 for step in read_log(tmp_path / "run" / "log.jsonl"))
 

@@ -30,7 +30,7 @@ def start_on_a_disk_of_its_own(folder: Path) -> str:
 
 def test_a_disk_of_its_own_is_noticed_although_an_earlier_run_has_been_there(tmp_path: Path) -> None:
     for told in run_on_ranks(2, start_on_a_disk_of_its_own, tmp_path):
-        assert "is not one that all nodes share: rank 1 does not see rank 0's" in told
+        assert "is not shared by all nodes: rank 1 does not see rank 0's" in told
 
 
 def start_without_a_checkpointer(folder: Path) -> str:

@@ -102,7 +102,7 @@ def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(
     code, told = status(tmp_path, capsys)
     assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
     assert f"newest complete checkpoint: {intact} " in told
-    assert f"skipped: {damaged} is damaged: the content of recipe_state.pt is not what was saved" in told
+    assert f"skipped: {damaged} is damaged: the content of recipe_state.pt has changed" in told
     (intact / "recipe_state.pt").write_bytes(b"stata")
     assert status(tmp_path, capsys)[0] == BROKEN
 

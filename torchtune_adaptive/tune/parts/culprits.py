@@ -47,7 +47,7 @@ class NamedSamples(Dataset[Sample]):
             return len(self._dataset)
         except (Exception, SystemExit) as error:
             raise ConfigError(
-                f"dataset does not tell how many samples it has ({in_a_line(error)}): give one whose __len__ works"
+                f"dataset has no usable length ({in_a_line(error)}): use one whose __len__ works"
             ) from error
 
     def __getitem__(self, index: int) -> Sample:
@@ -61,8 +61,8 @@ class NamedSamples(Dataset[Sample]):
         # The one flaw that no failure would tell of: torchtune pads the labels, and what is left of them is trained.
         if counts := _unlike_counts(sample, self.kind):
             raise SampleError(
-                f"sample {index} of the dataset has {counts} (on rank {rank()}): every token needs its label, or the "
-                f"one that the loss ignores; {SEE_THE_DATASET}"
+                f"sample {index} of the dataset has {counts} (on rank {rank()}): every token needs a label, or the one "
+                f"that the loss ignores; {SEE_THE_DATASET}"
             )
         return sample if self.complete is None else self.complete(index, sample)
 
@@ -79,15 +79,15 @@ def _remedy(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         called = traceback.extract_tb(error.__traceback__)[-1]
         return (
-            f"the dataset's code ends the process, in {called.name} ({called.filename}, line {called.lineno}); "
-            "let it raise an error there, or return"
+            f"the dataset's code ends the process in {called.name} ({called.filename}, line {called.lineno}); "
+            "raise an error there, or return"
         )
     if isinstance(error, KeyError):
         return (
-            "repair it; or, if the dataset calls its columns otherwise, say so in dataset.column_map; "
-            "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
+            "fix it or, if the dataset's columns have other names, set dataset.column_map; "
+            "TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
         )
-    return "repair it or leave it out; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows where that came from"
+    return "fix it or remove it; TORCHTUNE_ADAPTIVE_TRACEBACK=1 shows the traceback"
 
 
 def _unlike_counts(sample: Sample, kind: Kind) -> str | None:
@@ -183,16 +183,15 @@ def _flaw_of_sequence(sample: object, fields: Fields, known: int | None, ignored
     assert labels is not None
     if known is None:
         return None
-    vocabulary = f"but the model knows {known} tokens, 0 to {known - 1}"
+    vocabulary = f"but the model's vocabulary has {known} tokens, 0 to {known - 1}"
     if len(unknown := tokens[(tokens < 0) | (tokens >= known)]):
         return (
-            f"token {int(unknown[0])}, {vocabulary}: give model and tokenizer the same vocabulary, or leave the "
-            "sample out"
+            f"token {int(unknown[0])}, {vocabulary}: use a tokenizer with the model's vocabulary, or remove the sample"
         )
     if len(unknown := labels[((labels < 0) | (labels >= known)) & (labels != ignored)]):
         return (
-            f"label {int(unknown[0])}, {vocabulary}, and the loss ignores {ignored}: give it one of these, or leave "
-            "the sample out"
+            f"label {int(unknown[0])}, {vocabulary}, and the loss ignores {ignored}: use one of these, or remove the "
+            "sample"
         )
     return None
 

@@ -109,8 +109,8 @@ def check_samples(samples: NamedSamples, needed: Sequence[str], cfg: DictConfig,
         keys = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
         component = cfg.dataset.get(COMPONENT) if isinstance(cfg.dataset, DictConfig) else cfg.dataset
         raise ConfigError(
-            f"dataset is {component}, whose samples are no {what}: the first has {keys}, and needs "
-            f"{', '.join(needed)}; give one such as torchtune.datasets.{such_as}"
+            f"dataset is {component}, which does not return {what}: its first sample has {keys}, but needs "
+            f"{', '.join(needed)}; use one such as torchtune.datasets.{such_as}"
         )
 
 
@@ -154,7 +154,7 @@ def _check_callable(function: Callable[..., object], path: str) -> None:
         inspect.signature(function).bind([], padding_idx=0, ignore_idx=0)
     except TypeError as error:
         raise ConfigError(
-            f"collate_fn is {path!r}, which cannot be called with samples, padding_idx and ignore_idx ({error}): give "
+            f"collate_fn is {path!r}, which cannot be called with samples, padding_idx and ignore_idx ({error}): use "
             "a function such as torchtune.data.padded_collate_sft"
         ) from error
     except ValueError:  # it has none

@@ -24,7 +24,7 @@ def device_of(settings: Settings) -> torch.device:
         raise _not_offered(settings, str(error)) from error
     # without an accelerator torchtune takes the CPU for whatever was asked for
     if device.type != torch.device(settings.device).type:
-        raise _not_offered(settings, f"torch found {device.type} only")
+        raise _not_offered(settings, f"torch found only {device.type}")
     return device
 
 
@@ -37,9 +37,9 @@ def device_named(settings: Settings) -> torch.device:
 
 
 def _not_offered(settings: Settings, reason: str) -> ConfigError:
-    fewer = ", or start no more processes on a machine than it has devices" * torch.accelerator.is_available()
+    fewer = ", or start at most one process per device" * torch.accelerator.is_available()
     return ConfigError(
-        f"device is {settings.device!r}, which this machine does not offer ({reason}): set device: cpu{fewer}"
+        f"device is {settings.device!r}, which this machine does not have ({reason}): set device: cpu{fewer}"
     )
 
 
@@ -57,7 +57,7 @@ def prepare(settings: Settings) -> None:
         training.set_torch_num_threads()
     limited_on_cpu = settings.adaptive.memory_limit is not None and not on_gpu(settings)
     if settings.compile and limited_on_cpu and rank() == 0:
-        logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which counts operation by operation")
+        logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which meters every operation")
 
 
 def start_clean(device: torch.device) -> None:

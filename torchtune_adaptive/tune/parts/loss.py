@@ -33,8 +33,8 @@ def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
     """Refuses a loss that takes logits in chunks, of a model that does not cut them."""
     if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
         raise ConfigError(
-            f"loss takes its logits in {loss_fn.num_output_chunks} chunks, which the model ({type(model).__name__}) "
-            "does not cut: take a model of torchtune's, or loss._component_: torch.nn.CrossEntropyLoss"
+            f"loss expects its logits in {loss_fn.num_output_chunks} chunks, but the model ({type(model).__name__}) "
+            "returns them whole: use a model of torchtune's, or loss._component_: torch.nn.CrossEntropyLoss"
         )
 
 
@@ -42,7 +42,7 @@ def checked_loss(cfg: DictConfig) -> nn.Module:
     loss_fn: nn.Module = components.build("loss", cfg)
     if not hasattr(loss_fn, "ignore_index"):
         raise ConfigError(
-            f"loss is {cfg.loss.get('_component_')}, which has no ignore_index: allowed is a cross-entropy loss, "
+            f"loss is {cfg.loss.get('_component_')}, which has no ignore_index: use a cross-entropy loss, "
             "for example torchtune.modules.loss.CEWithChunkedOutputLoss"
         )
     return loss_fn

@@ -172,7 +172,7 @@ def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
     if wanted is not None and allowed is not None and wanted > allowed:
         raise ConfigError(
             f"adaptive.sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): "
-            f"allowed is {allowed} or less, or null"
+            f"set it to {allowed} or less, or to null"
         )
 
 
@@ -187,7 +187,7 @@ def recovers(settings: Settings) -> bool:
     if reason is None:
         return settings.adaptive.recover_from_oom is not False
     if dist.get_rank() == 0:
-        logger.info("recovery from running out of memory is off: %s", reason)
+        logger.info("recovery from out-of-memory errors is off: %s", reason)
     return False
 
 
@@ -197,9 +197,7 @@ def obstacle_to_recovery(settings: Settings) -> str | None:
     if settings.optimizer_in_bwd:
         reason = "optimizer_in_bwd is True, which updates weights inside the backward"
     elif settings.tensor_parallel_dim > 1:
-        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, whose collectives carry activations"
+        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and its collectives carry activations"
     if reason is not None and settings.adaptive.recover_from_oom:
-        raise ConfigError(
-            f"adaptive.recover_from_oom is True, but {reason}: a step cannot be run again; set it to null"
-        )
+        raise ConfigError(f"adaptive.recover_from_oom is True, but {reason}: a step cannot be repeated; set it to null")
     return reason

@@ -30,6 +30,7 @@ from torchtune_adaptive.tune.config.settings import LoraSettings, Settings
 from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place
 from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
+from torchtune_adaptive.wording import count_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import _IncompatibleKeys
@@ -112,9 +113,9 @@ def built_on(where: torch.device, cfg: DictConfig, dtype: torch.dtype, key: str 
     with training.set_default_dtype(dtype), where:
         model = components.build(key, cfg)
     if not isinstance(model, nn.Module) or not any(True for _ in model.parameters()):
-        made = f"makes a {type(model).__name__}" + " without parameters" * isinstance(model, nn.Module)
+        made = f"builds a {type(model).__name__}" + " without parameters" * isinstance(model, nn.Module)
         path = components.path_of(key, cfg[key])
-        raise ConfigError(f"{key}._component_ is {path!r}, which {made}: allowed is what builds a model")
+        raise ConfigError(f"{key}._component_ is {path!r}, which {made}: use one that builds a model")
     take_documents(model)
     return model
 
@@ -175,7 +176,7 @@ def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:
             raise
         raise ConfigError(
             f"model: its quantized weights cannot be sharded over {mesh['dp'].size()} ranks "
-            f"({components.in_a_line(error)}): train on fewer, or set model.quantize_base: False"
+            f"({components.in_a_line(error)}): train on fewer ranks, or set model.quantize_base: False"
         ) from error
 
 
@@ -204,7 +205,7 @@ def _load(
     model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool
 ) -> _IncompatibleKeys:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
-    out_of_memory = f"out of memory while the weights were loaded on rank {dist.get_rank()}"
+    out_of_memory = f"out of memory while loading the weights on rank {dist.get_rank()}"
     with fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
     ):
@@ -220,23 +221,22 @@ def _load(
 
 def _check_weights(model: nn.Module, weights: Weights, files: str, *, strict: bool) -> None:
     """Refuses wrong weights before any rank communicates: what fails from then on is not the files' fault."""
-    places, not_its = model.state_dict(), _not_its_weights(files)
+    places = model.state_dict()
     unknown = sorted(weights.keys() - places.keys())
     if unknown:
-        raise ConfigError(f"{not_its}: {len(unknown)} of them have no place in it, the first is {unknown[0]}")
+        raise _mismatch(files, f"{count_of(len(unknown), 'unexpected key')}, first: {unknown[0]}")
     missing = sorted(places.keys() - weights.keys()) if strict else []
     if missing:
-        raise ConfigError(f"{not_its}: {len(missing)} of its own are missing, the first is {missing[0]}")
+        raise _mismatch(files, f"{count_of(len(missing), 'missing key')}, first: {missing[0]}")
     for name, weight in weights.items():
-        if weight.shape != places[name].shape:
-            raise ConfigError(
-                f"{not_its}: size mismatch for {name}, {tuple(weight.shape)} in the file and "
-                f"{tuple(places[name].shape)} in the model"
+        if weight.shape != (shape := places[name].shape):
+            raise _mismatch(
+                files, f"size mismatch for {name}: {tuple(weight.shape)} in the file, {tuple(shape)} in the model"
             )
 
 
-def _not_its_weights(files: str) -> str:
-    return f"{files}: these are not the weights of this model; give the files that belong to it"
+def _mismatch(files: str, why: str) -> ConfigError:
+    return ConfigError(f"{files}: the weights do not match the model ({why}); use the files that belong to it")
 
 
 def phase_boundaries(model: nn.Module, loss_fn: nn.Module | None) -> dict[str, nn.Module]:
@@ -260,4 +260,4 @@ def _check_lora_keys(lora: LoraSettings, base_keys: _IncompatibleKeys, adapter_k
             lora_unexpected=unexpected,
         )
     except AssertionError as error:
-        raise ConfigError(f"{_not_its_weights(CHECKPOINTER)}: {components.in_a_line(error)}") from error
+        raise _mismatch(CHECKPOINTER, components.in_a_line(error)) from error

@@ -267,8 +267,8 @@ def build_preference_loss(cfg: DictConfig) -> nn.Module:
     if not fits:
         given = ", ".join(f"{key}: {value!r}" for key, value in cfg.loss.items() if key != COMPONENT)
         raise ConfigError(
-            f"loss is {cfg.loss.get(COMPONENT)}{given and f' with {given}'}, which does not make a loss and two "
-            f"rewards for each pair out of log-probabilities of policy and reference ({shown(found)}): give one such "
-            "as torchtune.rlhf.loss.DPOLoss"
+            f"loss is {cfg.loss.get(COMPONENT)}{given and f' with {given}'}, which does not compute a loss and two "
+            f"rewards per pair from log-probabilities of policy and reference ({shown(found)}): use one such as "
+            "torchtune.rlhf.loss.DPOLoss"
         )
     return loss_fn

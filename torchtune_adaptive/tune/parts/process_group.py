@@ -89,8 +89,8 @@ def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
     told = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim not in unset[key])
     raise ConfigError(
         f"{told}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
-        "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means whatever is left. Change one of them "
-        "or the number of ranks (--nproc_per_node; of adaptive_plan, world_size)"
+        "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means all remaining ranks. Change one of "
+        "them or the number of ranks (--nproc_per_node; for adaptive_plan, world_size)"
     )
 
 

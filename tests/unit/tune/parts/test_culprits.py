@@ -33,11 +33,11 @@ def naming(samples: NamedSamples) -> AbstractContextManager[None]:
         ({"text": "x"}, "has no tokens or no labels"),
         ({"tokens": [1]}, "has no tokens or no labels"),
         (None, "has no tokens or no labels"),
-        ({"tokens": [1, 4], "labels": [1, 1]}, "has token 4, but the model knows 4 tokens, 0 to 3"),
+        ({"tokens": [1, 4], "labels": [1, 1]}, "has token 4, but the model's vocabulary has 4 tokens, 0 to 3"),
         ({"tokens": [1, -4], "labels": [1, 1]}, "has token -4, but"),
         (
             {"tokens": [1, 1], "labels": [1, 4]},
-            "has label 4, but the model knows 4 tokens, 0 to 3, and the loss",
+            "has label 4, but the model's vocabulary has 4 tokens, 0 to 3, and the loss",
         ),
         ({"tokens": [1, 1], "labels": [1, -7]}, "has label -7, but"),
         ({"tokens": None, "labels": [1]}, r"has tokens that are not a list of integers \(null\)"),
@@ -89,9 +89,11 @@ class Sized:
 
 @pytest.mark.parametrize("error", [OSError, SystemExit])
 def test_a_dataset_without_a_length_is_told_by_its_key(error: type[BaseException]) -> None:
-    with pytest.raises(ConfigError, match=rf"^dataset does not tell .* \({error.__name__}: the index is gone\): give"):
+    with pytest.raises(
+        ConfigError, match=rf"^dataset has no usable length \({error.__name__}: the index is gone\): use"
+    ):
         len(NamedSamples(Sized(error)))
-    with pytest.raises(ConfigError, match=r"^dataset does not tell .* has no len\(\)\): give"):
+    with pytest.raises(ConfigError, match=r"^dataset has no usable length .* has no len\(\)\): use"):
         len(NamedSamples(iter([1])))
 
 

@@ -39,7 +39,7 @@ def test_shards_are_what_is_left() -> None:
 )
 def test_what_does_not_come_out_even_is_told_with_its_keys(ranks: int, dims: dict[str, int], told: str) -> None:
     with pytest.raises(
-        ConfigError, match="must equal it; -1 for data_parallel_shard_dim means whatever is left"
+        ConfigError, match="must equal it; -1 for data_parallel_shard_dim means all remaining ranks"
     ) as raised:
         shape_of(ranks, **dims)
     assert told in str(raised.value)

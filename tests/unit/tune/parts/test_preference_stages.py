@@ -36,14 +36,16 @@ def test_losses_of_pairs_are_taken(loss: str) -> None:
 @pytest.mark.parametrize("loss", ["torchtune.modules.loss.CEWithChunkedOutputLoss", "torch.nn.MSELoss"])
 def test_another_loss_is_refused(loss: str) -> None:
     with pytest.raises(
-        ConfigError, match=rf"loss is {loss}, which does not make .* such as torchtune.rlhf.loss.DPOLoss"
+        ConfigError, match=rf"loss is {loss}, which does not compute .* such as torchtune.rlhf.loss.DPOLoss"
     ):
         build_preference_loss(OmegaConf.create({"loss": {"_component_": loss}}))
 
 
 def test_a_loss_that_cannot_be_computed_is_told_with_its_arguments() -> None:
     loss = {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": "abc"}
-    with pytest.raises(ConfigError, match=r"loss is torchtune.rlhf.loss.DPOLoss with beta: 'abc', which does not make"):
+    with pytest.raises(
+        ConfigError, match=r"loss is torchtune.rlhf.loss.DPOLoss with beta: 'abc', which does not compute"
+    ):
         build_preference_loss(OmegaConf.create({"loss": loss}))
 
 
@@ -66,7 +68,9 @@ def test_a_collate_fn_is_refused_whichever_it_is(function: str) -> None:
 def test_a_dataset_for_finetuning_is_refused() -> None:
     cfg = OmegaConf.create({"dataset": {"_component_": "some.dataset"}})
     samples = NamedSamples([{"tokens": [1], "labels": [1]}], PAIR)
-    with pytest.raises(ConfigError, match=r"dataset is some.dataset, .* no pairs: the first has tokens, labels"):
+    with pytest.raises(
+        ConfigError, match=r"dataset is some.dataset, which does not return pairs: its first sample has tokens, labels"
+    ):
         check_samples(samples, ["chosen_input_ids"], cfg, "pairs", "preference_dataset")
 
 

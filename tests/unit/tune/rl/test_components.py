@@ -35,7 +35,7 @@ def test_a_prompt_without_tokens_is_named() -> None:
 
 
 def test_what_has_no_prompts_is_told_by_its_keys() -> None:
-    with pytest.raises(ConfigError, match="the first has words, labels, and needs tokens"):
+    with pytest.raises(ConfigError, match="its first sample has words, labels, but needs tokens"):
         build(key="words")
-    with pytest.raises(ConfigError, match="whose samples are no prompts: the first has words, labels"):
+    with pytest.raises(ConfigError, match="which does not return prompts: its first sample has words, labels"):
         build(listed=True, key="words")

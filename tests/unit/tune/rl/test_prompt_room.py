@@ -63,7 +63,7 @@ def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
     with pytest.raises(
         SampleTooLargeError,
         match=r"^sample 2 of the dataset has 9 tokens, but a microbatch has room for 8 plus an answer, since the "
-        r"models take at most 20 tokens \(their max_seq_len\); lower max_generated_tokens, or lower tokenizer\.max_seq_len "
-        r"to 8$",
+        r"models take at most 20 tokens \(their max_seq_len\); lower max_generated_tokens, or lower "
+        r"tokenizer\.max_seq_len to 8$",
     ):
         admission.admit([dataset[2]])

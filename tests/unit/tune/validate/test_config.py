@@ -103,7 +103,7 @@ def test_what_lora_cannot_do_is_refused(validate: Validate, override: str, parts
 @pytest.mark.parametrize(
     ("overrides", "parts"),
     [
-        (["adaptive.recover_from_oom=True", *IN_BACKWARD], ["a step cannot be run again"]),
+        (["adaptive.recover_from_oom=True", *IN_BACKWARD], ["a step cannot be repeated"]),
         (["adaptive.deal=True"], ["adaptive.deal is True", "token_budget is null"]),
         (
             [
@@ -176,7 +176,7 @@ def test_one_mistake_for_ppo_is_told_by_itself(validate: Validate) -> None:
 
 def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_there_are_any(validate: Validate) -> None:
     ended = validate("adaptive/demo/ppo", "max_generated_tokens=512")
-    assert_refused(ended, ["max_generated_tokens is 512", "allowed is 511 or less"])
+    assert_refused(ended, ["max_generated_tokens is 512", "set it to 511 or less"])
     assert_refused(validate("adaptive/demo/ppo", "loss.epsilon=-1"), ["loss.epsilon is -1"])
     assert validate("adaptive/demo/ppo", "max_generated_tokens=496")[0] == 0
 
@@ -245,7 +245,7 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
 ) -> None:
     save(tmp_path / "out", "epoch_0", serial=0)
     into = (DEMO["full"], "output_dir=out", "overwrite_output_dir=False")
-    assert_refused(validate(*into), ["holds checkpoints of a run (epoch_0)"])
+    assert_refused(validate(*into), ["contains checkpoints of an earlier run (epoch_0)"])
     assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["in the run whose checkpoints are in"])
     assert validate(*into[:2], "overwrite_output_dir=True")[0] == 0
     (tmp_path / "out" / "epoch_0" / "recipe_state.pt").write_bytes(b"stata")
@@ -300,11 +300,11 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
         (("device=mps",), "device is 'mps', which a prediction does not cover"),
         (("device=cuda:x",), "device is 'cuda:x'"),
         (("tensor_parallel_dim=2",), "tensor_parallel_dim is 2, which a prediction does not cover"),
-        (("model._component_=os.getcwd",), "'os.getcwd', which makes a str: allowed is what builds a model"),
-        (("model._component_=torch.nn.Identity",), "which makes a Identity without parameters"),
+        (("model._component_=os.getcwd",), "'os.getcwd', which builds a str: use one that builds a model"),
+        (("model._component_=torch.nn.Identity",), "which builds a Identity without parameters"),
         (
             ("model._component_=torch.nn.Linear", "model.in_features=4", "model.out_features=4"),
-            "loss takes its logits in 8 chunks, which the model (Linear) does not cut",
+            "loss expects its logits in 8 chunks, but the model (Linear) returns them whole",
         ),
     ],
 )

@@ -70,7 +70,7 @@ def compared(complete: FoundCheckpoint) -> FoundCheckpoint:
     try:
         if (name := changed_file(complete.path, complete.manifest)) is None:
             return complete
-        fault = f"is damaged: the content of {name} is not what was saved"
+        fault = f"is damaged: the content of {name} has changed"
     except OSError as error:
         fault = f"cannot be read: {error.strerror}"
     return FoundCheckpoint(complete.path, None, fault)

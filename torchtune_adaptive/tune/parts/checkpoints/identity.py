@@ -106,10 +106,10 @@ def _told(
 ) -> str:
     whose, are_weights, _ = key.partition(WEIGHTS_IN)
     if not are_weights:
-        return f"{key} is {ours}, and was {theirs}"
+        return f"{key} is {ours}, but was {theirs}"
     if ours.given and theirs.given:
-        return f"{key} are {ours.value or 'not there'}, and were {theirs.value or 'not there'}"
-    return f"{whose} weights are read from {_files(whose, configured)}, and were from {_files(whose, saved)}"
+        return f"{key} are {ours.value or 'missing'}, but were {theirs.value or 'missing'}"
+    return f"{whose} weights are read from {_files(whose, configured)}, but were read from {_files(whose, saved)}"
 
 
 def _files(whose: str, values: Mapping[str, object]) -> str:
@@ -126,7 +126,7 @@ class _Configured(NamedTuple):
     def __str__(self) -> str:
         if self.given:
             return repr(self.value)
-        return "not given" if self.value is None else f"not given ({self.value!r} then)"
+        return "not set" if self.value is None else f"not set (default {self.value!r})"
 
 
 def _value(key: str, values: Mapping[str, object]) -> _Configured:

@@ -109,7 +109,9 @@ def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, gr
 def read_weights(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
     state = checkpointer.load_checkpoint()
     if not isinstance(weights := state[training.MODEL_KEY], Mapping):
-        raise ConfigError(f"{key}.checkpoint_files: the file holds a {type(weights).__name__}, not weights by name")
+        raise ConfigError(
+            f"{key}.checkpoint_files: the file contains a {type(weights).__name__}, not a mapping of weights"
+        )
     return state
 
 
@@ -128,7 +130,7 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
     if first is not None:
         raise CheckpointError(first)
     if any(asked_to_stop for _, asked_to_stop in told):
-        raise RunStopped("stopped while it was set up, before the first step")
+        raise RunStopped("stopped during setup, before the first step")
     return cast(Value, result)
 
 
@@ -142,7 +144,7 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
     None where nothing is; refuses a section that gives none."""
     directory = section.get("checkpoint_dir")
     if not isinstance(directory, str):
-        raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: give the directory that holds the weights")
+        raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
     if not finds_files_itself(section) or Path(directory).is_dir():
         return None
     return (
@@ -161,17 +163,17 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
     if saves_adapters(recipe) and training.ADAPTER_KEY not in state:
         raise ConfigError(
             "resume_from_checkpoint is True, but no adapter weights were found: "
-            "give checkpointer.adapter_checkpoint or the output_dir of the run to go on with"
+            "set checkpointer.adapter_checkpoint, or output_dir to that of the run to resume"
         )
     if training.OPT_KEY not in state or not state[training.OPT_KEY]:
-        raise ConfigError(f"{files.recipe_state} has no optimizer state: training cannot go on from it as it was")
+        raise ConfigError(f"{files.recipe_state} has no optimizer state: the run cannot be resumed from it")
     epochs_run = state.get(training.EPOCHS_KEY)
     if files.complete or files.epoch is None or epochs_run == files.epoch + 1:
         return
     raise ConfigError(
-        f"resume_from_checkpoint is True, but the weights are those of {files.folder.name} and the state in "
-        f"{files.recipe_state} is that of a run after {epochs_run} epochs, whose weights would be in "
-        f"epoch_{int(epochs_run or 0) - 1}: name both of one epoch"
+        f"resume_from_checkpoint is True, but the weights are from {files.folder.name} and the state in "
+        f"{files.recipe_state} is from after {epochs_run} epochs, which belongs to "
+        f"epoch_{int(epochs_run or 0) - 1}: use both of the same epoch"
     )
 
 

@@ -88,11 +88,11 @@ def read_manifest(folder: Path) -> Manifest | Fault:
     try:
         manifest = _parsed(json.loads((folder / MANIFEST_FILE).read_bytes()))
     except FileNotFoundError:
-        return f"has no {MANIFEST_FILE}: it was not written to its end, or not by these recipes"
+        return f"has no {MANIFEST_FILE}: it is incomplete, or was not written by these recipes"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
-        return f"has an {MANIFEST_FILE} that is damaged"
+        return f"has a damaged {MANIFEST_FILE}"
     for name, record in manifest.files.items():
         path = folder / name
         found = path.stat().st_size if path.is_file() else None

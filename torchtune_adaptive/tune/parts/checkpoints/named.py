@@ -28,8 +28,8 @@ def named_files(
     """What the config names, and its manifest where it has one."""
     if not found:
         raise ConfigError(
-            f"resume_from_checkpoint is True and checkpointer.output_dir is {str(directory)!r}, where no "
-            "checkpoint was saved: give the output_dir of the run to go on with"
+            f"resume_from_checkpoint is True, but checkpointer.output_dir {str(directory)!r} contains no checkpoint: "
+            "set it to that of the run to resume"
         )
     section, directory = cfg.checkpointer, directory.absolute()
     try:
@@ -47,7 +47,7 @@ def named_files(
         return files, None
     if (name := changed_file(own.path, own.manifest)) is not None:
         raise ConfigError(
-            f"resume_from_checkpoint is True, but {own.path} is damaged: the content of {name} is not what was saved; "
+            f"resume_from_checkpoint is True, but {own.path} is damaged: the content of {name} has changed; "
             f"{_advice(directory, found)}"
         )
     return replace(files, complete=True), own.manifest
@@ -61,7 +61,7 @@ def _weights(section: DictConfig, directory: Path) -> Files:
     if other := next((path.parent for path in paths if path.parent != folder), None):
         raise ConfigError(
             f"resume_from_checkpoint is True, but checkpointer.checkpoint_files names files of {folder.name} and of "
-            f"{other.name}: name those of one checkpoint"
+            f"{other.name}: use those of one checkpoint"
         )
     state = _recipe_state(section, directory, folder)
     return Files(folder=folder, weights=tuple(map(str, paths)), recipe_state=str(state))
@@ -120,8 +120,8 @@ def _check_same_folder(files: Files, known: dict[Path, FoundCheckpoint]) -> None
     owners = {path.resolve(): found for path, found in known.items()}
     if home != files.folder.resolve() and (home in owners or files.folder.resolve() in owners):
         raise ConfigError(
-            f"resume_from_checkpoint is True, but the weights are those of {files.folder.name} and the state is "
-            f"that of {home.name}: name both of one checkpoint, or leave checkpointer.recipe_checkpoint out"
+            f"resume_from_checkpoint is True, but the weights are from {files.folder.name} and the state is from "
+            f"{home.name}: use both of one checkpoint, or remove checkpointer.recipe_checkpoint"
         )
 
 
@@ -139,7 +139,7 @@ def file_names(value: object) -> list[str]:
 
 def _require(path: Path, key: str) -> None:
     if not path.is_file():
-        raise FileNotFoundError(f"{key} names {path}, which is not there")
+        raise FileNotFoundError(f"{key} names {path}, which does not exist")
 
 
 def _advice(directory: Path, found: Sequence[FoundCheckpoint]) -> str:
@@ -147,8 +147,8 @@ def _advice(directory: Path, found: Sequence[FoundCheckpoint]) -> str:
     if complete:
         files = f"checkpointer.checkpoint_files=[{complete[0]}/model-00001-of-00001.bin]"
         return (
-            f"resume_from_checkpoint=auto finds {complete[0]} by itself; "
-            f"names are relative to {directory}, as in {files}"
+            f"resume_from_checkpoint=auto finds {complete[0]} without names; "
+            f"names are relative to {directory}, for example {files}"
         )
     return (
         "to resume, checkpointer.output_dir must be that of an unfinished run, and names are relative to it, for "

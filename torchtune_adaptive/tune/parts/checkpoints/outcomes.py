@@ -16,7 +16,7 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
 logger = logging.getLogger(__name__)
 
-_AUTO = "the same command with resume_from_checkpoint=auto"
+_AUTO = "the same command and resume_from_checkpoint=auto"
 
 
 class Outcomes:
@@ -40,7 +40,7 @@ class Outcomes:
             folders.discard_staged(self._directory)
         if self._stops_on_error:
             raise CheckpointError(
-                f"{message}; {_once_mended()} (adaptive.on_save_error: continue would have trained on without it)"
+                f"{message}; {_once_mended()} (with adaptive.on_save_error: continue, training would have continued)"
             )
         if last:
             raise CheckpointError(f"{message}; {_once_mended()}")
@@ -49,14 +49,14 @@ class Outcomes:
 
     def pass_over(self, name: str, *, last: bool) -> None:
         """On every rank: weights that are NaN would only push out those that are not."""
-        fact = f"checkpoint {name} is not saved, since the weights are NaN or infinite; {_last_good()}"
+        fact = f"checkpoint {name} is not saved, because the weights are NaN or infinite; {_last_good()}"
         if last:
             raise NotLearningError(
-                f"{fact}: start a new run, from those weights if there are any, with a lower optimizer.lr or a "
-                "clip_grad_norm"
+                f"{fact}: start a new run with a lower optimizer.lr or a clip_grad_norm, from the weights of that "
+                "checkpoint if there is one"
             )
         if not self._passed_over and dist.get_rank() == 0:
-            logger.warning("%s; no later one is saved either while they are", fact)
+            logger.warning("%s; no checkpoint is saved until they are finite", fact)
         self._passed_over = True
 
 
@@ -64,8 +64,7 @@ def naming(name: str) -> AbstractContextManager[None]:
     """Names the checkpoint if gathering it runs out of memory, which no rank can repeat alone."""
     return fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(
-            f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}, and "
-            f"{_once_mended()}",
+            f"out of memory while saving checkpoint {name} on rank {dist.get_rank()}; {_last_good()}; {_once_mended()}",
             *GATHERS_WITH_LESS,
         )
     )
@@ -76,7 +75,7 @@ def _last_good() -> str:
 
 
 def _once_mended() -> str:
-    return f"once that is fixed, {_AUTO} {'goes on' if _is_there() else 'starts over'}"
+    return f"once that is fixed, {'resume' if _is_there() else 'start over'} with {_AUTO}"
 
 
 def _is_there() -> bool:

@@ -24,9 +24,9 @@ def check_fresh_start(found: Sequence[FoundCheckpoint], settings: Settings, dire
     _check_not_its_own(found, settings, directory)
     names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
     raise ConfigError(
-        f"output_dir {str(directory)!r} holds checkpoints of a run ({names}), which a fresh start would mix with its "
-        f"own: {_going_on(found, settings, recipe)}choose another output_dir, or set resume_from_checkpoint=False and "
-        "overwrite_output_dir=True to remove them"
+        f"output_dir {str(directory)!r} contains checkpoints of an earlier run ({names}), which a fresh start would "
+        f"mix with its own: {_going_on(found, settings, recipe)}choose another output_dir, or set "
+        "resume_from_checkpoint=False and overwrite_output_dir=True to remove them"
     )
 
 
@@ -34,18 +34,18 @@ def _check_not_its_own(found: Sequence[FoundCheckpoint], settings: Settings, dir
     """Where the launcher repeats the command, what it would let a fresh start remove may be what the run has saved."""
     if was_restarted() and settings.resume_from_checkpoint is False and any(each.manifest for each in found):
         raise ConfigError(
-            f"the launcher has started this run again with resume_from_checkpoint=False, and the checkpoints in "
-            f"{str(directory)!r} may be its own: set resume_from_checkpoint=auto, which goes on from them"
+            f"the launcher has restarted this run with resume_from_checkpoint=False, but the checkpoints in "
+            f"{str(directory)!r} may be its own: set resume_from_checkpoint=auto to resume from them"
         )
 
 
 def _going_on(found: Sequence[FoundCheckpoint], settings: Settings, recipe: str) -> str:
     """How the run that was there goes on; nothing where it cannot."""
     if settings.resume_from_checkpoint != AUTO and any(each.manifest for each in found):
-        return "go on with that run (resume_from_checkpoint=auto), "
+        return "resume that run (resume_from_checkpoint=auto), "
     if recipe == "full_ppo":  # which takes no files by their names
         return ""
-    return "go on with that run (resume_from_checkpoint=True and the files to resume from), "
+    return "resume that run (resume_from_checkpoint=True and the files to resume from), "
 
 
 def _may_overwrite(settings: Settings) -> bool:

@@ -33,7 +33,7 @@ def cause(error: BaseException, directory: Path) -> str:
     if is_oom(error):
         return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[each] for each in GATHERS_WITH_LESS)}"
     if isinstance(error, MemoryError):
-        return f"out of memory on the host of rank {dist.get_rank()}: leave it more"
+        return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
     if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
         return "the folder is gone"
     free = folders.free_bytes(directory)
@@ -43,7 +43,7 @@ def cause(error: BaseException, directory: Path) -> str:
     elif free < NEARLY_FULL_BYTES:
         text = "no space left"
     elif any(sign in str(error) for sign in SHORT_WRITES):
-        text = "a file was cut off while it was written: a quota, or a limit on the size of files"
+        text = "a file was truncated while it was written: a quota, or a limit on the file size"
     else:
         text = in_a_line(error)
     return f"{text} ({format_bytes(free)} free)"

@@ -103,14 +103,14 @@ class Progress:
         if absent:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
-                "give the recipe state of an unfinished run (checkpointer.recipe_checkpoint)"
+                "set checkpointer.recipe_checkpoint to the recipe state of an unfinished run"
             )
         saved = self._read(checkpoint)
         going_on = replace(saved, total_epochs=self.total_epochs)
         if going_on.finished:
             raise ConfigError(
-                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from has run {going_on.epochs_run} "
-                "already: raise epochs, or set resume_from_checkpoint: False"
+                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from already has "
+                f"{going_on.epochs_run}: raise epochs, or set resume_from_checkpoint: False"
             )
         self._log_differences(saved, going_on, told)
         return going_on
@@ -136,7 +136,7 @@ class Progress:
         for field, key in told.items():
             configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
             if configured != kept:
-                logger.info("%s: config %s, checkpoint %s; going on with %s", key, configured, kept, chosen)
+                logger.info("%s: config %s, checkpoint %s; using %s", key, configured, kept, chosen)
 
 
 def start_progress(settings: Settings, ranks: int) -> Progress:

@@ -38,10 +38,10 @@ def restore_random_state(folder: Path) -> str | None:
     """Puts this rank's generators back. Returns why that cannot be, where it cannot."""
     path = folder / RANDOM_FILE
     if not path.is_file():
-        return "the checkpoint has no state of the random generators"
+        return "the checkpoint has no random state"
     states = torch.load(path, weights_only=True)
     if len(states) != dist.get_world_size():
-        return f"the checkpoint has the random generators of {count_of(len(states), 'rank')}"
+        return f"the checkpoint has the random state of {count_of(len(states), 'rank')}"
     _restore(states[dist.get_rank()])
     return None
 

@@ -186,9 +186,9 @@ def check_same_run(saved: Manifest, cfg: DictConfig, recipe: str, directory: Pat
     changed = difference(identity_of(cfg, recipe), saved.identity)
     if changed is not None:
         raise ConfigError(
-            f"resume_from_checkpoint is auto, but {changed} in the run whose checkpoints are in {directory}; set it "
-            "back, or start a new run: with another output_dir, or with resume_from_checkpoint: False and "
-            "overwrite_output_dir: True"
+            f"cannot resume (resume_from_checkpoint is auto): {changed} in the run whose checkpoints are in "
+            f"{directory}; set it back, or start a new run, either with another output_dir or with "
+            "resume_from_checkpoint: False and overwrite_output_dir: True"
         )
 
 
@@ -199,8 +199,8 @@ def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None
     changed = difference(identity_of(cfg, recipe), manifest.identity)
     if changed is not None:
         raise ConfigError(
-            f"resume_from_checkpoint is True and the checkpoint is in the middle of an epoch, but {changed} when it "
-            "was saved: set it back, or resume from the end of an epoch"
+            f"cannot resume in the middle of an epoch (resume_from_checkpoint is True): {changed} when the checkpoint "
+            "was saved; set it back, or resume from the end of an epoch"
         )
 
 
@@ -211,10 +211,10 @@ def _check_unfinished(
     # by the ranks that it had: on others a step has other samples, and what is half done would look finished
     if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
         _finish_cleaning(chosen.path.parent, settings)
-        more = f"epochs above {position.epochs}" if steps is None else "a larger num_steps"
+        more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
         raise RunFinished(
-            f"nothing left to train: the run is finished, its last checkpoint is {chosen.path} ({position}); "
-            f"{more} would go on from there"
+            f"nothing left to train: the run is finished, and its last checkpoint is {chosen.path} ({position}); "
+            f"{more} to continue from there"
         )
 
 
@@ -254,8 +254,8 @@ def _check_shared(start: Start, settings: Settings) -> None:
     blind = [rank for rank, sees in enumerate(seen) if not sees]
     if not blind:
         return
-    message = f"output_dir {str(directory)!r} is not one that all nodes share: rank {blind[0]} does not see rank 0's"
+    message = f"output_dir {str(directory)!r} is not shared by all nodes: rank {blind[0]} does not see rank 0's"
     if settings.resume_from_checkpoint is not False or settings.enable_async_checkpointing:
-        raise ConfigError(f"{message}; put it on a file system that all of them mount")
+        raise ConfigError(f"{message}; put it on a file system that all nodes mount")
     if dist.get_rank() == 0:
-        logger.warning("%s; checkpoints are on rank 0's node only", message)
+        logger.warning("%s; checkpoints are only on rank 0's node", message)

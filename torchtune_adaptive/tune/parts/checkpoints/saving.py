@@ -122,7 +122,7 @@ class Checkpoints:
         reason = restore_random_state(self._draws_from)
         self._draws_from = None
         if reason is not None and dist.get_rank() == 0:
-            logger.info("random draws (dropout) begin anew from the seed: %s", reason)
+            logger.info("random draws (dropout) restart from the seed: %s", reason)
 
     def due(self, progress: Progress, asked_to_stop: bool = False) -> bool:
         """Whether there is to be one here, within an epoch; where an epoch ends, there is one anyway."""

@@ -39,7 +39,7 @@ def is_padded(
     if settings.adaptive.padding is False:
         raise ConfigError(f"adaptive.padding is False, but {reason}: set adaptive.padding to null or True")
     if rank() == 0 and not packed:  # of packed rows, the token budget says what becomes of them
-        logger.info("token budget · samples are padded to rows: %s", reason)
+        logger.info("token budget · samples are padded: %s", reason)
     return True
 
 
@@ -49,8 +49,8 @@ def _found_by_running(model: nn.Module, device: torch.device) -> str | None:
     if apart is None:
         return None
     return (
-        f"what the model makes of a sample depends on what else is in its row (logits differ by {apart:.1%}), so "
-        "something in it looks along the row"
+        f"the model's output for a sample depends on the other samples in its row (logits differ by {apart:.1%}), so "
+        "one of its modules mixes them"
     )
 
 
@@ -70,12 +70,12 @@ def _obstacles(model: nn.Module, settings: Settings, device: torch.device, *, pa
 
 def _obstacles_in_attention(attention: object, settings: Settings, device: torch.device) -> Iterator[str]:
     if not isinstance(attention, MultiHeadAttention):
-        yield f"{_name(attention)} is no attention of torchtune's that takes samples one after another"
+        yield f"{_name(attention)} is not torchtune's attention, which can keep the samples of a row apart"
         return
     if not takes_documents(attention):
         yield f"the model's attention was replaced by {_name(attention._attention_call)}"
     if has_own_forward(attention):
-        yield f"{_name(attention)} has a forward of its own"
+        yield f"{_name(attention)} overrides forward"
     if attention.attn_dropout:
         yield f"the model has attention dropout ({attention.attn_dropout})"
     if not attention.is_causal:
@@ -88,15 +88,15 @@ def _obstacles_on(device: torch.device, settings: Settings, head_width: int) -> 
     if device.type == "cpu":
         return
     if device.type != "cuda" or torch.version.hip is not None:
-        yield f"there is no kernel for samples of various lengths on {'hip' if torch.version.hip else device.type}"
+        yield f"there is no attention kernel for variable lengths on {'hip' if torch.version.hip else device.type}"
         return
     if settings.dtype == "fp32":
-        yield "dtype is fp32, which flash attention on a GPU does not take"
+        yield "dtype is fp32, which flash attention on a GPU does not support"
     # a prediction is made for cards that are not there
     if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < FLASH_ATTENTION_2:
         yield f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no flash attention"
     if head_width > WIDEST_HEAD:
-        yield f"heads are {head_width} wide, and flash attention takes {WIDEST_HEAD} at most"
+        yield f"heads are {head_width} wide, but flash attention supports at most {WIDEST_HEAD}"
 
 
 def _name(thing: object) -> str:

@@ -38,7 +38,7 @@ def test_the_state_of_one_checkpoint_and_the_weights_of_another_are_refused(tmp_
         saved(tmp_path, f"epoch_{epoch}", epoch)
     (tmp_path / "recipe_state").symlink_to("epoch_1")
     state = "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt"
-    with pytest.raises(ConfigError, match=r"weights are those of epoch_0 and the state is that of epoch_1"):
+    with pytest.raises(ConfigError, match=r"weights are from epoch_0 and the state is from epoch_1"):
         named(tmp_path, files("epoch_0"), state)
 
 
@@ -89,13 +89,13 @@ def test_the_rest_of_an_epoch_is_not_read_in_another_order(tmp_path: Path) -> No
     position = Position(epochs=1, steps_in_epoch=2, samples_in_epoch=8, step=6)
     save(tmp_path, "step_6", identity=identity_of(config(tmp_path), "full"), position=position)
     assert named(tmp_path, files("step_6")).resumes
-    with pytest.raises(ConfigError, match=r"middle of an epoch, but shuffle is False, and was True"):
+    with pytest.raises(ConfigError, match=r"middle of an epoch .*: shuffle is False, but was True"):
         named(tmp_path, files("step_6"), "shuffle=False")
 
 
 def test_names_that_are_not_there_are_told_with_those_that_are(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
-    with pytest.raises(ConfigError, match=r"epoch_5/model-00001-of-00001.bin, which is not there.*epoch_0"):
+    with pytest.raises(ConfigError, match=r"epoch_5/model-00001-of-00001.bin, which does not exist.*epoch_0"):
         named(tmp_path, files("epoch_5"))
 
 

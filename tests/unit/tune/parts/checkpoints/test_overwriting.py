@@ -52,7 +52,7 @@ def test_overwriting_removes_all_of_them_once(tmp_path: Path, monkeypatch: pytes
     overwrite = ("resume_from_checkpoint=False", "overwrite_output_dir=True")
     saved(tmp_path, "epoch_0")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with pytest.raises(ConfigError, match=r"started this run again .* set resume_from_checkpoint=auto") as error:
+    with pytest.raises(ConfigError, match=r"restarted this run .* set resume_from_checkpoint=auto") as error:
         start(tmp_path, *overwrite)
     assert "overwrite_output_dir" not in str(error.value), "it is set already"
     assert complete(tmp_path) == ["epoch_0"]
@@ -75,7 +75,7 @@ def test_a_restart_that_only_another_nodes_launcher_counts_is_one_all_the_same(
         saved(tmp_path, "epoch_0")
         find_start(fresh, "full").release()
         assert complete(tmp_path) == ["epoch_0"]
-        with pytest.raises(ConfigError, match=r"started this run again .* set resume_from_checkpoint=auto"):
+        with pytest.raises(ConfigError, match=r"restarted this run .* set resume_from_checkpoint=auto"):
             find_start(fresh, "full")
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "the next job")
         decided = find_start(fresh, "full")
@@ -86,7 +86,7 @@ def test_a_restart_that_only_another_nodes_launcher_counts_is_one_all_the_same(
 def test_going_on_by_itself_never_removes_anything(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_0")
     assert start(tmp_path, "overwrite_output_dir=True").resumes
-    with pytest.raises(ConfigError, match="seed is 7, and was 0"):
+    with pytest.raises(ConfigError, match="seed is 7, but was 0"):
         start(tmp_path, "overwrite_output_dir=True", "seed=7")
     (tmp_path / "epoch_0" / "recipe_state.pt").unlink()
     with pytest.raises(ConfigError, match="resume_from_checkpoint=False and overwrite_output_dir=True"):

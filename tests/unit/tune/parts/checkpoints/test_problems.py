@@ -26,7 +26,7 @@ def test_a_write_that_was_cut_off_is_told_where_torch_drops_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0")
-    assert "limit on the size of files" in problems.cause(error, tmp_path)
+    assert "limit on the file size" in problems.cause(error, tmp_path)
     monkeypatch.setattr(folders, "free_bytes", lambda path: 0)
     assert problems.cause(error, tmp_path) == "no space left (0 B free)"
 
@@ -43,12 +43,12 @@ def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
         return in_keys(caught.value)
 
     advice = "train on more ranks or raise adaptive.memory_limit if it is set"
-    again = "the same command with resume_from_checkpoint=auto"
-    assert told().endswith(f"there is no earlier checkpoint, and once that is fixed, {again} starts over; {advice}")
+    again = "the same command and resume_from_checkpoint=auto"
+    assert told().endswith(f"there is no earlier checkpoint; once that is fixed, start over with {again}; {advice}")
     monkeypatch.setattr(outcomes.THIS_RUN, "newest", tmp_path)
-    assert told().endswith(f"the last good one is {tmp_path}, and once that is fixed, {again} goes on; {advice}")
+    assert told().endswith(f"the last good one is {tmp_path}; once that is fixed, resume with {again}; {advice}")
     assert problems.cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
-    assert problems.cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: leave it more"
+    assert problems.cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: free host memory"
 
 
 def test_a_folder_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ class Reader:
 @pytest.mark.parametrize(
     ("found", "says"),
     [
-        ([1, 2], "the file holds a list"),
+        ([1, 2], "the file contains a list"),
         (torch.OutOfMemoryError("CUDA out of memory"), "out of memory while loading the weights on rank 1"),
         (MemoryError(), "out of memory while loading the weights on rank 1"),
         (ValueError("Unable to load"), "loading the weights failed on rank 1"),

@@ -135,13 +135,13 @@ OBSTACLES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "collate_fn is my.collate": (build, {"collate_fn": "my.collate"}, {}),
     "tensor_parallel_dim is 2": (build, {"tensor_parallel_dim": 2}, {}),
     "the model is a Linear, which takes more than text": (lambda: nn.Linear(1, 1), {}, {}),
-    "Gemma2Attention is no attention of torchtune's": (narrow_gemma2, {}, {}),
+    "Gemma2Attention is not torchtune's attention": (narrow_gemma2, {}, {}),
     "the model's attention was replaced by windowed": (own_attention, {}, {}),
-    "OwnAttention has a forward of its own": (own_class, {}, {}),
-    "MultiHeadAttention has a forward of its own": (own_forward, {}, {}),
+    "OwnAttention overrides forward": (own_class, {}, {}),
+    "MultiHeadAttention overrides forward": (own_forward, {}, {}),
     r"the model has attention dropout \(0.1\)": (lambda: build(attn_dropout=0.1), {}, {}),
     "dtype is fp32, which flash attention on a GPU": (build, {}, {"device": GPU}),
-    "there is no kernel for samples of various lengths on mps": (build, {}, {"device": torch.device("mps")}),
+    "there is no attention kernel for variable lengths on mps": (build, {}, {"device": torch.device("mps")}),
 }
 
 
@@ -167,7 +167,7 @@ def test_what_stands_in_the_way_is_said_and_rows_are_padded(
         assert decide(BUDGET, model, settings, **other)
     with pytest.raises(ConfigError, match=f"adaptive.padding is False, but {reason}.*set adaptive.padding to null"):
         decide(replace(BUDGET, padding=False), model, settings, **other)
-    said = [record.getMessage() for record in caplog.records if "padded to rows" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "samples are padded" in record.getMessage()]
     assert len(said) == (reason != "the dataset is packed"), (
         "of packed rows, the token budget says what becomes of them"
     )
@@ -175,7 +175,10 @@ def test_what_stands_in_the_way_is_said_and_rows_are_padded(
 
 @pytest.mark.parametrize(
     ("capability", "heads", "reason"),
-    [((7, 5), 4, "has no flash attention"), ((9, 0), 1, "heads are 512 wide, and flash attention takes 256 at most")],
+    [
+        ((7, 5), 4, "has no flash attention"),
+        ((9, 0), 1, "heads are 512 wide, but flash attention supports at most 256"),
+    ],
 )
 def test_a_card_or_a_head_that_flash_attention_does_not_take(
     modern_gpu: pytest.MonkeyPatch, capability: tuple[int, int], heads: int, reason: str
@@ -200,10 +203,8 @@ def test_a_model_that_looks_along_the_row_is_found_by_trying(
 ) -> None:
     with caplog.at_level(logging.INFO):
         assert decide(BUDGET, make(), run_model=True)
-    assert "depends on what else is in its row (logits differ by " in caplog.text
-    with pytest.raises(
-        ConfigError, match=r"something in it looks along the row: set adaptive\.padding to null or True"
-    ):
+    assert "depends on the other samples in its row (logits differ by " in caplog.text
+    with pytest.raises(ConfigError, match=r"one of its modules mixes them: set adaptive\.padding to null or True"):
         decide(replace(BUDGET, padding=False), make(), run_model=True)
 
 
