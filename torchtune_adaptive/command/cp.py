@@ -14,10 +14,10 @@ from torchtune_adaptive.tune.start.catalogue import flags_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="a config or a recipe, as `tune-adaptive ls` lists it")
+    parser.add_argument("name", help="name of a config or a recipe (see `tune-adaptive ls`)")
     parser.add_argument("destination", type=_place, help="a file, or an existing folder")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
-    parser.add_argument("--make-parents", action="store_true", help="make missing folders")
+    parser.add_argument("--make-parents", action="store_true", help="create missing folders")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,7 +45,7 @@ def target(place: str, source: Path) -> Path:
     if destination.is_dir():
         return destination / source.name
     if place.endswith(os.sep):
-        raise ConfigError(f"there is no folder {destination}: make it, or give --make-parents")
+        raise ConfigError(f"folder {destination} does not exist: create it, or pass --make-parents")
     return destination if destination.suffix == source.suffix else Path(f"{destination}{source.suffix}")
 
 
@@ -60,7 +60,7 @@ def _make_parents(destination: Path) -> None:
     try:
         destination.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{destination.parent} cannot be made: {error.strerror}; choose another folder") from error
+        raise ConfigError(f"cannot create {destination.parent}: {error.strerror}; choose another folder") from error
 
 
 def _write(content: bytes, destination: Path, *, replace: bool) -> None:
@@ -70,11 +70,13 @@ def _write(content: bytes, destination: Path, *, replace: bool) -> None:
         else:
             _make(destination, content)
     except FileExistsError as error:
-        raise ConfigError(f"{destination} exists already: choose another name, or give --force") from error
+        raise ConfigError(f"{destination} already exists: choose another name, or pass --force") from error
     except OSError as error:
         if not destination.parent.exists():
-            raise ConfigError(f"there is no folder {destination.parent}: make it, or give --make-parents") from error
-        raise ConfigError(f"{destination} cannot be written: {error.strerror}; choose another place") from error
+            raise ConfigError(
+                f"folder {destination.parent} does not exist: create it, or pass --make-parents"
+            ) from error
+        raise ConfigError(f"cannot write {destination}: {error.strerror}; choose another place") from error
 
 
 def _make(destination: Path, content: bytes) -> None:

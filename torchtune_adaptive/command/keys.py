@@ -1,7 +1,7 @@
 """Explain the keys of a config that torchtune does not have: what each means, which values it takes, and its default.
 
 tune-adaptive keys                 # all of them
-tune-adaptive keys search memory   # those that have one of these words in their name
+tune-adaptive keys search memory   # those whose name contains one of these words
 tune-adaptive keys adaptive_plan   # those of adaptive_plan's questions
 """
 
@@ -65,7 +65,9 @@ def of_adaptive_plan() -> tuple[Key, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="word", help="only keys with one of these words in their name")
+    parser.add_argument(
+        "words", nargs="*", metavar="word", help="show only keys whose name contains one of these words"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -79,7 +81,7 @@ def chosen(words: Sequence[str]) -> list[Key]:
     found = [key for key in everything if not words or any(word in key.name or word == key.of for word in words)]
     if not found:
         hint = did_you_mean(words[0], [key.name for key in everything], likeness=0.4)
-        raise ConfigError(f"no key matches {' or '.join(words)}{hint or '; without an argument all are listed'}")
+        raise ConfigError(f"no key matches {' or '.join(words)}{hint or '; run without words to list all'}")
     return found
 
 

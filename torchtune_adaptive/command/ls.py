@@ -1,6 +1,6 @@
 """List the recipes, and the configs that each takes: ours, named adaptive/..., and torchtune's.
 
-A line for each, to search in: tune-adaptive ls qwen2_5 lora
+Words select lines: tune-adaptive ls qwen2_5 lora
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torchtune_adaptive.tune.start.catalogue import RECIPES, stock_configs, take
 from torchtune_adaptive.wording import did_you_mean
 
 HEADING = ("RECIPE", "CONFIG")
-ANY_OF_THEM = "<any of finetuning, preference training or PPO, except with images or tensor parallelism>"
+ANY_OF_THEM = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("words", nargs="*", metavar="word", help="only lines that have every one of these words")
-    parser.add_argument("--all", action="store_true", help="torchtune's own recipes, too")
+    parser.add_argument("words", nargs="*", metavar="word", help="show only lines that contain all of these words")
+    parser.add_argument("--all", action="store_true", help="also list torchtune's own recipes")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -41,5 +41,5 @@ def listed(*, all_recipes: bool) -> list[tuple[str, str]]:
 def _no_match(words: Sequence[str], everything: Sequence[tuple[str, str]]) -> str:
     names = {part for line in everything for name in line for part in (name, *name.split("/"))}
     hints = [did_you_mean(word, names, most=4, likeness=0.5) for word in words]
-    hint = next(filter(None, hints), "; without a word all are listed, with --all torchtune's own recipes, too")
-    return f"no recipe and no config has {' and '.join(words)} in its name{hint}"
+    hint = next(filter(None, hints), "; run without words to list all, with --all to include torchtune's own recipes")
+    return f"no recipe or config has {' and '.join(words)} in its name{hint}"

@@ -14,8 +14,8 @@ from torchtune_adaptive.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="a config or a recipe, as `tune-adaptive ls` lists it, or the path of a file")
-    parser.add_argument("words", nargs="*", metavar="key=value", help="values in place of the config's")
+    parser.add_argument("name", help="name of a config or a recipe (see `tune-adaptive ls`), or a path")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="values that override the config's")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
-"""Whether a run is finished (exit status 0), can go on (75), or is broken and needs somebody (1).
+"""Report whether a run is finished (exit status 0), can go on (75), or is broken and needs a fix (1).
 
-It reads sizes of files and, where a checkpoint is small, what is in them.
+Checks the sizes of a checkpoint's files and, if it is small, their checksums.
 """
 
 from __future__ import annotations
@@ -88,9 +88,9 @@ def judge(left: Left) -> tuple[Condition, str]:
     run, newest = left.run, left.newest
     if not left.directory.is_dir():
         is_file = left.directory.exists()
-        return Condition.BROKEN, f"{left.directory} is no folder" if is_file else f"there is no folder {left.directory}"
+        return Condition.BROKEN, f"{left.directory} is not a folder" if is_file else f"{left.directory} does not exist"
     if run is None and not left.found:
-        return Condition.BROKEN, f"{left.directory} holds no run"
+        return Condition.BROKEN, f"{left.directory} contains no run"
     if left.held_by is not None:
         return Condition.CAN_GO_ON, "it runs"
     if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
@@ -98,8 +98,8 @@ def judge(left: Left) -> tuple[Condition, str]:
     if run is not None and run.ended == run_file.ERROR:
         return Condition.BROKEN, run.message
     if newest is None and left.found:
-        return Condition.BROKEN, "none of its checkpoints is intact"
-    return Condition.CAN_GO_ON, _where(newest) if newest else "from its beginning, nothing is saved yet"
+        return Condition.BROKEN, "it has no intact checkpoint"
+    return Condition.CAN_GO_ON, _where(newest) if newest else "from the beginning, nothing is saved yet"
 
 
 def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
@@ -112,7 +112,7 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
         yield f"newest complete checkpoint: {newest.path} ({newest.manifest.position}, {newest.manifest.saved_at})"
         if not left.was_compared and not running:
             size = format_bytes(newest.manifest.bytes)
-            yield f"  its {size} were not compared with what was saved, as a run does before it goes on"
+            yield f"  the checksums of its {size} were not verified; a run verifies them before it resumes"
     for each in left.found:
         if each.manifest is None:
             yield f"skipped: {each.path} {each.fault}"
@@ -121,10 +121,10 @@ def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
     if left.run is not None and left.run.ended in (run_file.ASKED, run_file.STOPPED):
         yield f"last time: {left.run.message}"
     if left.newest is None and left.found:
-        yield "begins anew with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
+        yield "start over with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
     elif condition is not Condition.FINISHED:
         first = "once that is fixed, " * (condition is Condition.BROKEN)
-        yield f"{first}{'goes on' if left.newest else 'starts anew'} with: {_command(left)}"
+        yield f"{first}{'resume' if left.newest else 'start over'} with: {_command(left)}"
 
 
 def _started_after(run: RunFile | None, serial: int) -> bool:

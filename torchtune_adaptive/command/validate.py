@@ -4,10 +4,10 @@ tune-adaptive validate llama3_2/1B_full use_maximum_batch_size=True
 tune-adaptive validate mine.yaml --ranks 8
 tune-adaptive validate mine.yaml --here           # on the machine that it will run on
 
-Keys, values and what they mean together are checked, and every component is built, or held against what it takes: the
-model without weights, on no device. What only the machine can tell on which it will run (its devices, the files of
-weights and tokenizer, whether the output folder can be written) is a note; with --here it counts, too. What is in that
-folder counts in any case. The dataset is not read.
+Checks keys, values and their combinations, and builds every component or checks its arguments; the model is built
+without weights, on no device. Properties of the machine (devices, files of weights and tokenizer, whether the output
+folder is writable) are reported as notes, with --here as errors. The content of the output folder is always checked.
+The dataset is not read.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ FITS, REFUSED = 0, 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", help="the name of a config, as `tune-adaptive ls` lists it, or the path of one")
+    parser.add_argument("config", help="name (see `tune-adaptive ls`) or path of a config")
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides, as for `tune run`")
-    parser.add_argument("--recipe", choices=RECIPES, metavar="RECIPE", help="for this one, where it is not clear")
-    parser.add_argument("--ranks", type=ranks, metavar="N", help="processes of the run, on all nodes together")
-    parser.add_argument("--here", action="store_true", help="it will run on this machine: what this one lacks counts")
+    parser.add_argument(
+        "--recipe", choices=RECIPES, metavar="RECIPE", help="recipe to check for, if the config does not tell"
+    )
+    parser.add_argument("--ranks", type=ranks, metavar="N", help="number of processes on all nodes together")
+    parser.add_argument(
+        "--here", action="store_true", help="the run will use this machine: check its devices and files, too"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -63,7 +67,7 @@ def chosen_recipe(name: str, config: Path) -> str:
         return named
     if name != str(config):
         raise ConfigError(
-            f"{name} is a config of {named}, which is not one of our recipes: give --recipe to check it for another"
+            f"{name} is a config of {named}, which is not one of our recipes: pass --recipe to check it for another"
         )
     return LORA if "lora_attn_modules" in config.read_text(encoding="utf-8", errors="replace") else FULL
 

@@ -42,7 +42,7 @@ def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
     first, newest, command = told.splitlines()
     assert first == "can go on: step 4"
     assert newest.startswith(f"newest complete checkpoint: {tmp_path / 'step_4'} (step 4, 20")
-    assert command == f"goes on with: cd {Path.cwd()} && {COMMAND}"
+    assert command == f"resume with: cd {Path.cwd()} && {COMMAND}"
 
 
 def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
@@ -52,8 +52,8 @@ def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
     run_file.end(tmp_path, run_file.STOPPED, "SIGTERM: stopped during the search, before the first step")
     code, told = status(tmp_path, capsys)
     assert code == CAN_GO_ON
-    assert "from its beginning" in told
-    assert told.splitlines()[-1] == f"starts anew with: cd {Path.cwd()} && {COMMAND}"
+    assert "from the beginning" in told
+    assert told.splitlines()[-1] == f"start over with: cd {Path.cwd()} && {COMMAND}"
     assert "last time: SIGTERM: stopped during the search" in told
 
 
@@ -65,7 +65,7 @@ def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(
     code, told = status(tmp_path, capsys)
     assert code == FINISHED
     assert told.startswith("finished: step 4\n")
-    assert "goes on with" not in told
+    assert "resume with" not in told
     started(tmp_path, serial=4)
     assert status(tmp_path, capsys)[0] == CAN_GO_ON
     save(tmp_path, "epoch_2", serial=4, finished=True)
@@ -115,14 +115,16 @@ def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
     monkeypatch.setattr("torchtune_adaptive.command.status.COMPARED_BYTES", 10)
     code, told = status(tmp_path, capsys)
     assert code == FINISHED
-    assert told.splitlines()[-1] == "  its 14 B were not compared with what was saved, as a run does before it goes on"
+    assert (
+        told.splitlines()[-1] == "  the checksums of its 14 B were not verified; a run verifies them before it resumes"
+    )
 
 
 @pytest.mark.parametrize("missing", [True, False])
 def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
     assert code == BROKEN
-    assert told == (f"there is no folder {tmp_path / 'none'}\n" if missing else f"{tmp_path} holds no run\n")
+    assert told == (f"{tmp_path / 'none'} does not exist\n" if missing else f"{tmp_path} contains no run\n")
     assert len(told.splitlines()) == 1
 
 
@@ -155,7 +157,7 @@ def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, capsys: 
     code, told = status(copy, capsys)
     assert code == CAN_GO_ON
     assert f"newest complete checkpoint: {copy / within / 'step_2'} " in told
-    assert told.splitlines()[-1] == f"goes on with: cd {Path.cwd()} && {COMMAND} 'output_dir={copy}'"
+    assert told.splitlines()[-1] == f"resume with: cd {Path.cwd()} && {COMMAND} 'output_dir={copy}'"
 
 
 def test_a_run_that_runs_is_said_to(
@@ -218,9 +220,9 @@ def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refus
     (tmp_path / "step_2").mkdir()
     code, told = status(tmp_path, capsys)
     assert code == BROKEN
-    assert "none of its checkpoints is intact" in told
-    assert "goes on with" not in told
-    assert "begins anew with: overwrite_output_dir=True" in told
+    assert "it has no intact checkpoint" in told
+    assert "resume with" not in told
+    assert "start over with: overwrite_output_dir=True" in told
 
 
 FIELDS = [field.name for field in fields(run_file.RunFile)]
@@ -237,7 +239,7 @@ def test_a_file_about_the_run_that_cannot_be_read_is_none(
     (tmp_path / run_file.RUN_FILE).write_text(content)
     code, told = status(tmp_path, capsys)
     assert code == CAN_GO_ON
-    assert "goes on with: the command that started it, with resume_from_checkpoint=auto" in told
+    assert "resume with: the command that started it, with resume_from_checkpoint=auto" in told
 
 
 def test_it_answers_without_waiting_for_torch(tmp_path: Path) -> None:
