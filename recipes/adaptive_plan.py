@@ -62,7 +62,7 @@ def predict_one(question: Question) -> None:
     try:
         drawn = draw_forecast(path, first, frontier(found), heading(question, first, found.trains))
     except OSError as error:
-        raise AdaptiveError(f"picture '{path}' cannot be written: {reason(error)}; choose another place") from error
+        raise AdaptiveError(f"cannot write picture '{path}': {reason(error)}; choose another place") from error
     if drawn is not None:
         print(f"picture: {drawn}", file=sys.stderr)
 

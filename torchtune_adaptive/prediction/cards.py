@@ -78,5 +78,5 @@ def limit_bytes(value: object, key: str) -> int:
         return parse_amount(value, key)
     except ConfigError as error:
         name = str(value).strip().lower()
-        cards = did_you_mean(name, CARDS, most=3) or f"; known are {', '.join(CARDS)}"
-        raise ConfigError(f"{error}; or a card by its name{cards}") from error
+        cards = did_you_mean(name, CARDS, most=3) or f"; known: {', '.join(CARDS)}"
+        raise ConfigError(f"{error}; or the name of a card{cards}") from error

@@ -49,7 +49,7 @@ def without_kernels(device: torch.device, *, as_on_gpu: bool) -> Iterator[None]:
             yield
     except (TorchDynamoException, FailOnRecompileLimitHit) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise PredictionError(f"what is compiled cannot be predicted ({reason})", Remedy.MEASURE) from error
+        raise PredictionError(f"the compiled step cannot be predicted ({reason})", Remedy.MEASURE) from error
     finally:
         torch._dynamo.reset()
 
@@ -79,7 +79,7 @@ def _check_known(version: str, replacements: Sequence[Member]) -> None:
         known = ", ".join(".".join(map(str, each)) for each in KNOWN_VERSIONS)
         lacks = f", which lacks {', '.join(missing)}" if missing else ""
         raise PredictionError(
-            f"compiled steps are predicted with insides of torch {known}, and this is {version}{lacks}", Remedy.MEASURE
+            f"predictions of compiled steps use internals of torch {known}; this is {version}{lacks}", Remedy.MEASURE
         )
 
 

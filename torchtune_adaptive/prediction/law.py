@@ -105,7 +105,7 @@ def _steps(recording: Recording) -> zip[tuple[int, bool]]:
 
 def _not_alike(what: str, where: str) -> PredictionError:
     return PredictionError(
-        f"the step does other things for {what} than for other sizes ({where}), so its memory follows no law: "
-        "a prediction needs a model and a loss whose program does not depend on the size of a microbatch",
+        f"the step runs other operations for {what} than for other sizes ({where}), so its memory cannot be predicted: "
+        "the operations of model and loss must not depend on the size of a microbatch",
         Remedy.MEASURE,
     )

@@ -122,11 +122,11 @@ class DeviceStandIn(TorchDispatchMode):
         finally:
             self._calibrating = False
         if self._unshared is None:
-            raise _unknown("autograd adds gradients in another way")
+            raise _unknown("autograd adds gradients differently")
 
 
 def _unknown(why: str) -> PredictionError:
-    return PredictionError(f"torch {torch.__version__} is not known to predictions ({why})", Remedy.MEASURE)
+    return PredictionError(f"predictions do not support torch {torch.__version__} ({why})", Remedy.MEASURE)
 
 
 def _tensors_of(args: tuple[object, ...], kwargs: dict[str, Any]) -> list[Tensor]:

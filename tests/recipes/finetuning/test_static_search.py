@@ -80,4 +80,4 @@ def test_what_cannot_be_predicted_is_said_without_a_traceback(
     monkeypatch.setattr(logging.getLogger("torchtune_adaptive"), "propagate", True)
     cfg = demo_config("full", tmp_path / "run", "dataset.packed=True")
     assert static_search.predicted_rows(cfg, tokens=256, budget_bytes=2**26) == 0
-    assert caplog.messages[-1].endswith("which a prediction does not cover: allowed is False")
+    assert caplog.messages[-1].endswith("which predictions do not cover: set it to False")

@@ -50,7 +50,7 @@ def test_a_line_of_advice_starts_as_it_is_printed(tmp_path: Path, capsys: pytest
     assert re.search(
         r"^measure the first with: tune run .* enable_activation_checkpointing=True batch_size=1 ", output, re.M
     )
-    lines = re.findall(r"^  (\S+=.*\S) +fits (\d) rows? +about (\d\.\d\d) × the time of a step$", output, re.MULTILINE)
+    lines = re.findall(r"^  (\S+=.*\S) +fits (\d) rows? +about (\d\.\d\d) × the step time$", output, re.MULTILINE)
     ((overrides, rows, slowdown),) = [each for each in lines if "rank" not in each[0]]
     assert "enable_activation_checkpointing=True" in overrides.split()
     assert rows == "1"

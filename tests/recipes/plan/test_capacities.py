@@ -34,15 +34,15 @@ def test_a_config_of_torchtunes_needs_no_weights_tokenizer_or_data(capsys: pytes
     output = capsys.readouterr().out
     assert "22.6 GiB usable of 23.6 GiB" in output
     assert f"--config llama3_2/1B_full {small} batch_size=" in output
-    assert "1.0 GiB are assumed" in output
+    assert "1.0 GiB is assumed" in output
 
 
 def test_figures_for_programs(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     ask("adaptive/demo/lora", "format=json", "sequence_length=[128,256]", "memory_limit=64MiB")
     answer = json.loads(capsys.readouterr().out)
-    assert "this is for 1 rank, though the launcher starts 2: give world_size=2 for those" in answer["notes"]
-    assert any("makes" in note and "samples a step of each rank" in note for note in answer["notes"])
+    assert "this answer is for 1 rank, but the launcher starts 2: set world_size=2 for those" in answer["notes"]
+    assert any("makes" in note and "samples a step on each rank" in note for note in answer["notes"])
     rows = answer["predictions"]
     assert list(dict.fromkeys(row["tokens"] for row in rows)) == [128, 256]
     chosen = [row["rows"] for row in rows if row["chosen"]]
@@ -103,8 +103,8 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
     ("overrides", "message"),
     [
         (("memory_limit=0.9",), "a fraction needs a device"),
-        (("memory_limit=2MiB", "device=cuda", "dtype=bf16"), "are not for tensors"),
-        (("adaptive=null",), "nothing to fit into"),
+        (("memory_limit=2MiB", "device=cuda", "dtype=bf16"), "nothing is left for tensors"),
+        (("adaptive=null",), "memory_limit is null"),
         (("sequence_length=4096",), "takes at most 2048"),
         (("tensor_parallel_dim=2", "tensor_parallel_plan=x", "optimizer.fused=False"), "tensor_parallel_dim is 2"),
         (("dataset.packed=True",), "dataset.packed on a CPU"),
@@ -114,7 +114,10 @@ def test_a_picture_is_drawn_where_it_is_asked_for(tmp_path: Path, monkeypatch: p
         (("use_maximum_batch_size=True", "adaptive.token_budget=auto"), "limited by rows or by tokens"),
         (("adaptive.precompute_reference=True",), "finetuning has no reference"),
         (("world_size=[2,3]", "data_parallel_replicate_dim=2"), "the world size is 3"),
-        (("teacher_model._component_=torchtune_adaptive.demo.model.demo_model",), "distils one model into another"),
+        (
+            ("teacher_model._component_=torchtune_adaptive.demo.model.demo_model",),
+            "predictions do not cover distillation",
+        ),
     ],
 )
 def test_what_cannot_be_answered_is_refused(overrides: tuple[str, ...], message: str) -> None:
@@ -126,4 +129,4 @@ def test_a_config_without_any_length_is_answered_for_an_assumed_one(capsys: pyte
     ask("adaptive/demo/full", "adaptive=null", "memory_limit=1GiB", "tokenizer.max_seq_len=null")
     output = capsys.readouterr().out
     assert "2048 tokens" in output.splitlines()[0], "the most that the demo's model takes, which is less than 4096"
-    assert "note: no sequence_length is given: 2048 tokens are assumed" in output
+    assert "note: sequence_length is not set: assuming 2048 tokens" in output

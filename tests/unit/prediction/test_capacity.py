@@ -66,7 +66,7 @@ def test_a_limit_is_an_amount_or_a_card(value: object, expected: float) -> None:
 
 @pytest.mark.parametrize(
     ("value", "message"),
-    [("h10", "h100"), ("much", "known are"), (0.9, "a fraction needs a device"), (17, "an amount needs a unit")],
+    [("h10", "h100"), ("much", "known:"), (0.9, "a fraction needs a device"), (17, "an amount needs a unit")],
 )
 def test_another_limit_is_refused_with_what_is_allowed(value: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:

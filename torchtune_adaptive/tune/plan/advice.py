@@ -81,7 +81,7 @@ def ways_out(cfg: DictConfig, short: Mapping[str, Capacity]) -> list[str]:
     if all(each.within(replace(each.budget, expandable_segments=True)).most_rows for each in short.values()):
         found.append("set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
     if not all(each.at(1).most_rows_with_retries for each in short.values()):  # so it is not activations
-        return [*found, "train on more ranks", "keep less: smaller models, or an optimizer with less state"]
+        return [*found, "train on more ranks", "use smaller models, or an optimizer with less state"]
     found.append(f"lower sequence_length{' or max_generated_tokens' if trains_with_ppo(cfg) else ''}")
     everywhere = checkpointing(cfg)[2]
     if everywhere and not WITHOUT_BACKWARD.issuperset(short):
@@ -130,15 +130,18 @@ def on_ranks(question: Question, traced: Traced) -> Compared:
 
 def _notes(plan: PlanSettings, found: Capacities) -> list[str]:
     if found.trains:
-        return ["step times are not predicted for steps of several stages"]
+        return ["step times are not predicted for steps with several stages"]
     if found.time is None:
-        return ["step times are not predicted: other numbers of rows run other kernels"]
+        return ["step times are not predicted: the kernels depend on the number of rows"]
     timing = found.time.timing
     whose = f"of {plan.memory_limit}" if card_named(plan.memory_limit) else "of an a100 (memory_limit names no card)"
     link = f", a link of {timing.link_bytes_per_s / 1e9:.0f} GB/s (link_bandwidth)" if plan.ranks > 1 else ""
     if not timing.card.queues:
-        whose = "of one core, more or less"
-    return [f"times are by operations and bytes, at the speeds {whose}{link}; not measured, other settings not checked"]
+        whose = "of roughly one core"
+    return [
+        f"times are estimated from operations and bytes at the speeds {whose}{link}; they are not measured, and other "
+        "settings are not checked"
+    ]
 
 
 @dataclass

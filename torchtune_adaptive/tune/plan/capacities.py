@@ -200,8 +200,8 @@ def _checked(
     if abs(error) > TOLERANCE:
         raise PredictionError(
             f"the prediction for {_checked_rows(capacity)} rows of {capacity.tokens} tokens is {100 * error:+.1f} % "
-            f"off what that step allocates, allowed are {100 * TOLERANCE} %: its memory follows no law; measure on the "
-            "device instead, with use_maximum_batch_size: True"
+            f"off what that step allocates (allowed: {100 * TOLERANCE} %), so its memory cannot be predicted; measure "
+            "on the device with use_maximum_batch_size: True"
         )
     return capacity, error
 

@@ -68,8 +68,8 @@ def notes_on_samples(cfg: DictConfig, rows: int) -> list[str]:
     if not rows or by_tokens or trains_with_ppo(cfg) or rows == configured:
         return []
     return [
-        f"batch_size={rows} makes {rows * microbatches} samples a step of each rank, where the config has "
-        f"{configured * microbatches}: use_maximum_batch_size=True finds as many rows and keeps the samples"
+        f"batch_size={rows} makes {rows * microbatches} samples a step on each rank, the config "
+        f"{configured * microbatches}; use_maximum_batch_size=True finds as many rows and keeps the samples"
     ]
 
 

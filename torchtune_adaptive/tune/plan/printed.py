@@ -46,9 +46,9 @@ def choice(capacity: Capacity, key: str = "batch_size", at_most: int | None = No
     `adaptive.max_batch_size`."""
     if capacity.chosen_rows == capacity.most_rows:
         return f"{key}: {capacity.chosen_rows}"
-    why = "rounded down as adaptive.round_to says"
+    why = "rounded down by adaptive.round_to"
     if capacity.passed_over is not None:
-        why = f"but not {capacity.passed_over}, which leave holes in the cache that nothing fills"
+        why = f"but not {capacity.passed_over}, which fragment the cache"
     elif at_most is not None and at_most < capacity.most_rows:
         why = f"adaptive.max_batch_size is {at_most}"
     return f"{key}: {capacity.chosen_rows} ({capacity.most_rows} fit, {why})"
@@ -84,17 +84,17 @@ def no_row(capacity: Capacity, ways_out: Sequence[str]) -> str:
 
 
 def checked(largest_error: float) -> str:
-    return f"checked against a step traced directly: {100 * largest_error:+.2f} %"
+    return f"checked against a directly traced step: {100 * largest_error:+.2f} %"
 
 
 def fitting(outcomes: Sequence[Outcome], ranks: int) -> str:
     """Changes after which a step fits, a line each."""
     if not outcomes:
         fact = "nothing that was tried fits, not even on 8 times as many ranks"
-        return f"  {fact}: lower sequence_length, or take a larger card"
+        return f"  {fact}: lower sequence_length, or use a larger card"
     lines = []
     for each in outcomes:
-        time = "" if each.slowdown is None else f"about {each.slowdown:.2f} × the time of a step"
+        time = "" if each.slowdown is None else f"about {each.slowdown:.2f} × the step time"
         lines.append((name_of(each, ranks), f"fits {count_of(each.rows, 'row')}", time))
     return in_columns(lines)
 

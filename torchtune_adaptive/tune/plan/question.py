@@ -35,7 +35,7 @@ class PlanSettings:
         RANKS | SEVERAL_RANKS,
         1,
         means=(
-            "ranks, on any number of machines, none of which is started; or several numbers to compare, such as"
+            "number of ranks, on any number of machines (none is started), or several numbers to compare, such as"
             " `[1,2,4,8]`"
         ),
     )
@@ -51,8 +51,8 @@ class PlanSettings:
         TEXT | ZERO | NULL,
         None,
         means=(
-            "the part of it that is not available for tensors (CUDA context, NCCL, libraries). null: `3GiB`; in"
-            " one process `1GiB`; on a CPU nothing"
+            "memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for"
+            " one process; 0 on a CPU"
         ),
     )
     sequence_length: int | tuple[int, ...] | None = option(
@@ -60,8 +60,8 @@ class PlanSettings:
         None,
         means=(
             "tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's"
-            " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the most "
-            "that the model takes"
+            " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's "
+            "maximum"
         ),
     )
     expandable_segments: bool | None = option(
@@ -72,8 +72,8 @@ class PlanSettings:
     format: str = option(
         one_of("table", "json"),
         "table",
-        means="of the answer; `json` has all of it, with the commands that measure it and the error of the check "
-        "(`largest_error`)",
+        means="output format; `json` has everything, including the commands that measure it and the error of the "
+        "check (`largest_error`)",
     )
     advise: bool | None = option(
         BOOL | NULL,
@@ -84,13 +84,13 @@ class PlanSettings:
         TEXT | NULL,
         None,
         means=(
-            "bytes per second between two ranks, in one direction: `50GB`. null: the card's; between machines `50GB`"
+            "bytes per second between two ranks, in one direction: `50GB`. null: the card's; `50GB` between machines"
         ),
     )
     picture: str | None = option(
         TEXT | NULL,
         None,
-        means="a file to draw what fits into, for example `plan.png`",
+        means="file for a picture of what fits, for example `plan.png`",
     )
 
     @property

@@ -38,12 +38,12 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
     settings = rules.read(PlanSettings, cfg)
     if settings.advise and len(settings.several_ranks) > 1:
         raise ConfigError(
-            f"advise is True and world_size is {[*settings.several_ranks]}: settings are compared for one number of "
-            "ranks; give one, or leave advise out"
+            f"advise is True and world_size is {[*settings.several_ranks]}, but settings are compared for one number "
+            "of ranks: set world_size to one, or remove advise"
         )
     if settings.picture is not None:
         if len(settings.several_ranks) > 1:
-            raise ConfigError("picture draws the answer for one number of ranks: give one world_size, or leave it out")
+            raise ConfigError("picture draws the answer for one number of ranks: set world_size to one, or remove it")
         check_drawable(Path(settings.picture), "picture")
     if settings.link_bandwidth is not None:
         parse_amount(settings.link_bandwidth, "link_bandwidth")
@@ -52,7 +52,7 @@ def read_plan_settings(cfg: DictConfig) -> PlanSettings:
 
 def check_advice(cfg: DictConfig, settings: PlanSettings) -> None:
     if settings.advise and trains_with_ppo(cfg):
-        raise ConfigError("advise does not support PPO; leave it out")
+        raise ConfigError("advise does not support PPO; remove it")
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ def budget(plan: PlanSettings, adaptive: AdaptiveConfig, *, on_gpu: bool) -> Bud
     taken = _overhead_bytes(plan, on_gpu=on_gpu)
     if taken >= have:
         raise ConfigError(
-            f"{key} is {format_bytes(have)}, but {format_bytes(taken)} are not for tensors (memory_overhead): "
-            "nothing is left; give more"
+            f"{key} is {format_bytes(have)}, but memory_overhead is {format_bytes(taken)}: nothing is left for "
+            "tensors; raise the limit"
         )
     return Budget(have, taken, on_gpu and expandable_segments(plan, os.environ))
 
@@ -131,12 +131,12 @@ def _least_of_ranks(limits: Sequence[MemorySize] | None, world_size: int) -> int
     key = "adaptive.memory_limit"
     if limits is None:
         raise ConfigError(
-            "memory_limit is null, so there is nothing to fit into: "
-            "give what a rank has, as an amount (24GiB, 80GB) or a card (h100, a100-40, 4090)"
+            "memory_limit is null: set it to the memory of a rank, as an amount (24GiB, 80GB) or a card (h100, "
+            "a100-40, 4090)"
         )
     if len(limits) not in (1, world_size):
         raise ConfigError(
-            f"{key} has {len(limits)} amounts and world_size is {world_size}: give one for each rank, or memory_limit"
+            f"{key} has {len(limits)} amounts and world_size is {world_size}: give one per rank, or set memory_limit"
         )
     return min(_known_bytes(each, key) for each in limits)
 

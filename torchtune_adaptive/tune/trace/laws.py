@@ -34,8 +34,8 @@ class OneRow:
         """Raises OneRowDoesNotFitError where no more than this row needs more than there is."""
         if rows * tokens <= self.tokens and need_bytes > self.usable_bytes:
             raise OneRowDoesNotFitError(
-                f"one row of {self.tokens} tokens needs {format_bytes(need_bytes)} or more, "
-                f"of {format_bytes(self.usable_bytes)} that there are",
+                f"one row of {self.tokens} tokens needs {format_bytes(need_bytes)} or more, but only "
+                f"{format_bytes(self.usable_bytes)} are usable",
                 need_bytes=need_bytes,
                 budget_bytes=self.usable_bytes,
             )
@@ -96,6 +96,6 @@ def _traced_length(step: FakeStep, multiple: int) -> int:
         if length := min(LONGEST_TRACED, allowed) // rounding * rounding:
             return int(length)
     raise PredictionError(
-        f"model takes at most {allowed} tokens (its max_seq_len), too few to see how memory grows: "
+        f"model takes at most {allowed} tokens (its max_seq_len), too few to predict how memory grows: "
         f"at least {4 * multiple} are needed"
     )

@@ -104,8 +104,8 @@ def _check_model(model: nn.Module) -> None:
     """Refuses models that cannot be traced; on the meta device, before anything takes time."""
     if any(hasattr(model, part) for part in ("encoder", "encoders")):
         raise ConfigError(
-            "model has an encoder for images: what they need differs from sample to sample, which a prediction does "
-            "not cover; measure on the device"
+            "model has an encoder for images, whose memory differs from sample to sample: predictions do not cover "
+            "it; measure on the device"
         )
 
 

@@ -68,19 +68,19 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings of the recipe that this config is for, if its step can be traced."""
     if "teacher_model" in cfg:
         raise ConfigError(
-            "teacher_model: the config distils one model into another, which a prediction does not cover: "
-            "without the teacher it would promise too much"
+            "teacher_model: predictions do not cover distillation, whose teacher takes memory, too; measure on the "
+            "device"
         )
     if (shared := cfg.get("tensor_parallel_dim", 1)) != 1:  # before a run's own conditions, which lead to this one
-        raise ConfigError(f"tensor_parallel_dim is {shared}, which a prediction does not cover: allowed is 1")
+        raise ConfigError(f"tensor_parallel_dim is {shared}, which predictions do not cover: set it to 1")
     settings, lora = training_of(cfg).read(cfg)
     if settings.device.partition(":")[0] not in PREDICTED:
         raise ConfigError(
-            f"device is {settings.device!r}, which a prediction does not cover: allowed is {' or '.join(PREDICTED)}"
+            f"device is {settings.device!r}, which predictions do not cover: set it to {' or '.join(PREDICTED)}"
         )
     device_named(settings)
     if not on_gpu(settings) and is_packed(cfg):
-        raise ConfigError("dataset.packed on a CPU is True, which a prediction does not cover: allowed is False")
+        raise ConfigError("dataset.packed on a CPU is True, which predictions do not cover: set it to False")
     return settings, lora
 
 

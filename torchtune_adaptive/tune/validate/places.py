@@ -34,8 +34,8 @@ def check_weights(cfg: DictConfig, findings: Findings) -> None:
     missing = [name for name in file_names(section.get("checkpoint_files")) if not (Path(folder) / name).is_file()]
     if missing and not cfg.get("resume_from_checkpoint"):  # then they are looked for in output_dir, too
         findings.note_missing_here(
-            f"checkpointer.checkpoint_files: {len(missing)} are not in {folder}, the first is {missing[0]}: download "
-            "them, or correct the names"
+            f"checkpointer.checkpoint_files: {len(missing)} missing from {folder}, first: {missing[0]}; download them, "
+            "or correct the names"
         )
 
 

@@ -116,7 +116,7 @@ def test_more_ranks_than_a_machine_has_are_on_several(ranks: int, launcher: str)
 def test_a_batch_size_that_changes_the_samples_of_a_step_is_told_of() -> None:
     cfg = OmegaConf.create({"batch_size": 2, "gradient_accumulation_steps": 4, "loss": None, "model": {}})
     (note,) = notes_on_samples(cfg, 8)
-    assert note.startswith("batch_size=8 makes 32 samples a step of each rank, where the config has 8: ")
+    assert note.startswith("batch_size=8 makes 32 samples a step on each rank, the config 8; ")
     assert notes_on_samples(cfg, 2) == notes_on_samples(cfg, 0) == []
     by_tokens = OmegaConf.merge(cfg, {"adaptive": {"token_budget": "auto"}})
     assert isinstance(by_tokens, DictConfig)

@@ -45,7 +45,7 @@ def test_the_table_goes_on_until_memory_is_full_or_says_where_it_stops() -> None
 def test_a_line_says_what_to_append_what_fits_and_what_it_costs() -> None:
     lines = printed.fitting([outcome("compile=True", seconds=0.84), outcome("", rows=1, ranks=2)], ranks=1)
     first, second = lines.splitlines()
-    assert first == "  compile=True             fits 4 rows   about 0.84 × the time of a step"
+    assert first == "  compile=True             fits 4 rows   about 0.84 × the step time"
     assert second.startswith("  as it is  (on 2 ranks)   fits 1 row")
 
 
@@ -74,14 +74,10 @@ def test_a_row_that_fits_only_by_flushing_is_not_said_not_to_fit() -> None:
 def test_the_choice_says_what_bounds_it() -> None:
     holes = Capacity(filling_holes(), 64, Budget(90 * MIB, 0), [1, 2, 5])
     assert (holes.most_rows, holes.chosen_rows) == (4, 1)
-    assert (
-        printed.choice(holes) == "batch_size: 1 (4 fit, but not 2, which leave holes in the cache that nothing fills)"
-    )
-    assert printed.choice(capacity(340)) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
+    assert printed.choice(holes) == "batch_size: 1 (4 fit, but not 2, which fragment the cache)"
+    assert printed.choice(capacity(340)) == "batch_size: 64 (100 fit, rounded down by adaptive.round_to)"
     assert printed.choice(capacity(340), at_most=64) == "batch_size: 64 (100 fit, adaptive.max_batch_size is 64)"
-    assert (
-        printed.choice(capacity(340), at_most=100) == "batch_size: 64 (100 fit, rounded down as adaptive.round_to says)"
-    )
+    assert printed.choice(capacity(340), at_most=100) == "batch_size: 64 (100 fit, rounded down by adaptive.round_to)"
 
 
 MOST = "(100 rows of 64 tokens)"

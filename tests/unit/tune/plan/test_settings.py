@@ -49,8 +49,8 @@ def test_a_rank_has_what_the_question_says_and_else_what_the_run_may_use() -> No
 @pytest.mark.parametrize(
     ("limit", "named"),
     [
-        (None, "memory_limit is null, so there is nothing to fit into"),
-        (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1: give one for each rank"),
+        (None, "memory_limit is null: set it to the memory of a rank"),
+        (["1GiB", "2GiB"], "adaptive.memory_limit has 2 amounts and world_size is 1: give one per rank"),
         (0.9, "adaptive.memory_limit is 0.9: a fraction needs a device; give memory_limit, an amount"),
     ],
 )
@@ -81,7 +81,7 @@ def test_an_overhead_is_an_amount_and_no_card(overhead: str) -> None:
 
 def test_settings_are_compared_for_one_number_of_ranks() -> None:
     several = OmegaConf.create({"memory_limit": "h100", "world_size": [1, 2], "advise": True})
-    with pytest.raises(ConfigError, match=r"advise is True and world_size is \[1, 2\]: .* leave advise out"):
+    with pytest.raises(ConfigError, match=r"advise is True and world_size is \[1, 2\], .* remove advise"):
         read_plan_settings(several)
     assert read_plan_settings(OmegaConf.merge(several, {"advise": None})).several_ranks == (1, 2)
     assert read_plan_settings(OmegaConf.merge(several, {"world_size": 2})).several_ranks == (2,)

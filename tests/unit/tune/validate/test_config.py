@@ -278,7 +278,7 @@ def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Pa
 def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     question = ("adaptive/llama3_1/8B_full", "--recipe", PLAN)
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
-    assert_refused(validate(*question, "world_size=8"), ["there is nothing to fit into"])
+    assert_refused(validate(*question, "world_size=8"), ["memory_limit is null"])
     assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])
     wrong = ("world_size=[8,12]", "data_parallel_replicate_dim=8", "memory_limit=h100", "sequence_length=1000000")
     ended = validate(*question, *wrong)
@@ -296,10 +296,10 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        (("device=gpu",), "device is 'gpu', which a prediction does not cover: allowed is cpu or cuda"),
-        (("device=mps",), "device is 'mps', which a prediction does not cover"),
+        (("device=gpu",), "device is 'gpu', which predictions do not cover: set it to cpu or cuda"),
+        (("device=mps",), "device is 'mps', which predictions do not cover"),
         (("device=cuda:x",), "device is 'cuda:x'"),
-        (("tensor_parallel_dim=2",), "tensor_parallel_dim is 2, which a prediction does not cover"),
+        (("tensor_parallel_dim=2",), "tensor_parallel_dim is 2, which predictions do not cover"),
         (("model._component_=os.getcwd",), "'os.getcwd', which builds a str: use one that builds a model"),
         (("model._component_=torch.nn.Identity",), "which builds a Identity without parameters"),
         (
