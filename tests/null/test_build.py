@@ -105,7 +105,7 @@ def test_a_damaged_library_is_built_anew(tmp_path: Path, monkeypatch: pytest.Mon
     ("option", "value", "says"),
     [
         ("--memory", "lots", "not an amount of memory: lots; for example 80GB or 24GiB"),
-        ("--memory", "0", "0 is not above 0 and below 128TiB"),
+        ("--memory", "0", "0 is out of range: above 0 and below 128TiB"),
         ("--devices", "100", "invalid choice: 100"),
         ("--capability", "banana", "banana is not a compute capability; for example 9.0"),
     ],

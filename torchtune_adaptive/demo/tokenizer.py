@@ -75,7 +75,7 @@ class DemoTokenizer:
         if message.contains_media:
             raise ConfigError(
                 f"a message of the {message.role} has an image, but the demo tokenizer reads text only; "
-                "choose a dataset of text or another tokenizer"
+                "use a text dataset or another tokenizer"
             )
         text = self.encode(message.text_content, add_bos=False, add_eos=False)
         return [SPECIAL_TOKENS[f"<|{message.role}|>"], *text, *[self.eot_id] * closed]

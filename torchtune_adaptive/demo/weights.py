@@ -65,8 +65,8 @@ def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: i
         return
     if found is not None and not _mark(path, found).exists():
         raise ConfigError(
-            f"{path} is not a file that the demo has made, or it was changed since, and it is not replaced: move it "
-            "away, or give another checkpointer.checkpoint_dir; for weights of your own, take "
+            f"{path} was not written by the demo, or has changed since, and is not overwritten: move it away, or set "
+            "another checkpointer.checkpoint_dir; for your own weights, use "
             "torchtune.training.FullModelTorchTuneCheckpointer"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: i
         os.replace(draft, path)
     except OSError as error:
         raise ConfigError(
-            f"{path} cannot be written: {reason(error)}; make room, or give another checkpointer.checkpoint_dir"
+            f"cannot write {path}: {reason(error)}; free space, or set another checkpointer.checkpoint_dir"
         ) from error
     finally:
         draft.unlink(missing_ok=True)

@@ -16,7 +16,7 @@ def _memory(text: str) -> int:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
     if not 0 < size < 2**47:
-        raise argparse.ArgumentTypeError(f"{text} is not above 0 and below 128TiB")
+        raise argparse.ArgumentTypeError(f"{text} is out of range: above 0 and below 128TiB")
     return size
 
 
@@ -28,12 +28,14 @@ def _capability(text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m torchtune_adaptive.null_cuda", description=__doc__)
-    parser.add_argument("--memory", type=_memory, help="of each card, for example 80GB or 24GiB (default: 80GiB)")
+    parser.add_argument(
+        "--memory", type=_memory, help="memory of each card, for example 80GB or 24GiB (default: 80GiB)"
+    )
     parser.add_argument(
         "--devices", type=int, choices=range(1, 17), metavar="1..16", help="number of cards (default: 1)"
     )
     parser.add_argument("--capability", type=_capability, help="compute capability (default: 9.0)")
-    parser.add_argument("--name", help="the card's name")
+    parser.add_argument("--name", help="name of the card")
     parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     asked = parser.parse_args()
     try:

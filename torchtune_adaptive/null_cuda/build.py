@@ -36,7 +36,9 @@ def build() -> Path:
     made_of = hashlib.sha256(b"".join(path.read_bytes() for path in (*SOURCES, Path(__file__))))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "torchtune_adaptive"
     if re.search(r"[\s:]", str(cache)):  # LD_PRELOAD would take it for several paths
-        raise NullCudaError(f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another")
+        raise NullCudaError(
+            f"the path of the cache has a space or a colon ({cache}): set XDG_CACHE_HOME to another path"
+        )
     library = cache / f"null_cuda-{version}-{made_of.hexdigest()[:12]}" / LIBRARY
     if library.parent.exists():  # in this order: a folder appears whole
         if library.exists() and library.stat().st_size:

@@ -156,7 +156,7 @@ def _read(path: Path) -> Iterator[Record]:
         return
     records = [record for line in lines if (record := _record_in(line)) is not None]
     if missing := len(lines) - len(records):
-        logger.warning("%s: %d of %d lines cannot be read and are left out", path, missing, len(lines))
+        logger.warning("%s: %d of %d lines cannot be read and are skipped", path, missing, len(lines))
     yield from records
 
 

@@ -37,8 +37,8 @@ def profile_table(result: Profile, stage: str = "", length_suffix: str = "") -> 
     lines = [
         f"token budget{_named(stage)} · {count} · budget {budget} a rank",
         in_columns([("rows", "length", "tokens", *MEASURED), *points]),
-        f"  fitted over rows and length; probes held out are at most {100 * result.held_out_error:.1f} % off; "
-        f"any length fits up to {result.constant_tokens} tokens{length_suffix}",
+        f"  fitted over rows and length; held-out probes are at most {100 * result.held_out_error:.1f} % off; "
+        f"up to {result.constant_tokens} tokens{length_suffix} fit at any length",
     ]
     return "\n".join(lines)
 
@@ -92,5 +92,5 @@ def _schedule_cells(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: b
         f"{sizes.samples_per_step * ranks}",
         f"{sizes.steps}",
         f"{_TIMES} {sizes.lr_factor:.3g}",
-        "" if refused is None else f"<- {refused} asked for, does not fit",
+        "" if refused is None else f"<- {refused} requested, does not fit",
     )

@@ -66,9 +66,9 @@ def test_a_run_whose_record_cannot_be_read_searches_again_goes_on_and_is_drawn(t
     nothing_can_be_read(out := tmp_path / "run" / "out")
     said, elsewhere = run_on_ranks(2, train, "full", tmp_path / "run", timeout_s=120, in_group=False)
     assert sum("searching again" in line for line in said) == 1
-    assert [line for line in said if "left out" in line] == [
-        f"{out / STEPS_FILE}: 6 of 11 lines cannot be read and are left out",
-        f"{out / EVENTS_FILE}: 6 of 9 lines cannot be read and are left out",
+    assert [line for line in said if "are skipped" in line] == [
+        f"{out / STEPS_FILE}: 6 of 11 lines cannot be read and are skipped",
+        f"{out / EVENTS_FILE}: 6 of 9 lines cannot be read and are skipped",
     ]
     assert is_drawn(out / "adaptive_report.png")
     assert elsewhere == []

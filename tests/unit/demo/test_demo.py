@@ -210,7 +210,7 @@ def test_weights_that_are_there_are_not_written_again(tmp_path):
 def test_a_file_of_somebody_elses_is_never_replaced(tmp_path):
     path = tmp_path / "demo.pt"
     path.write_bytes(b"mine")
-    with pytest.raises(ConfigError, match=r"demo\.pt is not a file that the demo has made.*move it away, or give"):
+    with pytest.raises(ConfigError, match=r"demo\.pt was not written by the demo.*move it away, or set"):
         ensure_weights(path)
     assert path.read_bytes() == b"mine"
     assert list(tmp_path.iterdir()) == [path]

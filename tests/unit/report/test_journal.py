@@ -332,6 +332,6 @@ def test_a_line_that_no_run_has_written_is_left_out_and_counted(
     assert [record["step"] for record in timeline.steps] == [1, 2, 3]
     assert [event["kind"] for event in timeline.events] == [START, *[RECOVERY] * 3]
     assert caplog.messages == [
-        f"{tmp_path / STEPS_FILE}: 2 of 5 lines cannot be read and are left out",
-        f"{tmp_path / EVENTS_FILE}: 2 of 6 lines cannot be read and are left out",
+        f"{tmp_path / STEPS_FILE}: 2 of 5 lines cannot be read and are skipped",
+        f"{tmp_path / EVENTS_FILE}: 2 of 6 lines cannot be read and are skipped",
     ]

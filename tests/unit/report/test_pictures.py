@@ -277,7 +277,7 @@ def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: 
     command = [sys.executable, "-m", "torchtune_adaptive.report", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=480, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert f"{tmp_path / STEPS_FILE}: 2 of 32 lines cannot be read and are left out" in ended.stderr
+    assert f"{tmp_path / STEPS_FILE}: 2 of 32 lines cannot be read and are skipped" in ended.stderr
     assert is_drawn(tmp_path / REPORT_FILE)
 
 

@@ -95,7 +95,7 @@ def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> N
         "  0-1     4            4 × 2                 64               125     × 1\n"
         "  2-3     8            8 × 2                 128              62      × 1.41\n"
         "  4       8            8 × 2                 128              62      × 1.41"
-        "          <- 16 asked for, does not fit\n"
+        "          <- 16 requested, does not fit\n"
         "  5       8            8 × 2                 128              62      × 1.41"
     )
 
@@ -112,8 +112,10 @@ def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -
     assert lines[0] == "token budget · 7 probes · budget 6.0 GiB a rank"
     assert lines[2] == "  1      1024     1024     2.0 GiB     33 %      0.5 s"
     assert sum(line.endswith("held out") for line in lines) == 2
-    assert lines[-1].startswith("  fitted over rows and length; probes held out are at most 0.0 % off; any length")
-    assert lines[-1].endswith((" up to 5119 tokens", " up to 5120 tokens"))  # 5 GiB, of a MiB each; an error of 1e-16
+    assert lines[-1].startswith("  fitted over rows and length; held-out probes are at most 0.0 % off; up to")
+    assert lines[-1].endswith(
+        (" up to 5119 tokens fit at any length", " up to 5120 tokens fit at any length")
+    )  # 5 GiB, of a MiB each; an error of 1e-16
 
 
 def test_a_schedule_under_a_token_budget_does_not_promise_rows() -> None:
