@@ -114,7 +114,7 @@ def _groups_that_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
     """Collective: sums over one of these after the other are sums over all ranks. Whoever agrees shares them: a group
     is a connection to each of its ranks."""
     world = dist.group.WORLD
-    assert world is not None, "asked for where there is a group of all ranks"
+    assert world is not None, "there is a group of all ranks"
     if world not in _REACHING_ALL:
         _REACHING_ALL[world] = _made_to_reach_all()
     return _REACHING_ALL[world]

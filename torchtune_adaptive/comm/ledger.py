@@ -212,7 +212,7 @@ class CollectiveLedger:
                 if learns:
                     self._messages_of.append(self._messages() - before)
                 if wait_here:
-                    assert work is not None, "it was asked to be asynchronous"
+                    assert work is not None, "an asynchronous collective returns its work"
                     work.wait()
                     return None
             return work

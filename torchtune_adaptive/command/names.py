@@ -22,7 +22,7 @@ def file_of(name: str) -> Path:
 def config_of(name: str) -> Path:
     """The file of a config, by its name or its path."""
     if name in recipe_files():
-        raise ConfigError(f"{name} is a recipe: give one of its configs (tune-adaptive ls {name})")
+        raise ConfigError(f"{name} is a recipe: use one of its configs (tune-adaptive ls {name})")
     return file_named(name, config_files(), "config")
 
 

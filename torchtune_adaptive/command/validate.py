@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", help="name (see `tune-adaptive ls`) or path of a config")
     parser.add_argument("words", nargs="*", metavar="key=value", help="overrides, as for `tune run`")
     parser.add_argument(
-        "--recipe", choices=RECIPES, metavar="RECIPE", help="recipe to check for, if the config does not tell"
+        "--recipe", choices=RECIPES, metavar="RECIPE", help="recipe to check against, if the config does not name it"
     )
     parser.add_argument("--ranks", type=ranks, metavar="N", help="number of processes on all nodes together")
     parser.add_argument(

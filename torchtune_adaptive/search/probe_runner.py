@@ -64,7 +64,7 @@ class TrainingStep(Generic[Sample]):
         if length is None or length == self.length:
             return self.sample
         if self.cut is None:
-            raise ValueError("a profile measures several lengths: give TrainingStep a `cut`")
+            raise ValueError("a profile measures several lengths: set `cut` of TrainingStep")
         return self.cut(self.sample, length)
 
 

@@ -200,7 +200,7 @@ def exchange(agreement: Agreement, report: Report) -> Reports:
 
 def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
     """Collective: for sums, and on CUDA for the loss, which did not ride on the agreement."""
-    assert totals is not None, "a rank that ran out of memory has said so, and nobody asks for a result"
+    assert totals is not None, "a step in which a rank ran out of memory has no result"
     names = sorted(totals.sums)
     mine = [totals.sums[name] for name in names]
     if totals.loss_sum.device.type == "cpu":

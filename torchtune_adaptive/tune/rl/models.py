@@ -89,7 +89,7 @@ def build_models(
 def _classifier(settings: Settings, place: Place, seed: int, weights: Weights, files: str) -> Weights:
     """Weights for a model of one number a token. A language model's head is replaced by a new one."""
     if HEAD not in weights:
-        raise ConfigError(f"{files}: the weights have no {HEAD}; give those of a classifier")
+        raise ConfigError(f"{files}: the weights have no {HEAD}; use those of a classifier")
     model = built_on(META, settings.config, dtype_of(settings, place.device), VALUE_SECTION)
     shape = model.state_dict()[HEAD].shape
     if shape[0] != 1:

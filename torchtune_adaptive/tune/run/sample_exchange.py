@@ -155,7 +155,7 @@ class Dealer:
             arrival = dist.all_to_all_single(
                 received, sent, incoming, [*map(len, outgoing)], group=self._group, async_op=True
             )
-            assert arrival is not None, "it was asked to be asynchronous"
+            assert arrival is not None, "an asynchronous collective returns its work"
         return _Travelling(received, [sizes[at] for at in mine], [indices[at] for at in mine], arrival, sent)
 
     def _receive(self, step: _Travelling) -> list[Sample]:

@@ -132,7 +132,7 @@ def file_named(name: str, known: Mapping[str, Path], what: str, option: str = ""
 def near_names(name: str, known: Iterable[str]) -> str:
     """The names that somebody may have meant, for the end of a message."""
     near = did_you_mean(name.removesuffix(".yaml"), known, most=4, likeness=0.5)
-    return near or "; tune-adaptive ls lists what is installed"
+    return near or "; tune-adaptive ls lists all names"
 
 
 def _torchtune() -> Path:

@@ -19,7 +19,7 @@ LONGEST_NOTE_S = 2.0
 class Doing(Enum):
     """Where a run is, and what a signal does to it there."""
 
-    SETTING_UP = "the run ends as soon as all ranks can agree to"
+    SETTING_UP = "the run ends as soon as all ranks agree"
     TRAINING = "the run saves a checkpoint after this step, then ends"
     LAST_SAVE = "all steps are done, and the run ends after its last checkpoint"
 

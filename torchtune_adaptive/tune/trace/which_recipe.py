@@ -68,8 +68,8 @@ def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
     """Settings of the recipe that this config is for, if its step can be traced."""
     if "teacher_model" in cfg:
         raise ConfigError(
-            "teacher_model: predictions do not cover distillation, whose teacher takes memory, too; measure on the "
-            "device"
+            "teacher_model: predictions do not cover distillation; without the teacher's memory, too much would seem "
+            "to fit"
         )
     if (shared := cfg.get("tensor_parallel_dim", 1)) != 1:  # before a run's own conditions, which lead to this one
         raise ConfigError(f"tensor_parallel_dim is {shared}, which predictions do not cover: set it to 1")

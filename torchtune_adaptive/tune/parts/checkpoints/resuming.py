@@ -174,7 +174,7 @@ def _newest(
         logger.warning("skipped: %s %s", each.path, each.fault)
     if chosen is None or chosen.manifest is None:
         if not found:
-            logger.info("fresh start: %s holds no checkpoint yet", directory)
+            logger.info("fresh start: %s contains no checkpoint yet", directory)
         return None
     check_same_run(chosen.manifest, settings.config, recipe, directory)
     _check_unfinished(chosen, chosen.manifest, settings, steps)
