@@ -227,5 +227,5 @@ def construct_on_an_unsharded_model() -> None:
 
 
 def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: a step of this model .*; give recover=False"):
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: a step of this model .*; pass recover=False"):
         run_on_ranks(2, construct_on_an_unsharded_model)
