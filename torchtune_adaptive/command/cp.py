@@ -1,4 +1,4 @@
-"""Copy a config, or a recipe, to change it: tune-adaptive cp adaptive/llama3_2/1B_full mine.yaml"""
+"""Copy a config or a recipe to change it: tune-adaptive cp adaptive/llama3_2/1B_full mine.yaml"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Explain the keys of a config that torchtune does not have: what each means, which values it takes, and its default.
+"""Explain the config keys that torchtune does not have: meaning, allowed values and default.
 
 tune-adaptive keys                 # all of them
 tune-adaptive keys search memory   # those whose name contains one of these words
-tune-adaptive keys adaptive_plan   # those of adaptive_plan's questions
+tune-adaptive keys adaptive_plan   # those of adaptive_plan
 """
 
 from __future__ import annotations

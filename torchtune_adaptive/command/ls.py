@@ -1,6 +1,6 @@
-"""List the recipes, and the configs that each takes: ours, named adaptive/..., and torchtune's.
+"""List the recipes and their configs: ours, named adaptive/..., and torchtune's.
 
-Words select lines: tune-adaptive ls qwen2_5 lora
+Words filter the list: tune-adaptive ls qwen2_5 lora
 """
 
 from __future__ import annotations

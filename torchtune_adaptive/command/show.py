@@ -1,4 +1,4 @@
-"""Print a config, or a recipe, as its file has it; with overrides, the values that a run would see.
+"""Print the file of a config or a recipe; with overrides, the values that a run would use.
 
 tune-adaptive print adaptive/demo/full
 tune-adaptive print llama3_2/1B_full batch_size=4 optimizer.lr=1e-5

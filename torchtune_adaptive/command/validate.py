@@ -1,4 +1,4 @@
-"""Check a config, with overrides, as a run would check it: exit status 0 if it would start, 1 if not.
+"""Check a config and overrides as a run would: exit status 0 if the run would start, 1 if not.
 
 tune-adaptive validate llama3_2/1B_full use_maximum_batch_size=True
 tune-adaptive validate mine.yaml --ranks 8

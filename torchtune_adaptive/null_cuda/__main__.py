@@ -1,4 +1,4 @@
-"""Runs a command on null devices: python -m torchtune_adaptive.null_cuda --memory 80GB -- python train.py"""
+"""Run a command on null devices: python -m torchtune_adaptive.null_cuda --memory 80GB -- python train.py"""
 
 from __future__ import annotations
 

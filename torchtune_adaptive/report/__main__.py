@@ -1,4 +1,4 @@
-"""Draws `adaptive_report.png` of a run, which may still be going or have failed.
+"""Draw `adaptive_report.png` for a run, which may still be running or have failed.
 
 python -m torchtune_adaptive.report OUTPUT_DIR
 """
@@ -12,8 +12,12 @@ from torchtune_adaptive.report.pictures import draw_run
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("output_dir", type=Path)
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtune_adaptive.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("output_dir", type=Path, help="the output_dir of the run")
     directory = parser.parse_args().output_dir
     logging.basicConfig(format="%(message)s")  # says which lines cannot be read, or that matplotlib is missing
     logging.getLogger("torchtune_adaptive").setLevel(logging.INFO)
