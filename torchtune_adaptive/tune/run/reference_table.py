@@ -176,7 +176,7 @@ def _ask(runner: StepRunner[Sample], dataset: NamedSamples, indices: list[int], 
     samples = [dict(dataset[index]) for index in indices or [0]]
     pairs = [*samples, *(dict(samples[-1]) for _ in range(count - len(samples)))]
     if runner.run(pairs, step=BEFORE_THE_FIRST).asked_to_stop:
-        raise RunStopped("stopped during the reference's pass, before the first step")
+        raise RunStopped("stopped while computing reference log-probabilities, before the first step")
     if indices:
         table.log_probs[indices] = torch.stack([pair[KEPT] for pair in pairs[: len(indices)]]).float().cpu()
         table.marks[indices] = torch.tensor([mark_of(pair) for pair in samples])
