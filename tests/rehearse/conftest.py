@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+from typing import Any, NamedTuple
+
+import pytest
+
+from torchtune_adaptive.null_cuda import NullCudaError, build
+
+
+class Answer(NamedTuple):
+    status: int
+    found: Any
+    """The answer as JSON, or as text."""
+    printed: str
+    """What the script itself has printed."""
+
+
+Rehearse = Callable[..., Answer]
+
+
+@pytest.fixture
+def rehearse(tmp_path: Path) -> Rehearse:
+    """`rehearse(script, *options, command=[...])`: the script is a text that is saved as train.py."""
+    try:
+        build()
+    except NullCudaError as error:
+        pytest.skip(str(error))
+
+    def run(script: str, *options: str, command: tuple[str, ...] = ("train.py",), json_format: bool = True) -> Answer:
+        (tmp_path / "train.py").write_text(dedent(script))
+        answer = subprocess.run(
+            [str(Path(sys.executable).with_name("tune-adaptive")), "rehearse", *options]
+            + (["--format", "json"] if json_format else [])
+            + ["--", *command],
+            cwd=tmp_path, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+        found = json.loads(answer.stdout) if json_format and answer.stdout else answer.stdout
+        return Answer(answer.returncode, found, answer.stderr)
+
+    return run

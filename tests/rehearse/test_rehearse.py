@@ -1,0 +1,153 @@
+"""What `tune-adaptive rehearse` says about small scripts, beside what these measure themselves."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+
+from tests.rehearse.conftest import Rehearse
+
+GIB = 2**30
+TRAINS = """
+    import sys, torch
+
+    model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False) for _ in range(4)]).cuda()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for rows in map(int, sys.argv[1:]):
+        torch.cuda.reset_peak_memory_stats()
+        loss = model(torch.randn(rows, 4096, device="cuda")).square().mean()
+        loss.backward()
+        optimizer.step()
+        peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        retries = torch.cuda.memory_stats()["num_alloc_retries"]
+        optimizer.zero_grad()
+        print(f"[{rows}, {peaks[0]}, {peaks[1]}, {retries}, {loss.item()}]")
+"""
+WEIGHTS = 4 * 4096 * 4096 * 4
+SHARDED = """
+    import sys, torch, torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_rank() % torch.cuda.device_count())
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(8192, 8192, bias=False) for _ in range(4)])
+    for layer in [*model, model]:
+        fully_shard(layer)
+    model.to_empty(device="cuda")
+    optimizer = torch.optim.SGD(model.parameters())
+    for _ in range(2):
+        model(torch.randn(int(sys.argv[1]), 8192, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, dist.get_rank())
+    print("ranks", everyone, "allocated", torch.cuda.memory_allocated())
+"""
+
+
+def test_each_step_has_the_peaks_and_flushes_that_the_script_measures(rehearse: Rehearse) -> None:
+    # weights, gradients and moments take 1 GiB; then large blocks of different sizes, which only a flush lets in
+    rows = ("100", "60000", "200", "40000", "66000")
+    answer = rehearse(TRAINS, "--memory", "11GiB", "--memory-overhead", "0", command=("train.py", *rows))
+    measured = [json.loads(line) for line in answer.printed.splitlines() if line.startswith("[")]
+    steps = answer.found["steps"]
+    assert answer.status == 0
+    assert answer.found["fits"]
+    assert [each["allocated_bytes"] for each in steps[1:]] == [each[1] for each in measured[1:]]
+    assert [each["reserved_bytes"] for each in steps] == [each[2] for each in measured]
+    flushes = [each[3] for each in measured]
+    assert [each["flushes"] for each in steps] == [now - before for before, now in pairwise([0, *flushes])]
+    assert flushes[-1] > 0
+    assert [each[4] for each in measured] == [0] * len(rows)
+
+
+def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(rehearse: Rehearse) -> None:
+    answer = rehearse(TRAINS, "--memory", "6GiB", "--memory-overhead", "0", command=("train.py", "100", "90000"))
+    error = answer.found["out_of_memory"]
+    assert (answer.status, answer.found["fits"], error["step"]) == (1, False, 2)
+    assert error["asked_bytes"] == 704 * 2 * 2**20  # 90,000 rows, in the blocks that the allocator takes
+    assert error["file"].endswith("train.py")
+    assert "model(torch.randn" in TRAINS.splitlines()[error["line"] - 1]
+    assert "F.linear" in error["operation"]
+    held = error["held_bytes"]
+    assert (held["parameters"], held["optimizer"]) == (WEIGHTS, 2 * WEIGHTS + 4 * 512)
+    assert held["activations"] % (704 * 2 * 2**20) == 0
+    assert sum(held.values()) == error["allocated_bytes"]
+    assert error["free_bytes"] + error["reserved_bytes"] <= 6 * GIB
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_sharded_model_is_one_rank_of_as_many_as_asked(rehearse: Rehearse, rank: int) -> None:
+    answer = rehearse(SHARDED, "--ranks", "4", "--rank", str(rank), command=("train.py", "8"))
+    weights = 4 * 8192 * 8192 * 4
+    assert answer.status == 0
+    assert f"ranks {[rank] * 4} allocated {weights // 4}" in answer.printed
+    whole = weights // 4  # one layer's
+    assert weights // 4 + 2 * whole <= answer.found["steps"][1]["allocated_bytes"] < 2 * weights
+
+
+def test_what_fsdp_gathers_is_told_from_its_shards(rehearse: Rehearse) -> None:
+    answer = rehearse(SHARDED, "--ranks", "8", "--memory", "10GiB", command=("train.py", "100000"))
+    held = answer.found["out_of_memory"]["held_bytes"]
+    shards, layer = 4 * 8192 * 8192 * 4 // 8, 8192 * 8192 * 4
+    assert held["parameters"] == shards
+    assert held["FSDP and DDP buffers"] % layer == 0
+
+
+def test_launchers_are_seen_through(rehearse: Rehearse) -> None:
+    answer = rehearse(SHARDED, command=("torchrun", "--nproc_per_node", "4", "train.py", "8"))
+    assert answer.status == 0
+    assert "ranks [0, 0, 0, 0]" in answer.printed
+
+
+def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse) -> None:
+    recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
+    config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
+    asked = ("use_maximum_batch_size=False", "batch_size=4", "gradient_accumulation_steps=1", "seed=1")
+    sizes = ("--memory", "54MiB", "--memory-overhead", "0")
+    answer = rehearse("", *sizes, command=(*recipe, *config, *asked))
+    assert answer.status == 0, answer.printed
+    assert len(answer.found["caught"]) > 0
+    assert "recovered from" in answer.found["verdict"]
+    assert len(answer.found["steps"]) == 10
+
+
+def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse) -> None:
+    script = """
+        import torch, torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 1024).cuda(), device_ids=[0])
+        first, second = (torch.optim.SGD([each]) for each in model.parameters())
+        for _ in range(3):
+            model(torch.randn(8, 1024, device="cuda")).sum().backward()
+            first.step()
+            second.step()
+    """
+    answer = rehearse(script, "--ranks", "8")
+    assert [each["step"] for each in answer.found["steps"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("script", "says"),
+    [
+        ("raise ValueError('no such data')", "no answer: the script failed in step 1, not for want of memory: "
+         "ValueError: no such data"),
+        ("print(1)", "no answer: no optimizer took a step in the script's own process"),
+        ("import os; os.kill(os.getpid(), 9)", "no answer: signal 9 ended the script in step 1"),
+    ],
+    ids=["failed", "trains nothing", "killed"],
+)  # fmt: skip
+def test_a_script_that_takes_no_step_gets_no_answer(rehearse: Rehearse, script: str, says: str) -> None:
+    answer = rehearse(script, json_format=False)
+    assert (answer.status, answer.found) == (2, f"{says}\n")
+
+
+def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:
+    answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False)
+    assert answer.status == 0
+    assert "of 2 steps" in answer.found.splitlines()[0]
+    assert answer.printed.count("[8,") == 1  # the second step ends where its optimizer has stepped
