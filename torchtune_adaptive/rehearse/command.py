@@ -9,20 +9,15 @@ allocator reserves. `-m module`, `torchrun ...`, `tune run ...` and `accelerate 
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
-from torchtune_adaptive.null_cuda import NullCudaError, bytes_of, environment
-from torchtune_adaptive.rehearse.answer import Rehearsal
+from torchtune_adaptive.null_cuda import NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.process import overhead_of, rehearse
 
 STEPS = 10
-NOT_FOR_TENSORS = {False: "1GiB", True: "3GiB"}
-"""By whether there are several ranks."""
 _RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes)(?:=(.*))?")
 _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
@@ -50,39 +45,22 @@ def run(options: argparse.Namespace) -> int:
     if not 0 <= options.rank < ranks:
         options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
     card = GPUS[options.gpu or "h100"]
-    memory = options.memory or card.memory
-    overhead = bytes_of(NOT_FOR_TENSORS[ranks > 1]) if options.memory_overhead is None else options.memory_overhead
-    if memory <= overhead:
-        options.refuse(f"--memory-overhead is {overhead} bytes, and the card has {memory}: no room for tensors")
+    if options.memory:
+        card = card._replace(memory=options.memory)
+    overhead = overhead_of(ranks) if options.memory_overhead is None else options.memory_overhead
+    if card.memory <= overhead:
+        options.refuse(f"--memory-overhead is {overhead} bytes, and the card has {card.memory}: no room for tensors")
     try:
-        variables = environment(
-            memory=memory - overhead, devices=min(ranks, 8), capability=card.capability, name=options.gpu
-        )
+        found = rehearse(command, card, ranks=ranks, rank=options.rank, overhead_bytes=overhead, steps=options.steps)
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return _NO_ANSWER
-    with tempfile.TemporaryDirectory() as folder:
-        record = Path(folder) / "rehearsal.jsonl"
-        stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
-        asked = [str(each) for each in (record, options.rank, ranks, options.steps)]
-        script = subprocess.Popen([*stage, *asked, *command], env={**os.environ, **variables}, stdout=sys.stderr)
-        status = _ended(script)
-        found = Rehearsal.read(record, card_bytes=memory - overhead, overhead_bytes=overhead, status=status)
     print(found.as_json() if options.format == "json" else found.as_text())
     if options.picture is not None:
         from torchtune_adaptive.rehearse.picture import draw
 
         draw(found, options.picture)
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
-
-
-def _ended(script: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C reaches the script as well: then the answer is of the steps until then."""
-    while True:
-        try:
-            return script.wait()
-        except KeyboardInterrupt:
-            continue
 
 
 def _ranks_of(command: list[str]) -> int:

@@ -1,0 +1,55 @@
+"""Starts a rehearsal: a process on a null device, watched until it ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from torchtune_adaptive.null_cuda import environment
+from torchtune_adaptive.rehearse.answer import Rehearsal
+from torchtune_adaptive.rehearse.gpus import Gpu
+
+CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
+"""What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
+
+
+def overhead_of(ranks: int) -> int:
+    return CONTEXT_AND_NCCL_BYTES if ranks > 1 else CONTEXT_BYTES
+
+
+def rehearse(
+    command: Sequence[str],
+    gpu: Gpu,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    overhead_bytes: int,
+    steps: int,
+    output: IO[str] | int = sys.stderr,
+    variables: Mapping[str, str] | None = None,
+) -> Rehearsal:
+    """Runs a command as one rank of many; raises NullCudaError where there is no null device."""
+    card_bytes = gpu.memory - overhead_bytes
+    card = environment(memory=card_bytes, devices=min(ranks, 8), capability=gpu.capability)
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        record = Path(folder) / "steps.jsonl"
+        stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
+        asked = [str(each) for each in (record, rank, ranks, steps)]
+        script = subprocess.Popen(
+            [*stage, *asked, *command], env={**os.environ, **card, **(variables or {})}, stdout=output
+        )
+        return Rehearsal.read(record, card_bytes=card_bytes, overhead_bytes=overhead_bytes, status=_ended(script))
+
+
+def _ended(script: subprocess.Popen[bytes]) -> int:
+    """Ctrl-C reaches the script as well: then the answer is of the steps until then."""
+    while True:
+        try:
+            return script.wait()
+        except KeyboardInterrupt:
+            continue
