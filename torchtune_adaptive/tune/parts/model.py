@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from omegaconf import DictConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.modules.module import _IncompatibleKeys
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
@@ -32,9 +33,6 @@ from torchtune_adaptive.tune.parts.process_group import SHARDING, Meshes, Place
 from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.wording import count_of
 
-if TYPE_CHECKING:
-    from torch.nn.modules.module import _IncompatibleKeys
-
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"
 """The section that names the files of weights, where a recipe has no other for them."""
@@ -42,6 +40,10 @@ CHECKPOINTER = "checkpointer"
 Checkpoint = Mapping[str, Any]
 Weights = Mapping[str, torch.Tensor]
 """A model's, by name."""
+
+
+class Unfilled(dict[str, torch.Tensor]):
+    """Stands for a model's weights where only their memory counts: it keeps what that holds."""
 
 
 def build_full_model(
@@ -103,7 +105,8 @@ def build_lora_model(settings: Settings, lora: LoraSettings, place: Place, check
     _check_weights(model, checkpoint[training.MODEL_KEY], CHECKPOINTER, strict=False)
     base_keys = _load(model, checkpoint[training.MODEL_KEY], settings, device, strict=False)
     _call_where_present(model, "initialize_dora_magnitude")
-    _check_lora_keys(lora, base_keys, adapter_keys)
+    if not isinstance(checkpoint[training.MODEL_KEY], Unfilled):
+        _check_lora_keys(lora, base_keys, adapter_keys)
     training.validate_no_params_on_meta_device(model)
     return model
 
@@ -205,6 +208,10 @@ def _load(
     model: nn.Module, weights: Weights, settings: Settings, device: torch.device, *, strict: bool
 ) -> _IncompatibleKeys:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
+    if isinstance(weights, Unfilled):
+        if not _is_quantized(model):  # those are made on the device
+            model.to_empty(device="cpu" if settings.fsdp_cpu_offload else device)
+        return _IncompatibleKeys([], [])
     out_of_memory = f"out of memory while loading the weights on rank {dist.get_rank()}"
     with fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
@@ -221,6 +228,8 @@ def _load(
 
 def _check_weights(model: nn.Module, weights: Weights, files: str, *, strict: bool) -> None:
     """Refuses wrong weights before any rank communicates: what fails from then on is not the files' fault."""
+    if isinstance(weights, Unfilled):
+        return
     places = model.state_dict()
     unknown = sorted(weights.keys() - places.keys())
     if unknown:

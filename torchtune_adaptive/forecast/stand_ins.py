@@ -1,0 +1,58 @@
+"""What a forecast gives a recipe in place of weights, a tokenizer and data. Each takes the keys of what it replaces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+from torchtune import training
+
+from torchtune_adaptive.tune.parts.model import Unfilled
+
+TOKEN = 1
+"""Any that a model knows, and no padding."""
+
+
+class NoWeights:
+    """A checkpointer without files."""
+
+    def load_checkpoint(self) -> dict[str, Any]:
+        return {training.MODEL_KEY: Unfilled()}
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        """Nothing has been trained."""
+
+
+def no_weights(**_: Any) -> NoWeights:
+    return NoWeights()
+
+
+class Tokenizer:
+    pad_id, eos_id, bos_id = 0, 0, TOKEN
+    stop_tokens = (0,)
+
+    def __init__(self, max_seq_len: int, **_: Any) -> None:
+        self.max_seq_len = max_seq_len
+
+
+class SameSamples(Dataset[dict[str, Any]]):
+    """As many as are asked for, all alike; they have what any recipe asks of a sample."""
+
+    def __init__(self, *, length: int, samples: int) -> None:
+        self._samples = samples
+        tokens = [TOKEN] * length
+        self._sample = {
+            "tokens": tokens, "labels": tokens, "mask": [False] * length,
+            "chosen_input_ids": tokens, "chosen_labels": tokens,
+            "rejected_input_ids": tokens, "rejected_labels": tokens,
+        }  # fmt: skip
+
+    def __len__(self) -> int:
+        return self._samples
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._sample
+
+
+def same_samples(tokenizer: Any, *, length: int, samples: int) -> SameSamples:
+    return SameSamples(length=length, samples=samples)
