@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.memory.device import RngState, plain_tensors, wraps_tensors
+from torchtune_adaptive.rehearsal import REHEARSAL
 
 
 @contextmanager
@@ -56,7 +57,7 @@ class _Copies:
     """The contents of tensors, DTensors and quantized tensors included."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        distinct = {id(tensor): tensor for tensor in tensors}.values()
+        distinct = {id(tensor): tensor for tensor in tensors}.values() if not REHEARSAL.on else ()
         self._copies = [(tensor, [_to_host(plain) for plain in plain_tensors(tensor)]) for tensor in distinct]
 
     def put_back(self) -> None:

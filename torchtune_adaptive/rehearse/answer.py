@@ -12,7 +12,7 @@ SHOWN_STEPS = 20
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class Rehearsed:
     """Read from what the step writer has written, however the script ended."""
 
     card_bytes: int
@@ -29,7 +29,7 @@ class Rehearsal:
     """After the last step; empty if the script was killed."""
 
     @classmethod
-    def read(cls, path: Path, *, card_bytes: int, overhead_bytes: int, status: int) -> Rehearsal:
+    def read(cls, path: Path, *, card_bytes: int, overhead_bytes: int, status: int) -> Rehearsed:
         found: dict[str, list[dict[str, Any]]] = {"step": [], "out_of_memory": [], "end": []}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -44,6 +44,11 @@ class Rehearsal:
         """The error that ended the script: the last one, if no step was finished after it."""
         last = self.errors[-1] if self.errors else None
         return last if last and self.status and last["step"] > len(self.steps) else None
+
+    @property
+    def caught(self) -> list[dict[str, Any]]:
+        """Errors in steps after which the script went on."""
+        return [each for each in self.errors if each is not self.out_of_memory and not each["tried"]]
 
     @property
     def fits(self) -> bool:
@@ -71,7 +76,7 @@ class Rehearsal:
         fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.card_bytes)} GiB reserved at most ({when})"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
-        recovered = f"; recovered from {len(self.errors)} out-of-memory errors" if self.errors else ""
+        recovered = f"; recovered from {len(self.caught)} out-of-memory errors" if self.caught else ""
         return f"{fits}; the cache is flushed in {flushing or 'none'} of {steps}{recovered}"
 
     def as_text(self) -> str:
@@ -122,7 +127,7 @@ class Rehearsal:
             "overhead_bytes": self.overhead_bytes,
             "steps": self.steps,
             "out_of_memory": self.out_of_memory,
-            "caught": [each for each in self.errors if each is not self.out_of_memory],
+            "caught": self.caught,
             "after_last_step": self.rest,
             "status": self.status,
         }

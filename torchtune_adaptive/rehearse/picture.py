@@ -5,13 +5,13 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from torchtune_adaptive.rehearse.answer import GIB, Rehearsal
+from torchtune_adaptive.rehearse.answer import GIB, Rehearsed
 
 # Okabe and Ito's colours, which can be told apart with any colour vision
 _BLUE, _SKY, _RED, _INK = "#0072B2", "#56B4E9", "#D55E00", "#333333"
 
 
-def draw(found: Rehearsal, path: Path) -> None:
+def draw(found: Rehearsed, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO
 
 from torchtune_adaptive.null_cuda import environment
-from torchtune_adaptive.rehearse.answer import Rehearsal
+from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.gpus import Gpu
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
@@ -30,10 +30,13 @@ def rehearse(
     rank: int = 0,
     overhead_bytes: int,
     steps: int,
-    output: IO[str] | int = sys.stderr,
+    output: IO[str] | None = None,
     variables: Mapping[str, str] | None = None,
-) -> Rehearsal:
-    """Runs a command as one rank of many; raises NullCudaError where there is no null device."""
+) -> Rehearsed:
+    """Runs a command as one rank of many; raises NullCudaError where there is no null device.
+
+    What the command prints goes to `output`, by default to standard error.
+    """
     card_bytes = gpu.memory - overhead_bytes
     card = environment(memory=card_bytes, devices=min(ranks, 8), capability=gpu.capability)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
@@ -41,9 +44,12 @@ def rehearse(
         stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
         asked = [str(each) for each in (record, rank, ranks, steps)]
         script = subprocess.Popen(
-            [*stage, *asked, *command], env={**os.environ, **card, **(variables or {})}, stdout=output
+            [*stage, *asked, *command],
+            env={**os.environ, **card, **(variables or {})},
+            stdout=output or sys.stderr,
+            stderr=output,
         )
-        return Rehearsal.read(record, card_bytes=card_bytes, overhead_bytes=overhead_bytes, status=_ended(script))
+        return Rehearsed.read(record, card_bytes=card_bytes, overhead_bytes=overhead_bytes, status=_ended(script))
 
 
 def _ended(script: subprocess.Popen[bytes]) -> int:

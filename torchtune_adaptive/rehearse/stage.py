@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hoo
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.rehearse.step_writer import StepWriter
 
 ONE_MACHINE = 8
@@ -31,6 +32,7 @@ _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
+    REHEARSAL.on = True
     ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     if int(ranks) > 1:
         _become(int(rank), int(ranks))

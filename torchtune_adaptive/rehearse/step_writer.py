@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.rehearse.holders import holders
 from torchtune_adaptive.rehearse.peaks import Peaks, Usage
 
@@ -43,6 +44,7 @@ class StepWriter:
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
         torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
         register_optimizer_step_post_hook(self._optimizer_stepped)
+        REHEARSAL.when_tried.append(self._tried)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._stepped:
@@ -50,7 +52,13 @@ class StepWriter:
         self._reading.add(self._peaks.read())
         self._write("end", {**self._reading.figures(), "error": _error(error)})
 
+    def _tried(self) -> None:
+        """What a script only tried counts for no step."""
+        self._peaks.read()
+
     def _optimizer_stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if REHEARSAL.trying:
+            return
         reading = self._peaks.read()
         if id(optimizer) in self._stepped:
             self._all = self._stepped
@@ -80,6 +88,7 @@ class StepWriter:
             "out_of_memory",
             {
                 "step": self._steps + 1 + (self._all is None and bool(self._stepped)),
+                "tried": REHEARSAL.trying,
                 "file": where[0],
                 "line": where[1],
                 "operation": node.name() if node else linecache.getline(*frames[0]).strip(),

@@ -10,6 +10,7 @@ from torchtune_adaptive.limits.rounding import MAX_ROWS
 from torchtune_adaptive.memory.device import CudaMemory, MemorySource
 from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.memory.snapshot import leaving_no_trace
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.search.probe_runner import Prober, TrainingStep
 from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.search.rows import SearchResult, search
@@ -98,7 +99,7 @@ def _probing(steps: Mapping[str, TrainingStep[Any]], memory: MemorySource | None
     # Once each: stages may share a model.
     models = list({id(step.runner.model): step.runner.model for step in run}.values())
     optimizers = [optimizer for step in run for optimizer in step.optimizers]
-    with leaving_no_trace(models, optimizers):
+    with leaving_no_trace(models, optimizers), REHEARSAL.trial():
         yield Prober(steps, memory)
     # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.
     memory.reset_peak()

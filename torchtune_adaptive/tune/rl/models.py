@@ -26,6 +26,7 @@ from torchtune_adaptive.tune.parts.model import (
     Weights,
     build_frozen_model,
     build_full_model,
+    Unfilled,
     built_on,
     drop_nothing,
 )
@@ -88,6 +89,8 @@ def build_models(
 
 def _classifier(settings: Settings, place: Place, seed: int, weights: Weights, files: str) -> Weights:
     """Weights for a model of one number a token. A language model's head is replaced by a new one."""
+    if isinstance(weights, Unfilled):
+        return weights
     if HEAD not in weights:
         raise ConfigError(f"{files}: the weights have no {HEAD}; use those of a classifier")
     model = built_on(META, settings.config, dtype_of(settings, place.device), VALUE_SECTION)

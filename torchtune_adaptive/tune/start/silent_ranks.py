@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
 from torchtune_adaptive.errors import RunFinished, RunStopped
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import speaks_first
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, saved_and_what_next
@@ -19,7 +20,7 @@ from torchtune_adaptive.tune.start.this_run import THIS_RUN, saved_and_what_next
 @contextmanager
 def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
     """Collective, where there are several ranks: while open, no rank waits longer than that for one that hangs."""
-    if timeout_s is None or not dist.is_initialized() or dist.get_world_size() == 1:
+    if timeout_s is None or REHEARSAL.on or not dist.is_initialized() or dist.get_world_size() == 1:
         yield
         return
     heartbeat = Heartbeat(timeout_s, _end)

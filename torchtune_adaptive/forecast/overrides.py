@@ -14,7 +14,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu
 from torchtune_adaptive.tune.config.signatures import COMPONENT
-from torchtune_adaptive.tune.trace.which_recipe import compiles_itself, is_lora, keeps_reference, read_settings
+from torchtune_adaptive.tune.run.which_recipe import is_lora, keeps_reference, training_of
 
 Overrides = tuple[str, ...]
 
@@ -53,7 +53,7 @@ def checkpointing(cfg: DictConfig) -> list[Overrides]:
 
 def savers(cfg: DictConfig, world_size: int) -> list[Overrides]:
     """Single changes after which a step needs less memory, those first that cost the least."""
-    settings, _ = read_settings(cfg)
+    settings, _ = training_of(cfg).read(cfg)
     every_second, everywhere = checkpointing(cfg)[1:]
     found: list[Overrides] = [_chunked_loss(cfg), compiled(settings)]
     if not settings.enable_activation_checkpointing:
@@ -76,7 +76,7 @@ def save_resident(overrides: Overrides) -> bool:
 def starts(cfg: DictConfig) -> bool:
     """Whether the recipe takes these settings together."""
     try:
-        settings, _ = read_settings(cfg)
+        settings, _ = training_of(cfg).read(cfg)
     except AdaptiveError:
         return False
     # 8-bit states on the host would be updated by kernels that Inductor writes for CPUs
@@ -158,3 +158,8 @@ def combinations(single: Sequence[Overrides]) -> list[Overrides]:
     everything = merged(quick, *slow)
     found = [quick, *(merged(quick, each) for each in resident), *(merged(everything, each) for each in resident)]
     return list(dict.fromkeys(each for each in found if each and each not in single))
+
+
+def compiles_itself(cfg: DictConfig) -> bool:
+    """Whether the optimizer is one that compiles its update, whatever `compile` says."""
+    return str(cfg.optimizer.get(COMPONENT)).startswith("torchao.optim.")

@@ -1,4 +1,4 @@
-"""Which recipe a config is for, and the settings with which a prediction sets it up."""
+"""Which recipe a config is for."""
 
 from __future__ import annotations
 
@@ -17,15 +17,10 @@ from torchtune_adaptive.tune.config.per_recipe import (
     read_lora_settings,
 )
 from torchtune_adaptive.tune.config.rules import value_at
-from torchtune_adaptive.tune.config.settings import LoraSettings, Settings, on_gpu
-from torchtune_adaptive.tune.config.signatures import COMPONENT
-from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.parts.devices import device_named
+from torchtune_adaptive.tune.config.settings import LoraSettings, Settings
 from torchtune_adaptive.tune.parts.preference_stages import build_preference_loss
 from torchtune_adaptive.tune.rl.settings import POLICY_SECTION, PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
-
-PREDICTED = ("cpu", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,31 +59,6 @@ def training_of(cfg: DictConfig) -> Training:
     return TRAININGS[lora if is_lora(cfg) else full]
 
 
-def read_settings(cfg: DictConfig) -> tuple[Settings, LoraSettings | None]:
-    """Settings of the recipe that this config is for, if its step can be traced."""
-    if "teacher_model" in cfg:
-        raise ConfigError(
-            "teacher_model: predictions do not cover distillation; without the teacher's memory, too much would seem "
-            "to fit"
-        )
-    if (shared := cfg.get("tensor_parallel_dim", 1)) != 1:  # before a run's own conditions, which lead to this one
-        raise ConfigError(f"tensor_parallel_dim is {shared}, which predictions do not cover: set it to 1")
-    settings, lora = training_of(cfg).read(cfg)
-    if settings.device.partition(":")[0] not in PREDICTED:
-        raise ConfigError(
-            f"device is {settings.device!r}, which predictions do not cover: set it to {' or '.join(PREDICTED)}"
-        )
-    device_named(settings)
-    if not on_gpu(settings) and is_packed(cfg):
-        raise ConfigError("dataset.packed on a CPU is True, which predictions do not cover: set it to False")
-    return settings, lora
-
-
-def as_finetuning(cfg: DictConfig) -> DictConfig:
-    """The config, in which PPO's policy is what finetuning calls the model."""
-    return read_ppo_settings(cfg)[0].config if trains_with_ppo(cfg) else cfg
-
-
 def is_lora(cfg: DictConfig) -> bool:
     return not trains_with_ppo(cfg) and "lora_attn_modules" in components.require(cfg, "model")
 
@@ -115,8 +85,3 @@ def keeps_reference(cfg: DictConfig) -> bool:
     """Whether there is a model of the reference while the policy is trained."""
     asked_before = read_adaptive(cfg.get("adaptive")).precompute_reference
     return trains_on_pairs(cfg) and not is_lora(cfg) and not asked_before
-
-
-def compiles_itself(cfg: DictConfig) -> bool:
-    """Whether the optimizer is one that compiles its update, whatever `compile` says."""
-    return str(components.require(cfg, "optimizer").get(COMPONENT)).startswith("torchao.optim.")

@@ -1,0 +1,132 @@
+"""Rehearses the recipe of a question: its own search, then steps of what that has found."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.atomic_files import read_json
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.forecast.question import PlanSettings, Question
+from torchtune_adaptive.null_cuda import NullCudaError
+from torchtune_adaptive.rehearse.answer import Rehearsed
+from torchtune_adaptive.rehearse.process import rehearse
+from torchtune_adaptive.tune.config.rules import keys_of
+from torchtune_adaptive.tune.config.signatures import COMPONENT
+from torchtune_adaptive.tune.run.search_record import SEARCH_FILE
+from torchtune_adaptive.tune.run.which_recipe import trains_with_ppo
+
+STAND_INS = "torchtune_adaptive.forecast.stand_ins"
+STEPS = 2
+"""The first has no optimizer state in its backward."""
+SAMPLES = 4096
+"""Of each rank: more than any of them has room for."""
+WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"
+
+Search = Mapping[str, Any]
+"""What a search has recorded: rows, fits_rows, reason, budget_bytes, probes; a profile: points, surfaces."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rehearsal says about one number of ranks and one length."""
+
+    question: Question
+    rehearsed: Rehearsed
+    searches: Mapping[str, Search]
+    """By stage, that of training under ""; none where a size was asked about."""
+    complaint: str
+    """What the recipe says where it does not train."""
+
+    @property
+    def fits(self) -> bool:
+        return self.rehearsed.fits
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of a microbatch in the stage that trains; None where the budget is one of tokens."""
+        if self.question.batch_size is not None:
+            return self.question.batch_size
+        return self.searches.get("", {}).get("rows")
+
+    @property
+    def most(self) -> dict[str, int]:
+        """Peaks and flushes of the steps."""
+        names = ("allocated_bytes", "reserved_bytes", "flushes")
+        return {name: max((step[name] for step in self.rehearsed.steps), default=0) for name in names}
+
+
+def measure(question: Question) -> Found:
+    """Raises AdaptiveError where the recipe refuses the config, for any other reason than memory."""
+    with tempfile.TemporaryDirectory(prefix="forecast-") as name:
+        folder = Path(name)
+        config, log = folder / "config.yaml", folder / "log.txt"
+        OmegaConf.save(rehearsed_config(question, folder), config)
+        variables = {"OMP_NUM_THREADS": "1"}
+        if question.plan.expandable_segments is not None:
+            variables["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{question.plan.expandable_segments}"
+        with log.open("w") as output:
+            try:
+                rehearsed = rehearse(
+                    ["-m", question.recipe, "--config", str(config)],
+                    question.gpu,
+                    ranks=question.ranks,
+                    overhead_bytes=question.overhead_bytes,
+                    steps=STEPS,
+                    output=output,
+                    variables=variables,
+                )
+            except NullCudaError as error:
+                raise AdaptiveError(f"{WHERE_THERE_IS_NONE}: {error}") from error
+        said = [line for line in log.read_text().splitlines() if line.startswith("error")]
+        found = Found(question, rehearsed, _searches(folder), said[-1].partition(": ")[2] if said else "")
+        if not rehearsed.fits and not rehearsed.errors:
+            raise AdaptiveError(found.complaint or f"{rehearsed.verdict()}\n{log.read_text()[-2000:]}")
+        return found
+
+
+def rehearsed_config(question: Question, folder: Path) -> DictConfig:
+    """The config, with stand-ins for what a forecast does not have, and nothing that leaves the folder."""
+    cfg: dict[str, Any] = OmegaConf.to_container(question.cfg, resolve=True)  # type: ignore[assignment]
+    for key in keys_of(PlanSettings):
+        cfg.pop(key, None)
+    (folder / "none").touch()
+    files = {"checkpoint_dir": str(folder), "checkpoint_files": ["none"], "output_dir": str(folder)}
+    for key in [key for key in cfg if key.endswith("checkpointer")]:
+        cfg[key] = {COMPONENT: f"{STAND_INS}.no_weights", **files, "model_type": "LLAMA3"}
+    a_step = int(cfg["batch_size"]) * int(cfg.get("gradient_accumulation_steps") or 1)
+    adaptive = cfg.get("adaptive") or {}
+    by_tokens = adaptive.get("token_budget") is not None
+    return OmegaConf.create(
+        {
+            **cfg,
+            "tokenizer": {COMPONENT: f"{STAND_INS}.Tokenizer", "max_seq_len": question.length},
+            "dataset": {
+                COMPONENT: f"{STAND_INS}.same_samples",
+                "length": question.length,
+                "samples": question.ranks * max(SAMPLES, a_step) // a_step * a_step,
+            },
+            "output_dir": str(folder),
+            "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
+            "profiler": None,
+            "device": "cuda",
+            "resume_from_checkpoint": False,
+            "batch_increase_function": None,
+            "max_steps_per_epoch": None,
+            **({} if trains_with_ppo(question.cfg) else {"epochs": 1}),
+            "use_maximum_batch_size": question.batch_size is None and not by_tokens,
+            "adaptive": {**adaptive, "memory_limit": None, "sequence_length": None, "reuse_search": False},
+        }
+    )
+
+
+def _searches(folder: Path) -> dict[str, Search]:
+    """Records of searches by the stages that have a folder of their own, that of training first."""
+    files = sorted(folder.rglob(SEARCH_FILE), key=lambda path: len(path.parts))
+    found = {path.parent.relative_to(folder).name: read_json(path) for path in files}
+    return {stage: record["result"] for stage, record in found.items() if record}

@@ -1,0 +1,194 @@
+"""What is asked of `adaptive_plan`, and its keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.forecast.overrides import Overrides, changed
+from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
+from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
+from torchtune_adaptive.rehearse.process import overhead_of
+from torchtune_adaptive.tune.config.adaptive import read_adaptive
+from torchtune_adaptive.tune.config.rules import (
+    BOOL,
+    COUNT_OR_0,
+    MOST_TOKENS,
+    NULL,
+    NUMBER,
+    TEXT,
+    Rule,
+    count_up_to,
+    counts_up_to,
+    keys_of,
+    one_of,
+    option,
+    read,
+    value_at,
+)
+from torchtune_adaptive.tune.rl.settings import PPO_KEYS
+from torchtune_adaptive.tune.run.which_recipe import training_of
+from torchtune_adaptive.wording import did_you_mean
+
+TOKENS = count_up_to(MOST_TOKENS)
+COUNTS = counts_up_to(MOST_TOKENS)
+MOST_RANKS = 65_536
+RANKS = count_up_to(MOST_RANKS)
+SEVERAL_RANKS = counts_up_to(MOST_RANKS)
+ASSUMED_TOKENS = 4096
+"""Length of a row where nothing says how long rows are."""
+ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings:
+    world_size: int | tuple[int, ...] = option(
+        RANKS | SEVERAL_RANKS,
+        1,
+        means=(
+            "number of ranks, on any number of machines (none is started), or several numbers to compare, such as"
+            " `[1,2,4,8]`"
+        ),
+    )
+    memory_limit: str | float | None = option(
+        TEXT | NUMBER | NULL,
+        None,
+        means=(
+            "memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null: "
+            "`adaptive.memory_limit` (the smallest, if it is a list)"
+        ),
+    )
+    memory_overhead: str | int | None = option(
+        TEXT | ZERO | NULL,
+        None,
+        means=(
+            "memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for"
+            " one process; 0 on a CPU"
+        ),
+    )
+    sequence_length: int | tuple[int, ...] | None = option(
+        TOKENS | COUNTS | NULL,
+        None,
+        means=(
+            "tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's"
+            " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's "
+            "maximum"
+        ),
+    )
+    expandable_segments: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="setting of CUDA's caching allocator; null: as in `PYTORCH_CUDA_ALLOC_CONF`, else False",
+    )
+    format: str = option(
+        one_of("table", "json"),
+        "table",
+        means="output format; `json` has everything, including the commands that measure it and the error of the "
+        "check (`largest_error`)",
+    )
+    advise: bool | None = option(
+        BOOL | NULL,
+        None,
+        means="`True`: try other settings too. null: only if not even one row fits. `False`: never",
+    )
+
+    @property
+    def several_ranks(self) -> tuple[int, ...]:
+        """Each number of ranks that is asked about, once."""
+        return (self.world_size,) if isinstance(self.world_size, int) else tuple(dict.fromkeys(self.world_size))
+
+
+PLAN_KEYS = (*PPO_KEYS, *keys_of(PlanSettings))
+"""Keys that a question may have beside those of finetuning: its own, and PPO's."""
+
+
+def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Question:
+    """Refuses what no card answers, and what the recipe would refuse."""
+    question = Question(cfg, read(PlanSettings, cfg), config_name, given)
+    if not str(cfg.get("device", "cuda")).startswith("cuda"):
+        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
+    training_of(cfg).read(cfg)
+    for each in question.each():
+        each.overhead_bytes  # noqa: B018
+    return question
+
+
+@dataclass(frozen=True)
+class Question:
+    """A config, what is asked about it, and the command line that asks."""
+
+    cfg: DictConfig
+    plan: PlanSettings
+    config_name: str
+    given: Sequence[str] = ()
+    """Everything else on the command line."""
+
+    @property
+    def ranks(self) -> int:
+        return self.plan.several_ranks[0]
+
+    @property
+    def recipe(self) -> str:
+        return training_of(self.cfg).name
+
+    def on(self, ranks: int) -> Question:
+        return replace(self, plan=replace(self.plan, world_size=ranks))
+
+    def each(self) -> Iterator[Question]:
+        """One question for each number of ranks and each length."""
+        lengths = self.plan.sequence_length
+        for ranks in self.plan.several_ranks:
+            for length in lengths if isinstance(lengths, tuple) else (lengths,):
+                yield replace(self, plan=replace(self.plan, world_size=ranks, sequence_length=length))
+
+    def changed(self, overrides: Overrides) -> Question:
+        return replace(self, cfg=changed(self.cfg, overrides), given=[*self.given, *overrides])
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row; of a prompt, for PPO."""
+        given: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
+        return int(given or value_at(self.cfg, "tokenizer.max_seq_len") or ASSUMED_TOKENS)
+
+    @property
+    def batch_size(self) -> int | None:
+        """The one that is asked about; None where the most is."""
+        asked = any(word.startswith("batch_size=") for word in self.given)
+        return int(self.cfg.batch_size) if asked and not self.cfg.get("use_maximum_batch_size") else None
+
+    @property
+    def gpu(self) -> Gpu:
+        """The card of the rank that has least."""
+        said = self.plan.memory_limit
+        if said is not None and (card := GPUS.get(str(said).strip().lower())):
+            return card
+        if said is not None:
+            return GPUS["h100"]._replace(memory=_amount(said))
+        limits = read_adaptive(self.cfg.get("adaptive")).memory_limit
+        if limits is None or any(each.is_fraction for each in limits):
+            raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a card ({', '.join(GPUS)})")
+        return GPUS["h100"]._replace(memory=min(int(each.amount) for each in limits))
+
+    @property
+    def overhead_bytes(self) -> int:
+        said = self.plan.memory_overhead
+        taken = overhead_of(self.ranks) if said is None else 0 if said == 0 else parse_amount(said, "memory_overhead")
+        if taken >= self.gpu.memory:
+            raise ConfigError(
+                f"memory_limit is {format_bytes(self.gpu.memory)}, of which memory_overhead takes "
+                f"{format_bytes(taken)}: nothing is left for tensors; raise memory_limit"
+            )
+        return taken
+
+
+def _amount(said: str | float) -> int:
+    try:
+        return parse_amount(said, "memory_limit")
+    except ConfigError as error:
+        name = str(said).strip().lower()
+        cards = did_you_mean(name, GPUS, most=3) or f"; known are {', '.join(GPUS)}"
+        raise ConfigError(f"{error}; or a card by its name{cards}") from error
