@@ -57,9 +57,9 @@ test-gpu: $(READY)
 test-null: $(READY)
 	$(BIN)/python -m pytest tests/null
 
-# predictions beside published figures, in about five minutes; `make test-all` asks for one of them
+# forecasts beside published figures, in about five minutes; `make test-all` asks for one of them
 published: $(READY)
-	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/recipes/plan/test_published.py
+	TORCHTUNE_ADAPTIVE_PUBLISHED=1 $(BIN)/python -m pytest tests/forecast/test_published.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

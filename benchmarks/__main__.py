@@ -23,8 +23,6 @@ BENCHMARKS = (
     "dealing",
     "stages",
     "rollouts",
-    "prediction",
-    "advice",
     "scaling",
 )
 BY_NAME = ("learning",)

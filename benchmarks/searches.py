@@ -3,8 +3,7 @@
 A MemoryMeter stands in for the device. All contenders train the same model on rows of the same length, with two
 microbatches a step, and start from the same weights; who answers right is judged by brute force, which trains with 1,
 2, 3, ... rows and looks at the peak. Nothing is rounded, and no search goes beyond `MOST_ROWS`. A round is one search
-by each contender; a pair is `linear` and another one of the same round. A plain loop has no prediction, so `static` is
-not here.
+by each contender; a pair is `linear` and another one of the same round.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 The demo's config on two ranks with 64 MiB each, 256 tokens a row, answers not rounded. Brute force measures 1, 2, 3
 rows and so on until that no longer fits, so its answer is the right one. Seconds are those of the whole search, as a
-run waits for it: for `static` with the prediction, which takes as long for eight GPUs as for eight hundred.
+run waits for it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchtune_adaptive.tune.run import fitting
 
 RANKS = 2
 BRUTE_FORCE = "brute force"
-SEARCHES = (BRUTE_FORCE, "linear", "static", "binary", "decrease")
+SEARCHES = (BRUTE_FORCE, "linear", "binary", "decrease")
 SEARCHING = (
     "use_maximum_batch_size=True",
     "adaptive.memory_limit=64MiB",

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.advice import kendalls_tau
 from benchmarks.results import RESULTS
 
 ROOT = Path(__file__).parent.parent
@@ -103,24 +102,6 @@ def _over(rows: list[Row]) -> str:
     return ", ".join(f"{row['ratio by CPU time']:.2f} ({row['shape']})" for row in rows)
 
 
-def prediction(rows: list[Row]) -> tuple[str, str]:
-    configs = {row["config"].split(",")[0] for row in rows}
-    most = max(abs(row["difference bytes"]) for row in rows)
-    what = f"predicted peak against measured peak, CPU, 2 ranks ({', '.join(sorted(configs))})"
-    off = f"off by at most {most} bytes" if most else "exact"
-    return what, f"{off} in all {len(rows)} cases, {span(row['measured MiB'] for row in rows)} MiB"
-
-
-def advice(rows: list[Row]) -> tuple[str, str]:
-    tau = kendalls_tau([(row["predicted"], row["measured"]) for row in rows])
-    above = span(100 * (row["predicted"] / row["measured"] - 1) for row in rows)
-    what = f"{len(rows)} settings ordered by speed, predicted against measured"
-    return (
-        what,
-        f"Kendall's τ {tau:.2f}; trust the order only, since predicted tokens per second are {above} % too high",
-    )
-
-
 def faults(rows: list[Row]) -> tuple[str, str]:
     injected, recovered, hung, wrong = (sum(row[key] for row in rows) for key in FAULTS)
     answer = f"{injected:,} injected, {recovered:,} recovered, {hung:,} hung, {wrong:,} wrong gradients"
@@ -134,7 +115,7 @@ def faults(rows: list[Row]) -> tuple[str, str]:
 SEARCHES = ("linear", "accelerate", "Lightning, power", "Lightning, binsearch")
 """Ours, then those of others, by how their names begin."""
 FAULTS = ("injected", "recovered", "hung", "wrong gradient")
-LINES = (overhead, searches, recovery, saves, packing, dealing, stages, rollouts, prediction, advice, faults)
+LINES = (overhead, searches, recovery, saves, packing, dealing, stages, rollouts, faults)
 """Each is the name of a file, and what is said of its rows."""
 
 

@@ -22,7 +22,7 @@ class Remedy(Enum):
     NO_RECOVERY = "pass recover=False"
     RECOVERY = "remove recover=False"
     FEWER_ROWS = "lower max_rows"
-    MEASURING_STRATEGY = "pass strategy='linear' or 'static'"
+    MEASURING_STRATEGY = "pass strategy='linear'"
     ROOM_FOR_NCCL = "if CUDA was out of memory, leave more memory to NCCL: give CudaMemory a limit, for example 0.9"
     CAP_MEMORY = "set cap_bytes of MemoryMeter"
     SMALLER_INCREASE = "request a smaller increase"
@@ -153,10 +153,6 @@ class RunFinished(Exception):
 
 class RunStopped(Exception):
     """The ranks have agreed to end before the work is done, as one of them was asked to; the message says where."""
-
-
-class PredictionError(AdaptiveError):
-    """What a step allocates cannot be predicted."""
 
 
 class CheckpointError(AdaptiveError):

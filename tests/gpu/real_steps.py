@@ -20,9 +20,11 @@ from unittest import mock
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torchtune import training
 
 from tests import ranks
 from tests.recipes.running import demo_config
+from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.limits.limit import RowLimit
 from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
@@ -37,12 +39,10 @@ from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate
 from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
 from torchtune_adaptive.tune.parts.loss import build_loss
 from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
-from torchtune_adaptive.tune.parts.model import build_full_model, build_lora_model
+from torchtune_adaptive.tune.parts.model import Unfilled, build_full_model, build_lora_model
 from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 from torchtune_adaptive.tune.run.fitting import training_step
-from torchtune_adaptive.tune.trace.inputs import made_up_checkpoint
-from torchtune_adaptive.tune.trace.which_recipe import is_lora
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
 
@@ -131,7 +131,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
     place = process_group.Place(device, process_group.mesh_of(device, settings))
     torch.manual_seed(0)
-    checkpoint = made_up_checkpoint(settings)
+    checkpoint = {training.MODEL_KEY: Unfilled()}
     if lora is None:
         model = build_full_model(settings, place, checkpoint)
     else:
@@ -140,7 +140,6 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)
     collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn.ignore_index, packed=False)
-    del checkpoint
     devices.start_clean(device)
     return RealStep(settings, model, loss_fn, collate, optimization, device)
 

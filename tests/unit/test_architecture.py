@@ -35,7 +35,7 @@ ROOMS_OF_TESTS = sorted(
     {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
 )
 
-GROUND = {"atomic_files", "bisecting", "dependencies", "errors", "patching", "memory_sizes", "wording"}
+GROUND = {"atomic_files", "bisecting", "dependencies", "errors", "patching", "memory_sizes", "rehearsal", "wording"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
 DOORS = {"__init__"}
 """Modules beside the rooms that only hand on what is in them; nothing of ours imports these."""
@@ -47,8 +47,7 @@ ROOMS: dict[str, set[str]] = {
     "comm": {"memory"},
     "step": {"limits", "memory", "comm"},
     "search": {"limits", "memory", "comm", "step"},
-    "prediction": {"memory"},
-    "report": {"limits", "schedules", "search", "prediction"},
+    "report": {"limits", "schedules", "search"},
     "tune": set(),
     "tune/config": {"limits.rounding", "schedules", "search.strategies"},
     "tune/start": {
@@ -111,27 +110,6 @@ ROOMS: dict[str, set[str]] = {
         "search",
         "report",
     },
-    "tune/trace": {
-        "tune/config",
-        "tune/start",
-        "tune/parts",
-        "tune/parts/optimization",
-        "tune/parts/unpadded",
-        "tune/rl",
-        "memory",
-        "comm",
-        "step",
-        "prediction",
-    },
-    "tune/plan": {
-        "tune/config",
-        "tune/parts",
-        "tune/rl",
-        "tune/trace",
-        "report",
-        "limits",
-        "prediction",
-    },
     "tune/validate": {
         "search.strategies",
         "tune/config",
@@ -141,18 +119,26 @@ ROOMS: dict[str, set[str]] = {
         "tune/parts/unpadded",
         "tune/run",
         "tune/rl",
-        "tune/trace",
-        "tune/plan",
+        "forecast",
     },
     # a training script on it, whatever trains
     "rehearse": {"null_cuda"},
+    "forecast": {
+        "rehearse",
+        "null_cuda",
+        "tune/config",
+        "tune/start",
+        "tune/parts",
+        "tune/rl",
+        "tune.run.search_record",
+    },
     "command": {
         "rehearse.command",
         "tune.console",
         "tune/config",
         "tune/start",
         "tune/validate",
-        "tune/plan",
+        "forecast.keys",
         "tune/parts/checkpoints",
     },
     "demo": set(),
@@ -182,14 +168,14 @@ WITHOUT_TORCH = {
     "command.keys",
     "command.ls",
     "command.status",
-    "tune.plan.question",
+    "forecast.keys",
     "tune.config.settings",
     "tune.parts.checkpoints.folders",
     "tune.start.output_lock",
     "tune.start.run_file",
     "tune.start.signals",
 }
-TUNE_SIDE = {"tune", "demo", "command"}
+TUNE_SIDE = {"tune", "demo", "command", "forecast"}
 ABOUT_A_RUN = {"report.__main__"}
 """A command that takes the folder of a run."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
@@ -249,8 +235,7 @@ def test_what_is_to_be_mended_is_still_broken() -> None:
 def test_no_circle_between_rooms() -> None:
     rooms = {room: {room_of(name) for name in modules_in(allowed)} for room, allowed in ROOMS.items()}
     assert len(list(TopologicalSorter(rooms).static_order())) == len(ROOMS)
-    assert not {"tune/plan", "tune/trace", "tune/rl"} & rooms["tune/run"]
-    assert "tune/run" not in rooms["tune/plan"] | rooms["tune/trace"]
+    assert "tune/rl" not in rooms["tune/run"]
 
 
 def test_no_circle_between_modules() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import advice, dealing, packing, results, scaling, stages
+from benchmarks import dealing, packing, results, scaling, stages
 from benchmarks.clock import Clock, Moment
 from benchmarks.overhead import CASES, time_of_a_step
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
@@ -185,15 +185,3 @@ def test_the_cost_of_a_step_is_counted_from_the_first_to_the_last(monkeypatch: p
 
     monkeypatch.setattr(Clock, "times", [])
     assert time_of_a_step(Recipe()) == Moment(wall_s=1.0, cpu_s=0.5)
-
-
-def test_settings_are_in_the_order_of_their_speed_or_in_the_other() -> None:
-    assert advice.kendalls_tau([(1, 10), (2, 20), (3, 40)]) == 1
-    assert advice.kendalls_tau([(1, 40), (2, 20), (3, 10)]) == -1
-    assert advice.kendalls_tau([(1, 10), (2, 30), (3, 20)]) == pytest.approx(1 / 3)
-
-
-def test_the_order_of_speeds_that_was_measured_is_the_predicted_one() -> None:
-    stored = json.loads((results.RESULTS / "advice.json").read_text(encoding="utf-8"))["rows"]
-    assert {row["setting"] for row in stored} == set(advice.SETTINGS)
-    assert advice.kendalls_tau([(row["predicted"], row["measured"]) for row in stored]) >= 0.8

@@ -17,7 +17,7 @@ import torchtune_adaptive
 ROOT = Path(__file__).parents[2]
 USERS = sorted(path for folder in ("examples", "benchmarks", "tools") for path in (ROOT / folder).glob("*.py"))
 OF_THE_RECIPES = ("torchtune_adaptive.tune", "torchtune_adaptive.demo", "torchtune_adaptive.command")
-ROOMS = ["limits", "schedules", "memory", "comm", "step", "search", "prediction", "testing"]
+ROOMS = ["limits", "schedules", "memory", "comm", "step", "search", "testing"]
 
 
 def used(path: Path) -> Iterator[tuple[str, str]]:

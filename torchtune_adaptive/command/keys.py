@@ -59,7 +59,7 @@ def of_the_section() -> tuple[Key, ...]:
 
 def of_adaptive_plan() -> tuple[Key, ...]:
     """Keys of what is asked of `adaptive_plan`, which stand beside those of the config that it is asked about."""
-    from torchtune_adaptive.tune.plan.question import PlanSettings
+    from torchtune_adaptive.forecast.keys import PlanSettings
 
     return tuple(dataclasses.replace(key, of=PLAN) for key in _keys_of(PlanSettings))
 

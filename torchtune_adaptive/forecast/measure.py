@@ -12,14 +12,15 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.forecast.question import PlanSettings, Question
+from torchtune_adaptive.forecast.keys import PlanSettings
+from torchtune_adaptive.forecast.question import Question
+from torchtune_adaptive.forecast.which_recipe import trains_with_ppo
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.process import rehearse
 from torchtune_adaptive.tune.config.rules import keys_of
 from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.run.search_record import SEARCH_FILE
-from torchtune_adaptive.tune.run.which_recipe import trains_with_ppo
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 STEPS = 2
@@ -105,7 +106,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
     return OmegaConf.create(
         {
             **cfg,
-            "tokenizer": {COMPONENT: f"{STAND_INS}.Tokenizer", "max_seq_len": question.length},
+            "tokenizer": {COMPONENT: f"{STAND_INS}.NoTokenizer", "max_seq_len": question.length},
             "dataset": {
                 COMPONENT: f"{STAND_INS}.same_samples",
                 "length": question.length,

@@ -1,4 +1,4 @@
-"""What is asked of `adaptive_plan`, and its keys."""
+"""What is asked of `adaptive_plan`."""
 
 from __future__ import annotations
 
@@ -9,99 +9,19 @@ from typing import Any
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
+from torchtune_adaptive.forecast.which_recipe import training_of
 from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.rules import (
-    BOOL,
-    COUNT_OR_0,
-    MOST_TOKENS,
-    NULL,
-    NUMBER,
-    TEXT,
-    Rule,
-    count_up_to,
-    counts_up_to,
-    keys_of,
-    one_of,
-    option,
-    read,
-    value_at,
-)
+from torchtune_adaptive.tune.config.rules import keys_of, read, value_at
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
-from torchtune_adaptive.tune.run.which_recipe import training_of
 from torchtune_adaptive.wording import did_you_mean
 
-TOKENS = count_up_to(MOST_TOKENS)
-COUNTS = counts_up_to(MOST_TOKENS)
-MOST_RANKS = 65_536
-RANKS = count_up_to(MOST_RANKS)
-SEVERAL_RANKS = counts_up_to(MOST_RANKS)
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
-ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanSettings:
-    world_size: int | tuple[int, ...] = option(
-        RANKS | SEVERAL_RANKS,
-        1,
-        means=(
-            "number of ranks, on any number of machines (none is started), or several numbers to compare, such as"
-            " `[1,2,4,8]`"
-        ),
-    )
-    memory_limit: str | float | None = option(
-        TEXT | NUMBER | NULL,
-        None,
-        means=(
-            "memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null: "
-            "`adaptive.memory_limit` (the smallest, if it is a list)"
-        ),
-    )
-    memory_overhead: str | int | None = option(
-        TEXT | ZERO | NULL,
-        None,
-        means=(
-            "memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for"
-            " one process; 0 on a CPU"
-        ),
-    )
-    sequence_length: int | tuple[int, ...] | None = option(
-        TOKENS | COUNTS | NULL,
-        None,
-        means=(
-            "tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's"
-            " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's "
-            "maximum"
-        ),
-    )
-    expandable_segments: bool | None = option(
-        BOOL | NULL,
-        None,
-        means="setting of CUDA's caching allocator; null: as in `PYTORCH_CUDA_ALLOC_CONF`, else False",
-    )
-    format: str = option(
-        one_of("table", "json"),
-        "table",
-        means="output format; `json` has everything, including the commands that measure it and the error of the "
-        "check (`largest_error`)",
-    )
-    advise: bool | None = option(
-        BOOL | NULL,
-        None,
-        means="`True`: try other settings too. null: only if not even one row fits. `False`: never",
-    )
-
-    @property
-    def several_ranks(self) -> tuple[int, ...]:
-        """Each number of ranks that is asked about, once."""
-        return (self.world_size,) if isinstance(self.world_size, int) else tuple(dict.fromkeys(self.world_size))
-
-
 PLAN_KEYS = (*PPO_KEYS, *keys_of(PlanSettings))
 """Keys that a question may have beside those of finetuning: its own, and PPO's."""
 

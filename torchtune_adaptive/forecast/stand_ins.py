@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 from torchtune import training
 
 from torchtune_adaptive.tune.parts.model import Unfilled
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
 
 TOKEN = 1
 """Any that a model knows, and no padding."""
@@ -27,7 +28,7 @@ def no_weights(**_: Any) -> NoWeights:
     return NoWeights()
 
 
-class Tokenizer:
+class NoTokenizer:
     pad_id, eos_id, bos_id = 0, 0, TOKEN
     stop_tokens = (0,)
 
@@ -41,11 +42,8 @@ class SameSamples(Dataset[dict[str, Any]]):
     def __init__(self, *, length: int, samples: int) -> None:
         self._samples = samples
         tokens = [TOKEN] * length
-        self._sample = {
-            "tokens": tokens, "labels": tokens, "mask": [False] * length,
-            "chosen_input_ids": tokens, "chosen_labels": tokens,
-            "rejected_input_ids": tokens, "rejected_labels": tokens,
-        }  # fmt: skip
+        fields = [key for kind in (TEXT, PAIR) for sequence in kind.sequences for key in sequence]
+        self._sample = {"mask": [False] * length, **dict.fromkeys(fields, tokens)}
 
     def __len__(self) -> int:
         return self._samples

@@ -1,10 +1,9 @@
-"""Pictures of a run, of a search and of a forecast. They need matplotlib, which is optional."""
+"""Pictures of a run and of a search. They need matplotlib, which is optional."""
 
 from __future__ import annotations
 
 import io
 import logging
-import tempfile
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,6 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
 from torchtune_adaptive.search.profile import Profile
@@ -24,8 +22,6 @@ from torchtune_adaptive.wording import count_of
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from torchtune_adaptive.prediction.capacity import Capacity
 
 logger = logging.getLogger(__name__)
 
@@ -237,74 +233,8 @@ def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | No
     return _saved(directory / SEARCH_PICTURE, (7.2, 4.0), draw)
 
 
-def draw_forecast(path: Path, capacity: Capacity, frontier: Sequence[Capacity], title: str) -> Path | None:
-    """Draws the answer of `adaptive_plan`: memory over rows, and rows over their length. Raises OSError."""
-
-    def draw(figure: Figure) -> None:
-        figure.suptitle(title, x=0.02, ha="left", fontsize=11)
-        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-        unit, per = _unit_of(capacity.budget.usable_bytes)
-        budget = capacity.budget.usable_bytes / per
-        last = max(2, round(1.15 * capacity.most_rows_with_retries))
-        rows = sorted({*range(1, last + 1, max(1, last // 60)), last})
-        left.plot(
-            rows, [(capacity.peak(count).peak_bytes or 0) / per for count in rows], color=BLUE, lw=1.8, label="peak"
-        )
-        predictions = capacity.predictions()
-        reserved = [each.reserved_bytes / per for each in predictions]
-        left.plot(
-            [each.rows for each in predictions], reserved, "o", color=INK, ms=4, label="reserved by the allocator"
-        )
-        left.axhline(budget, color=RED, lw=1.2, ls="--", label=f"usable: {budget:.1f} {unit}")
-        left.set_xlim(0, last)
-        left.set_ylim(0, 1.2 * budget)
-        left.set_xlabel("rows in a microbatch")
-        fits = count_of(capacity.most_rows, "row") if capacity.most_rows else "not even one row"
-        _finish(left, f"{fits} of {capacity.tokens} tokens {'fit' if capacity.most_rows > 1 else 'fits'}", unit)
-        fitting = [each for each in frontier if each.most_rows]
-        tokens = [each.tokens for each in fitting]
-        most, with_retries = [each.most_rows for each in fitting], [each.most_rows_with_retries for each in fitting]
-        right.plot(tokens, most, "-o", color=BLUE, ms=5, label="without allocator retries")
-        if with_retries != most:
-            right.plot(tokens, with_retries, "-x", color=RED, label="with allocator retries")
-        right.set_xscale("log", base=2)
-        right.set_yscale("log", base=2)
-        right.xaxis.set_major_formatter(lambda tokens, _: f"{tokens:g}" if tokens < 1024 else f"{tokens / 1024:g}k")
-        right.yaxis.set_major_formatter("{x:g}")
-        right.set_xlabel("tokens in a row")
-        right.set_title("rows that fit", loc="left", fontsize=11)
-        right.legend(frameon=False)
-        _tidy(right)
-
-    return _saved(path, (11, 4.2), draw, required=True)
-
-
-def check_drawable(path: Path, key: str) -> None:
-    """Refuses a picture that cannot be saved before the work that it is to show; does nothing without matplotlib."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        return
-    endings = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix and path.suffix.removeprefix(".").lower() not in endings:
-        raise ConfigError(f"{key} is '{path}', but matplotlib cannot write '{path.suffix}'; use .png, .svg or .pdf")
-    if path.exists() and not path.is_file():
-        raise ConfigError(f"{key} is '{path}', which is not a regular file; give the name of a file")
-    try:
-        there = next(each for each in path.absolute().parents if each.exists())
-        with tempfile.NamedTemporaryFile(dir=there):  # permissions say nothing of /proc, or of a full disk
-            pass
-    except OSError as error:
-        raise ConfigError(
-            f"{key} is '{path}', which cannot be written: {error.strerror}; choose another folder"
-        ) from error
-
-
-def _saved(
-    path: Path, inches: tuple[float, float], draw: Callable[[Figure], None], *, required: bool = False
-) -> Path | None:
-    """Draws and saves a figure. Unless it is required, any failure is one line in the log, since no run ends over a
-    picture."""
+def _saved(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None]) -> Path | None:
+    """Draws and saves a figure. Any failure is one line in the log, since no run ends over a picture."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -317,8 +247,6 @@ def _saved(
         figure.savefig(image, format=path.suffix[1:] or "png", dpi=200)
         replace_file(path, image.getvalue())
     except Exception as error:
-        if required:
-            raise
         logger.warning("%s is not drawn: %s", path.name, reason(error))
         return None
     return path

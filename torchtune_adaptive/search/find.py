@@ -28,7 +28,6 @@ def find_max_batch_size(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
-    expected_rows: int = 0,
     progress: OnProbe | None = None,
 ) -> SearchResult:
     """Collective: the most rows that every step can train with on every rank, the same number on all of them.
@@ -50,7 +49,6 @@ def find_max_batch_size(
             round_to=round_to,
             max_rows=max_rows,
             samples_per_step=samples_per_step,
-            expected_rows=expected_rows,
         )
 
 

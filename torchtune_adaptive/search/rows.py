@@ -33,8 +33,7 @@ class SearchResult:
     lines: Mapping[str, Surface]
     """The line of each phase; empty where fewer than two sizes ran to their end."""
     fits_rows: float
-    """Before rounding: where the lines cross the budget (linear), what was predicted (static), else the most rows that
-    fit."""
+    """Before rounding: where the lines cross the budget (linear), else the most rows that fit."""
     rows: int
     """Rows of a microbatch that were chosen."""
     reason: str
@@ -54,20 +53,19 @@ def search(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
-    expected_rows: int = 0,
 ) -> SearchResult:
     """The largest rows, rounded down, that `measure` accepts within the room's budget.
 
     `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
     `samples_per_step` is what `divisor` divides. What is resident, which every point of a step needs whatever its rows,
-    lets `linear` go further at once; `expected_rows`, which a prediction says will fit, are what `static` measures.
+    lets `linear` go further at once.
     Where one row does not fit, raises what `refuse` makes of it.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     most = MAX_ROWS if max_rows is None else max_rows
-    history = History(room.budget_bytes, rungs, most, room.resident_bytes, expected_rows)
+    history = History(room.budget_bytes, rungs, most, room.resident_bytes)
     while (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
         history = history.plus(probe)
@@ -95,9 +93,7 @@ def _result(history: History, strategy: str, round_to: str, samples_per_step: in
 
 def _promised(history: History, strategy: str) -> float:
     """Rows that were not measured, but are said to fit."""
-    if strategy == "static" and history.expected_rows:
-        return min(history.expected_rows, history.max_rows)
-    return history.predicted_rows if strategy in ("linear", "static") else 0.0
+    return history.predicted_rows if strategy == "linear" else 0.0
 
 
 def _reason(history: History, fits_rows: float, rows: int, round_to: str, samples_per_step: int | None) -> str:

@@ -33,8 +33,6 @@ class History:
     """Never more than this; the highest rung may be lower."""
     resident_bytes: int = 0
     """What is there at every point of a step, however few the rows: weights and optimizer state."""
-    expected_rows: int = 0
-    """How many a prediction says will fit; 0 where there is none."""
     probes: tuple[Probe, ...] = ()
 
     def plus(self, probe: Probe) -> "History":
@@ -156,22 +154,6 @@ def _narrow(history: History) -> int | None:
     return rows if rows > low else history.rung_above(low)
 
 
-def static(history: History) -> int | None:
-    """Measures what a prediction says will fit, and no more if that is so; else goes on as `linear` does."""
-    expected = history.rung_at_most(history.expected_rows)
-    if not expected:
-        return linear(history)
-    if not history.probes:
-        return expected
-    if not history.rejected:
-        return None
-    low, high = history.fit_rows, history.too_many
-    if low < min(2, high - 1):
-        return low + 1
-    goal = history.rung_at_most(min(history.predicted_rows, high - 1))
-    return goal if goal > low else _narrow(history)
-
-
 NEED_RECOVERY = ("binary", "decrease")
 """Strategies that run out of memory on their way."""
-STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "static": static, "binary": binary, "decrease": decrease}
+STRATEGIES: Mapping[str, Strategy] = {"linear": linear, "binary": binary, "decrease": decrease}

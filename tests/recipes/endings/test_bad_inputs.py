@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.hostile import Ended, start
+from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.plan.question import PlanSettings
 
 CONFIG = ("--config", "adaptive/demo/full")
 SMALL = (*CONFIG, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")

@@ -17,8 +17,8 @@ import yaml
 from tests.ranks import PATIENCE
 from torchtune_adaptive.command import keys
 from torchtune_adaptive.command.main import COMMANDS, main
+from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.plan.question import PlanSettings
 from torchtune_adaptive.tune.start.catalogue import RECIPES, our_configs, recipe_files
 from torchtune_adaptive.tune.start.endings import NOBODY_READS
 

@@ -147,14 +147,7 @@ def test_one_row_too_many_inside_the_backward_is_measured_and_not_fatal():
         search_within(InBackward().step(), meter, 110_000)
 
 
-def test_what_was_predicted_is_measured_also_where_a_step_cannot_be_run_again():
-    with MemoryMeter() as meter:
-        result = search_within(InBackward().step(), meter, 2_000_000, strategy="static", expected_rows=8)
-    assert [probe.rows for probe in result.probes] == [8]
-    assert result.rows == 8
-
-
 @pytest.mark.parametrize("strategy", ["binary", "decrease"])
 def test_strategies_that_run_out_of_memory_are_refused_where_a_step_cannot_be_run_again(strategy: str):
-    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .*'linear' or 'static'"):
+    with MemoryMeter() as meter, pytest.raises(ConfigError, match=rf"{strategy}' .*'linear'"):
         search_within(InBackward().step(), meter, 2_000_000, strategy=strategy)

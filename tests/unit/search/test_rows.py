@@ -61,7 +61,7 @@ def test_one_row_over_a_soft_budget_is_an_error_that_names_its_need(strategy: st
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"strategy": "guess"}, r"strategy: 'guess'.*linear, static, binary, decrease"),
+        ({"strategy": "guess"}, r"strategy: 'guess'.*linear, binary, decrease"),
         ({"round_to": "ten"}, r"round_to: 'ten'.*power_of_two, none, divisor"),
         ({"round_to": "divisor"}, r"round_to: 'divisor'.*samples_per_step"),
         ({"max_rows": 0}, r"max_rows: 0.*1 or more"),

@@ -132,9 +132,8 @@ class AdaptiveConfig:
         one_of(*STRATEGIES),
         "linear",
         means=(
-            "`linear`: measure a few rows, extrapolate, verify. `static`: start from the forecast of "
-            "`adaptive_plan`, verify; continue as `linear` if there is none. `binary`: double until it fails, "
-            "then bisect. `decrease`: halve until it fits"
+            "`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. "
+            "`decrease`: halve until it fits"
         ),
     )
     round_to: str = option(

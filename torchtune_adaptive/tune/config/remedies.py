@@ -22,7 +22,7 @@ KEYS: Mapping[Remedy, str] = {
     Remedy.NO_RECOVERY: "set adaptive.recover_from_oom: False",
     Remedy.RECOVERY: "remove adaptive.recover_from_oom: False",
     Remedy.FEWER_ROWS: "lower adaptive.max_batch_size",
-    Remedy.MEASURING_STRATEGY: "set adaptive.search to linear or static",
+    Remedy.MEASURING_STRATEGY: "set adaptive.search to linear",
     Remedy.ROOM_FOR_NCCL: (
         "if CUDA was out of memory, leave more memory to NCCL: lower adaptive.memory_limit (for example, to 0.9) or "
         "batch_size"

@@ -23,10 +23,10 @@ from torchtune_adaptive.tune.parts.devices import dtype_of
 from torchtune_adaptive.tune.parts.model import (
     META,
     Checkpoint,
+    Unfilled,
     Weights,
     build_frozen_model,
     build_full_model,
-    Unfilled,
     built_on,
     drop_nothing,
 )

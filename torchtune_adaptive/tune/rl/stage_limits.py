@@ -181,7 +181,6 @@ def _request(
         kind=parts.data.kind,
         record=record,
         stage=stage,
-        fallen_back=layer_by_layer,
         folder=(stage + " layer by layer" * layer_by_layer).replace(" ", "_"),
     )
 

@@ -38,7 +38,6 @@ from torchtune_adaptive.tune.run.search_record import (
     search_event,
     write_search,
 )
-from torchtune_adaptive.tune.run.static import predicted_rows
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +60,6 @@ class FitRequest:
     """The stage that has to fit, where a step has several."""
     folder: str = ""
     """Where in `output_dir` the record of the search lies."""
-    fallen_back: bool = False
-    """Whether the stage runs as it does where one row did not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +98,6 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
     adaptive, step = request.settings.adaptive, request.worst_step()
 
     def measure() -> SearchResult:
-        static = adaptive.search == "static"
-        budget_bytes, stage = memory.budget_bytes, request.stage
-        asked = request.settings.config, step.length, budget_bytes, stage
-        expected_rows = predicted_rows(*asked, fallen_back=request.fallen_back) if static else 0
         with _probe_bar() as progress:
             return find_max_batch_size(
                 step,
@@ -113,7 +106,6 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
                 round_to=adaptive.round_to,
                 max_rows=most_rows,
                 samples_per_step=request.settings.samples_per_step,
-                expected_rows=expected_rows,
                 progress=progress,
             )
 
@@ -133,8 +125,6 @@ def profile_lengths(request: FitRequest, memory: MemorySource, most_rows: int) -
     shorten, step = request.settings.adaptive.oversize != "error", request.worst_step()
 
     def measure() -> Profile:
-        if request.settings.adaptive.search == "static":
-            say("token budget · adaptive.search: static predicts only one length; measuring instead")
         with _probe_bar() as progress:
             return profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
 

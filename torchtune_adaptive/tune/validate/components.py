@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from typing import Any, TypeVar, cast
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from torch import nn
+from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.signatures import COMPONENT
@@ -36,21 +39,12 @@ from torchtune_adaptive.tune.rl.settings import (
     VALUE_SECTION,
     read_ppo_settings,
 )
-from torchtune_adaptive.tune.trace.shims import quantizing_at_once
 from torchtune_adaptive.tune.validate.findings import Findings
 
 T = TypeVar("T")
 
 SOME_STEPS = 100
 """Steps of an imaginary run, since the dataset is not read here."""
-
-
-def check_traced(cfg: DictConfig, findings: Findings, of_its_own: Callable[[], None]) -> nn.Module | None:
-    """What a prediction builds; returns the model, on the meta device."""
-    model = findings.collect(lambda: _with_what_is_installed(lambda: build_model(cfg), "model", cfg, findings))
-    findings.collect(of_its_own)
-    findings.collect(lambda: check_optimizer(cfg, findings))
-    return model
 
 
 def check_components(cfg: DictConfig, findings: Findings, of_its_own: Callable[[], None]) -> nn.Module | None:
@@ -68,8 +62,17 @@ def check_components(cfg: DictConfig, findings: Findings, of_its_own: Callable[[
     return model
 
 
+def _quantizing_at_once() -> AbstractContextManager[None]:
+    """While open, weights in NF4 are not looked up a million at a time: without data only their number counts."""
+
+    def pairs_of(weight: torch.Tensor, *_: object) -> torch.Tensor:
+        return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
+
+    return replaced((NF4Tensor, "convert_to_norm_float_weight", staticmethod(pairs_of)))
+
+
 def build_model(cfg: DictConfig) -> nn.Module:
-    with quantizing_at_once(), warnings.catch_warnings():
+    with _quantizing_at_once(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what is wrong with a size is told by its key
         return built_on(META, cfg, torch.float32)
 
@@ -117,10 +120,10 @@ def check_pairs(cfg: DictConfig) -> None:
         check_fits("ref_checkpointer", cfg.ref_checkpointer, should_load_recipe_state=False)
 
 
-def check_rollouts(settings: Settings, *, trained: bool) -> None:
-    """What PPO has of its own; weights of its other models, where it is trained."""
+def check_rollouts(settings: Settings) -> None:
+    """What PPO has of its own, with the weights of its other models."""
     build_ppo_loss(settings)
-    for key in () if not trained else (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
+    for key in (REFERENCE_FILES, VALUE_FILES, REWARD_FILES):
         check_fits(key, components.require(settings.config, key), should_load_recipe_state=False)
 
 

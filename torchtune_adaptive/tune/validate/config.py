@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
+from torchtune_adaptive.forecast.which_recipe import TRAININGS
 from torchtune_adaptive.memory_sizes import size_for_rank
 from torchtune_adaptive.search.strategies import NEED_RECOVERY
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
@@ -17,56 +17,48 @@ from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
 from torchtune_adaptive.tune.parts import devices
 from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
-from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.parts.data import is_packed
 from torchtune_adaptive.tune.parts.loss import check_cuts, checked_loss
 from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
 from torchtune_adaptive.tune.parts.model import check_replicas_of
 from torchtune_adaptive.tune.parts.process_group import mesh_shape
 from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.plan.settings import PLAN_KEYS, Lengths, check_row_lengths, lengths, read_plan_settings
-from torchtune_adaptive.tune.rl.settings import POLICY_SECTION, read_ppo_settings
+from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.run.sample_exchange import obstacle_to_dealing
 from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
-from torchtune_adaptive.tune.trace.which_recipe import TRAININGS, read_settings, trains_on_pairs
 from torchtune_adaptive.tune.validate.components import (
     check_components,
     check_loss,
     check_models_of_ppo,
     check_pairs,
     check_rollouts,
-    check_traced,
 )
 from torchtune_adaptive.tune.validate.findings import Findings
 from torchtune_adaptive.tune.validate.places import check_output, check_weights
-from torchtune_adaptive.tune.validate.plan import checks_of_plan
-
-Check: TypeAlias = Callable[[DictConfig, Findings, Callable[[], None]], nn.Module | None]
 
 
 def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
-    findings, training = Findings(here=here), TRAININGS.get(recipe)
-    findings.collect(lambda: check_keys(cfg, training.keys if training else PLAN_KEYS, aloud=True))
+    findings = Findings(here=here)
+    if recipe == PLAN:
+        findings.collect(lambda: check_keys(cfg, PLAN_KEYS, aloud=True))
+        findings.collect(lambda: read_question(cfg, "", ()))
+        return findings
+    training = TRAININGS[recipe]
+    findings.collect(lambda: check_keys(cfg, training.keys, aloud=True))
     in_adaptive = Findings(here=here)
     well = in_adaptive.collect(lambda: read_adaptive(cfg.get("adaptive"))) is not None
     if not well:  # which hides nothing that is wrong besides
         cfg = OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "adaptive"])
-    settings, _ = findings.collect(lambda: (training.read if training else read_settings)(cfg)) or (None, None)
+    settings, _ = findings.collect(lambda: training.read(cfg)) or (None, None)
     findings.wrong += in_adaptive.wrong
-    of_pairs = training.of_pairs if training else bool(findings.collect(lambda: trains_on_pairs(cfg)))
-    check = check_traced if recipe == PLAN else check_components
-    value = None
     # where the policy is what the others call the model
-    if recipe in (PPO, PLAN) and POLICY_SECTION in cfg:
-        model, value = _check_ppo(settings, check, findings, trained=recipe != PLAN)
+    if recipe == PPO:
+        model = _check_ppo(settings, findings)
     else:
-        model = _check_one_model(cfg, settings, check, findings, of_pairs=of_pairs)
+        model = _check_one_model(cfg, settings, findings, of_pairs=training.of_pairs)
     if settings is None or not well:
-        return findings
-    if training is None:
-        _check_question(settings, [each for each in (model, value) if each is not None], findings)
         return findings
     if recipe == PPO:
         findings.collect(lambda: read_ppo_settings(cfg)[1].iterations(ranks or 1))
@@ -78,37 +70,24 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     return findings
 
 
-def _check_ppo(
-    settings: Settings | None, check: Check, findings: Findings, *, trained: bool
-) -> tuple[nn.Module | None, nn.Module | None]:
-    """The policy and the value model, on the meta device."""
+def _check_ppo(settings: Settings | None, findings: Findings) -> nn.Module | None:
+    """Returns the policy, on the meta device."""
     if settings is None:
-        return None, None
-    model = check(settings.config, findings, partial(check_rollouts, settings, trained=trained))
-    return model, findings.collect(partial(check_models_of_ppo, settings, model))
-
-
-def _check_one_model(
-    cfg: DictConfig, settings: Settings | None, check: Check, findings: Findings, *, of_pairs: bool
-) -> nn.Module | None:
-    model = check(cfg, findings, partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings))
-    if model is not None and not of_pairs:
-        findings.collect(lambda: check_cuts(checked_loss(cfg), model))
+        return None
+    model = check_components(settings.config, findings, partial(check_rollouts, settings))
+    findings.collect(partial(check_models_of_ppo, settings, model))
     return model
 
 
-def _check_question(settings: Settings, models: Sequence[nn.Module], findings: Findings) -> None:
-    """What is asked of `adaptive_plan`."""
-    plan = findings.collect(lambda: read_plan_settings(settings.config))
-    if plan is None:
-        return
-    for check in checks_of_plan(settings, plan):
-        findings.collect(check)
-    taken = longest_taken(models)
-    if taken is not None:
-        allowed = taken - (settings.config.get("max_generated_tokens") or 0)
-        findings.collect(lambda: check_row_lengths(lengths(settings.config, settings.adaptive, plan), allowed))
-        findings.collect(lambda: check_row_lengths(Lengths.of(settings.adaptive), allowed))
+def _check_one_model(
+    cfg: DictConfig, settings: Settings | None, findings: Findings, *, of_pairs: bool
+) -> nn.Module | None:
+    model = check_components(
+        cfg, findings, partial(check_pairs, cfg) if of_pairs else partial(check_loss, cfg, settings)
+    )
+    if model is not None and not of_pairs:
+        findings.collect(lambda: check_cuts(checked_loss(cfg), model))
+    return model
 
 
 def _check_together(settings: Settings, model: nn.Module | None, findings: Findings) -> None:

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.errors import ConfigError, SeveralErrors
+from torchtune_adaptive.forecast.which_recipe import training_of
 from torchtune_adaptive.tune.config.per_recipe import (
     read_full_dpo_settings,
     read_full_settings,
@@ -18,7 +19,6 @@ from torchtune_adaptive.tune.config.per_recipe import (
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.start.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO, installed_configs
-from torchtune_adaptive.tune.trace.which_recipe import training_of
 
 OF_FINETUNING = {"precompute_reference": True}
 OF_PAIRS = {"precompute_reference": True, "oversize": "truncate"}

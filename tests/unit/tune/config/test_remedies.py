@@ -69,7 +69,7 @@ def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key(
     step = TrainingStep(runner=runner, sample=torch.ones(1), update=lambda _: None, optimizers=[])
     with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* pass strategy='linear'") as caught:
         find_max_batch_size(step, memory=MemoryMeter(1), strategy="binary")
-    assert in_keys(caught.value).endswith("; set adaptive.search to linear or static")
+    assert in_keys(caught.value).endswith("; set adaptive.search to linear")
 
 
 def test_a_command_ends_with_the_message_in_keys(

@@ -10,9 +10,9 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.unknown_keys import check_keys
-from torchtune_adaptive.tune.plan.question import PlanSettings
 
 
 @pytest.mark.parametrize(

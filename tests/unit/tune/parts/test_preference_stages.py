@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from omegaconf import OmegaConf
+from torchtune_adaptive.prediction.recorder import Recorder
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.forecast.which_recipe import keeps_reference, trains_on_pairs
 from torchtune_adaptive.limits.padded_plan import Load
-from torchtune_adaptive.prediction.recorder import Recorder
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.per_recipe import read_full_dpo_settings
@@ -23,7 +24,6 @@ from torchtune_adaptive.tune.parts.samples import PAIR
 from torchtune_adaptive.tune.run import preference_metrics
 from torchtune_adaptive.tune.run.preference_metrics import PreferenceFigures
 from torchtune_adaptive.tune.start.command_line import locate
-from torchtune_adaptive.tune.trace.which_recipe import keeps_reference, read_settings, trains_on_pairs
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
 
@@ -156,10 +156,10 @@ def test_one_pair_is_told_in_the_singular(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("name", ["llama3_1/8B_full_dpo", "llama3_1/8B_lora_dpo", "llama2/7B_lora_dpo"])
-def test_predictions_know_the_recipe_by_the_reference_or_the_loss(name: str) -> None:
+def test_a_recipe_is_known_by_the_reference_or_the_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
     assert trains_on_pairs(cfg)
-    assert (read_settings(cfg)[1] is not None) == ("lora" in name)
+    assert is_lora(cfg) == ("lora" in name)
     assert keeps_reference(cfg) == ("lora" not in name)
     cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
     assert trains_on_pairs(cfg) == ("lora" not in name)

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
 
 from tests.recipes.endings import test_errors
 from tests.unit.tune.parts.checkpoints.making import save
 from torchtune_adaptive.command.main import main
+from torchtune_adaptive.forecast.which_recipe import TRAININGS
 from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
-from torchtune_adaptive.tune.start.command_line import locate
-from torchtune_adaptive.tune.trace.which_recipe import TRAININGS
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {
@@ -280,55 +278,11 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
     assert_refused(validate(*question, "world_size=8"), ["memory_limit is null"])
     assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])
-    wrong = ("world_size=[8,12]", "data_parallel_replicate_dim=8", "memory_limit=h100", "sequence_length=1000000")
-    ended = validate(*question, *wrong)
-    assert_refused(ended, ["the world size is 12"])
-    assert_refused(ended, ["sequence_length is 1000000, but the model takes at most 131072"])
-    assert_refused(
-        validate(*question, "memory_limit=h100", "adaptive.token_budget=auto", "use_maximum_batch_size=True"),
-        ["use_maximum_batch_size is True"],
-    )
-    assert_refused(
-        validate(*question, "memory_limit=h100", "adaptive.precompute_reference=True"), ["finetuning has no reference"]
-    )
-
-
-@pytest.mark.parametrize(
-    ("wrong", "told"),
-    [
-        (("device=gpu",), "device is 'gpu', which predictions do not cover: set it to cpu or cuda"),
-        (("device=mps",), "device is 'mps', which predictions do not cover"),
-        (("device=cuda:x",), "device is 'cuda:x'"),
-        (("tensor_parallel_dim=2",), "tensor_parallel_dim is 2, which predictions do not cover"),
-        (("model._component_=os.getcwd",), "'os.getcwd', which builds a str: use one that builds a model"),
-        (("model._component_=torch.nn.Identity",), "which builds a Identity without parameters"),
-        (
-            ("model._component_=torch.nn.Linear", "model.in_features=4", "model.out_features=4"),
-            "loss expects its logits in 8 chunks, but the model (Linear) returns them whole",
-        ),
-    ],
-)
-def test_what_a_prediction_cannot_trace_is_refused(
-    wrong: tuple[str, ...], told: str, validate: Validate, tmp_path: Path
-) -> None:
-    cfg = OmegaConf.load(locate("adaptive/demo/full"))
-    assert isinstance(cfg, DictConfig)
-    if wrong[0].startswith("model."):
-        cfg.model = {}
-    OmegaConf.save(cfg, tmp_path / "mine.yaml")
-    assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", PLAN, "memory_limit=1GiB", *wrong), [told])
-
-
-@pytest.mark.parametrize("config", ["full", "dpo", "ppo"])
-def test_a_question_needs_no_more_than_what_is_traced(config: str, validate: Validate, tmp_path: Path) -> None:
-    cfg = OmegaConf.load(locate(f"adaptive/demo/{config}"))
-    assert isinstance(cfg, DictConfig)
-    untraced = ("tokenizer", "dataset", "metric_logger", "checkpointer", "lr_scheduler", "profiler")
-    for key in [str(key) for key in cfg if str(key).endswith(untraced)]:
-        del cfg[key]
-    OmegaConf.save(cfg, tmp_path / "mine.yaml")
-    status, _, errors = validate(str(tmp_path / "mine.yaml"), "--recipe", PLAN, "memory_limit=1GiB")
-    assert status == 0, errors
+    assert_refused(validate(*question, "memory_limit=h10"), ["memory_limit is 'h10'", "h100"])
+    assert_refused(validate(*question, "memory_limit=2GiB", "world_size=8"), ["nothing is left for tensors"])
+    assert_refused(validate(*question, "memory_limit=h100", "device=cpu"), ["device is cpu", "device=cuda"])
+    both = ("adaptive.token_budget=auto", "use_maximum_batch_size=True")
+    assert_refused(validate(*question, "memory_limit=h100", *both), ["use_maximum_batch_size is True"])
 
 
 def test_a_config_of_a_recipe_that_is_none_of_ours_is_refused(validate: Validate) -> None:

@@ -1,0 +1,1 @@
+"""What `adaptive_plan` says, beside what a training run needs."""

@@ -1,0 +1,89 @@
+"""Questions to `adaptive_plan`, asked on the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtune_adaptive.null_cuda import NullCudaError, build
+
+GIB = 2**30
+SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
+DEMO = ("adaptive/demo/full", "device=cuda", *SMALL)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def null_device() -> None:
+    try:
+        build()
+    except NullCudaError as error:
+        pytest.skip(str(error))
+
+
+def asked(config: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    tune = [str(Path(sys.executable).with_name("tune")), "run", "adaptive_plan", "--config", config, *words]
+    return subprocess.run(
+        tune, cwd=cwd, capture_output=True, text=True, timeout=240, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+def answer(config: str, *words: str, cwd: Path) -> Any:
+    ended = asked(config, *words, "format=json", cwd=cwd)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout)
+
+
+def test_what_fits_is_what_a_run_with_that_batch_size_takes(tmp_path: Path) -> None:
+    question = (*DEMO, "world_size=2", "memory_limit=6GiB", "sequence_length=512")
+    found = answer(*question, cwd=tmp_path)
+    (chosen,) = (row for row in found["predictions"] if row["chosen"])
+    assert chosen["rows"] > 8
+    assert chosen["allocated_bytes"] < chosen["reserved_bytes"] <= chosen["usable_bytes"] == 3 * GIB
+    (command,) = found["commands"]
+    assert f"batch_size={chosen['rows']}" in command
+    given = answer(*question, f"batch_size={chosen['rows']}", "use_maximum_batch_size=False", cwd=tmp_path)
+    (row,) = given["predictions"]
+    assert (row["rows"], row["fits"], row["allocator_retries"]) == (chosen["rows"], True, 0)
+    assert row["reserved_bytes"] == chosen["reserved_bytes"]
+
+
+def test_each_number_of_ranks_has_an_answer_and_more_ranks_need_less(tmp_path: Path) -> None:
+    found = answer(*DEMO, "world_size=[2,4]", "memory_limit=h100", "batch_size=4", "use_maximum_batch_size=False",
+                   "sequence_length=512", cwd=tmp_path)  # fmt: skip
+    first, second = found["predictions"]
+    assert (first["ranks"], second["ranks"]) == (2, 4)
+    assert first["allocated_bytes"] > second["allocated_bytes"]
+
+
+def test_where_nothing_fits_it_says_what_does_and_how_to_train_so(tmp_path: Path) -> None:
+    ended = asked(*DEMO, "memory_limit=1700MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=4",
+                  "use_maximum_batch_size=False", cwd=tmp_path)  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    assert "does not fit: " in ended.stdout
+    assert "enable_activation_checkpointing=True" in ended.stdout
+    assert "train the first with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "stages"),
+    [
+        ("lora", {""}),
+        ("dpo", {"", "reference"}),
+        ("ppo", {"generate", "train_policy", "train_value"}),
+    ],
+)
+def test_every_recipe_answers_by_stage(config: str, stages: set[str], tmp_path: Path) -> None:
+    found = answer(f"adaptive/demo/{config}", "device=cuda", "memory_limit=4GiB", "world_size=2", cwd=tmp_path)
+    assert stages <= {row["stage"] for row in found["predictions"] if row["chosen"]}
+
+
+def test_what_the_recipe_refuses_is_refused(tmp_path: Path) -> None:
+    ended = asked(*DEMO, "memory_limit=h100", "sequence_length=5000", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert "5000" in ended.stderr.splitlines()[-1]

@@ -1,1 +1,0 @@
-"""A recipe's own step on tensors without data: what it allocates and computes, as laws of rows and tokens."""
