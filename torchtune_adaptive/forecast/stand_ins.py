@@ -42,8 +42,9 @@ class SameSamples(Dataset[dict[str, Any]]):
     def __init__(self, *, length: int, samples: int) -> None:
         self._samples = samples
         tokens = [TOKEN] * length
-        fields = [key for kind in (TEXT, PAIR) for sequence in kind.sequences for key in sequence]
-        self._sample = {"mask": [False] * length, **dict.fromkeys(fields, tokens)}
+        self._sample: dict[str, Any] = {"mask": [False] * length}
+        for fields in (*TEXT.sequences, *PAIR.sequences):
+            self._sample |= {fields.tokens: tokens, fields.labels: tokens}
 
     def __len__(self) -> int:
         return self._samples

@@ -246,7 +246,7 @@ def _saved(path: Path, inches: tuple[float, float], draw: Callable[[Figure], Non
         image = io.BytesIO()
         figure.savefig(image, format=path.suffix[1:] or "png", dpi=200)
         replace_file(path, image.getvalue())
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001
         logger.warning("%s is not drawn: %s", path.name, reason(error))
         return None
     return path
