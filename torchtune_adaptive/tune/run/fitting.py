@@ -57,6 +57,8 @@ class FitRequest:
     """The data's, as this run plans it: padded or not."""
     record: Callable[[Event], None]
     """Writes an event into the record of the run."""
+    whole_step_rows: int | None
+    """Rows from which on a step is one microbatch; None: it may have several whatever the rows."""
     stage: str = ""
     """The stage that has to fit, where a step has several."""
     folder: str = ""
@@ -104,7 +106,8 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
         static = adaptive.search == "static"
         budget_bytes, stage = memory.budget_bytes, request.stage
         asked = request.settings.config, step.length, budget_bytes, stage
-        expected_rows = predicted_rows(*asked, fallen_back=request.fallen_back) if static else 0
+        whole = request.whole_step_rows
+        expected_rows = predicted_rows(*asked, whole_step_rows=whole, fallen_back=request.fallen_back) if static else 0
         with _probe_bar() as progress:
             return find_max_batch_size(
                 step,
@@ -113,6 +116,7 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
                 round_to=adaptive.round_to,
                 max_rows=most_rows,
                 samples_per_step=request.settings.samples_per_step,
+                whole_step_rows=whole,
                 expected_rows=expected_rows,
                 progress=progress,
             )
@@ -120,7 +124,12 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
     search = Measuring(
         kind=SearchResult,
         measure=measure,
-        options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
+        options={
+            "strategy": adaptive.search,
+            "round_to": adaptive.round_to,
+            "max_rows": most_rows,
+            "whole_step_rows": request.whole_step_rows,
+        },
         table=partial(search_table, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         draw=partial(draw_search, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         event=partial(search_event, sequence_length=step.length, stage=request.stage),

@@ -28,7 +28,13 @@ OF_THE_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MAST
 
 
 def predicted_rows(
-    cfg: DictConfig, tokens: int, budget_bytes: int, stage: str = "", *, fallen_back: bool = False
+    cfg: DictConfig,
+    tokens: int,
+    budget_bytes: int,
+    stage: str = "",
+    *,
+    whole_step_rows: int | None = None,
+    fallen_back: bool = False,
 ) -> int:
     """Collective: the most rows of this length that are predicted to fit on every rank, in a stage of the step where it
     has several; with `fallen_back`, as it runs after one row did not fit. 0 where nothing could be predicted."""
@@ -37,7 +43,13 @@ def predicted_rows(
     if dist.get_rank() == 0:
         started = time.perf_counter()
         try:
-            question = {"tokens": tokens, "budget_bytes": tightest_bytes, "stage": stage, "fallen_back": fallen_back}
+            question: dict[str, object] = {
+                "tokens": tokens,
+                "budget_bytes": tightest_bytes,
+                "whole_step_rows": whole_step_rows,
+                "stage": stage,
+                "fallen_back": fallen_back,
+            }
             rows = _in_a_process(cfg, dist.get_world_size(), question)
             seconds = time.perf_counter() - started
             logger.info("batch search · predicted to fit: %d rows (%.0f s)", rows, seconds)
