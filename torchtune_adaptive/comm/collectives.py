@@ -68,8 +68,8 @@ def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterat
             if not is_lost():
                 raise
             raise RanksPartedError(
-                f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: start again from "
-                "the last checkpoint if there is one; NCCL takes no memory of the allocator's for that"
+                f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
+                "last checkpoint, if there is one; NCCL does not need this memory"
             ) from error
         failed = f"{what} failed on rank {rank()} ({error})"
         # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays
