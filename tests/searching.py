@@ -1,5 +1,6 @@
 """A small model whose training step is searched, and brute force, which is the judge."""
 
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,13 +164,16 @@ class Trained:
         return sum(losses)
 
 
-def measured_peaks(trained: Trained, meter: MemoryMeter, sizes: Iterable[int]) -> list[list[int]]:
-    """Collective: what a training step with accumulation needs, on each rank, with each number of rows."""
+def measured_peaks(
+    trained: Trained, meter: MemoryMeter, sizes: Iterable[int], *, whole_step_rows: float = math.inf
+) -> list[list[int]]:
+    """Collective: what a training step needs, on each rank, with each number of rows: two microbatches of them, or one
+    where that is a whole step."""
     trained.train([1])
     peaks = []
     for rows in sizes:
         meter.reset_peak()
-        trained.train([rows, rows])
+        trained.train([rows] if rows >= whole_step_rows else [rows, rows])
         peaks.append(meter.peak_bytes)
     if not dist.is_initialized():
         return [peaks]

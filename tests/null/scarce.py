@@ -30,12 +30,13 @@ ROWS = 8
 class Scarcity(FaultInjector):
     """From a chosen operation to the end of its pass, everything on the card is in use, to the last block.
 
-    But not while a collective is issued: gloo makes copies on the card then, which NCCL does not, and where those do
-    not fit no rank can go on.
+    But not while a collective is issued, unless `in_collectives`: gloo makes copies on the card then, which NCCL does
+    not, and an all-gather that has no room for them ends the run.
     """
 
-    def __init__(self, runner: StepRunner[Any]) -> None:
+    def __init__(self, runner: StepRunner[Any], *, in_collectives: bool = False) -> None:
         super().__init__(runner)
+        self._in_collectives = in_collectives
         self.live_bytes: list[int] = []
         """At the beginning of each microbatch."""
         self._scarce, self._hog = False, list[torch.Tensor]()
@@ -45,7 +46,7 @@ class Scarcity(FaultInjector):
             super().tick(operation)
         except torch.OutOfMemoryError:
             self._scarce = True
-        if operation.startswith("c10d"):
+        if operation.startswith("c10d") and not self._in_collectives:
             self._let_go()
         elif self._scarce and not self._hog:
             self._hog = everything_left()
@@ -167,6 +168,16 @@ def sweep(kind: str, folder: str, every: int, expandable: bool, overrides: tuple
         for stage in bench.stages
         for operation in range(1, len(bench.operations(stage)) + 1, every)
     ]
+
+
+def in_a_collective(kind: str, folder: str, name: str) -> int:
+    """Collective: recoveries of a step in which rank 0's card is full while gloo issues a collective."""
+    bench = Bench(kind, folder)
+    bench.step()
+    runner = bench.stages.training
+    at = next(n for n, each in enumerate(bench.operations(""), 1) if name in each)
+    with Scarcity(runner, in_collectives=True).fail_at(rank=0, step=bench.number + 1, operation=at):
+        return runner.run(bench.samples, step=bench.number + 1).recoveries
 
 
 def in_the_update(kind: str, folder: str) -> str:

@@ -3,7 +3,7 @@
 import math
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
@@ -59,13 +59,19 @@ def is_aside(group: dist.ProcessGroup) -> bool:
 
 
 @contextmanager
-def explaining_failures(what: str) -> Iterator[None]:
-    """Turns any error of a collective, other than running out of memory, into one that says what it means."""
+def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterator[None]:
+    """Turns any error of a collective into one that says what it means, except running out of memory before the
+    collective `is_lost`."""
     try:
         yield
     except Exception as error:
         if is_oom(error):
-            raise
+            if not is_lost():
+                raise
+            raise RanksPartedError(
+                f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
+                "last checkpoint, if there is one; NCCL does not need this memory"
+            ) from error
         failed = f"{what} failed on rank {rank()} ({error})"
         # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays
         # undone.

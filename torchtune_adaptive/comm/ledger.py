@@ -203,10 +203,15 @@ class CollectiveLedger:
         # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
         wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
         learns = self._is_last(self._number) not in self._record.schedules
-        before = self._messages() if learns else 0
+        before, position = self._messages() if learns or wait_here else 0, self.position
+
+        def is_lost() -> bool:
+            # gloo numbers an all-gather before it finds no room for its copies on a GPU: no other can take its place
+            return wait_here and self.position == position and self._messages() != before
+
         self._issuing = True
         try:
-            with explaining_failures("an FSDP collective"):
+            with explaining_failures("an FSDP collective", is_lost):
                 work = call(async_op=async_op or wait_here)
                 self.position += 1
                 if learns:

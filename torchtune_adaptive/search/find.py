@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -28,6 +29,7 @@ def find_max_batch_size(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
+    whole_step_rows: int | None = None,
     progress: OnProbe | None = None,
 ) -> SearchResult:
     """Collective: the most rows that every step can train with on every rank, the same number on all of them.
@@ -36,20 +38,29 @@ def find_max_batch_size(
     training. Call it between two training steps, when gradients are None. It leaves parameters, buffers, optimizer
     state and random generators bitwise as they were, and the device's peak reset.
 
-    `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments are those of
-    `search`. Raises OneRowDoesNotFitError, the same on every rank.
+    From `whole_step_rows` on a step is one microbatch, which holds no gradients of an earlier one; by default every
+    step has several. `memory` is the GPU's by default; on a CPU, a MemoryMeter that is in force. The other arguments
+    are those of `search`. Raises OneRowDoesNotFitError, the same on every rank.
     """
-    with _probing(_named(steps), memory, strategy) as prober:
-        room = prober.warm_up()
-        return search(
-            partial(_measure, prober, progress),
-            room,
-            refuse=prober.refuse,
-            strategy=strategy,
-            round_to=round_to,
-            max_rows=max_rows,
-            samples_per_step=samples_per_step,
-        )
+    named = _named(steps)
+    with _probing(named, memory, strategy) as prober:
+        options: dict[str, Any] = {
+            "room": prober.warm_up(),
+            "refuse": prober.refuse,
+            "strategy": strategy,
+            "round_to": round_to,
+            "max_rows": max_rows,
+            "samples_per_step": samples_per_step,
+        }
+        if not any(step.runner.trains for step in named.values()):
+            return replace(search(partial(_measure, prober, progress, accumulates=False), **options), accumulates=False)
+        if whole_step_rows is not None:
+            alone = partial(_measure, prober, progress, accumulates=False)
+            found = search(alone, **options, least_rows=whole_step_rows)
+            if found.rows >= whole_step_rows:
+                return replace(found, accumulates=False, reason=f"{found.reason}; a step is one microbatch")
+        found = search(partial(_measure, prober, progress), **options)
+        return replace(found, reason=f"{found.reason}; beside accumulated gradients")
 
 
 def profile_memory(
@@ -103,11 +114,13 @@ def _probing(steps: Mapping[str, TrainingStep[Any]], memory: MemorySource | None
     memory.reset_peak()
 
 
-def _measure(prober: Prober, progress: OnProbe | None, rows: int, length: int | None = None) -> Peak:
+def _measure(
+    prober: Prober, progress: OnProbe | None, rows: int, length: int | None = None, *, accumulates: bool = True
+) -> Peak:
     """Collective: the agreed peak of a microbatch."""
     if progress is not None:
         progress(rows, None)
-    peak = prober.measure(rows, length)
+    peak = prober.measure(rows, length, accumulates=accumulates)
     if progress is not None:
         progress(rows, peak)
     return peak

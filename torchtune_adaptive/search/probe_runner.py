@@ -1,8 +1,8 @@
 """Runs training steps at their worst, and measures what they need on all ranks.
 
-A probe runs one microbatch of the shortest sample, which leaves accumulated gradients behind, then one with so many
-copies of the longest sample, then the update. Hooks read the peak of each phase (memory/phases.py). One collective
-makes the peaks of all ranks one `Peak`.
+A probe runs one microbatch of the shortest sample, which leaves gradients behind, unless a step is one microbatch; then
+one with so many copies of the longest sample, then the update. Hooks read the peak of each phase (memory/phases.py).
+One collective makes the peaks of all ranks one `Peak`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -155,19 +155,21 @@ class Prober:
                 *NEEDS_LESS,
             )
 
-    def measure(self, rows: int, length: int | None = None) -> Peak:
-        """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to."""
+    def measure(self, rows: int, length: int | None = None, *, accumulates: bool = True) -> Peak:
+        """Collective: the same peak on every rank. `length` is the worst sample's, or what that is cut to; a step that
+        `accumulates` holds gradients of an earlier microbatch."""
         self._samples = {name: step.sample_of(length) for name, step in self._steps.items()}
-        self._probe_rows(rows)
+        self._probe_rows(rows, accumulates=accumulates)
         if self._failed:
             return Peak({}, fits=False, seconds=max(report.seconds for report in self._reports))
         return agreed_peak([": ".join(filter(None, phase)) for phase in self._phases], self._reports)
 
-    def _probe_rows(self, rows: int) -> None:
-        steps = self._steps.items()
-        self._probe(
-            rows, {n: [[step.runner.kind.stand_in(step.sample)], [self._samples[n]] * rows] for n, step in steps}
-        )
+    def _probe_rows(self, rows: int, *, accumulates: bool = True) -> None:
+        microbatches = {name: [[sample] * rows] for name, sample in self._samples.items()}
+        if accumulates:
+            for name, step in self._steps.items():
+                microbatches[name].insert(0, [step.runner.kind.stand_in(step.sample)])
+        self._probe(rows, microbatches)
 
     def _probe(self, rows: int, microbatches: Mapping[str, list[list[Any]]]) -> None:
         """Collective: probes, and once more if not even one row fits, which ends a run: what was in the way may pass,

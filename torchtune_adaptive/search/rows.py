@@ -38,6 +38,8 @@ class SearchResult:
     """Rows of a microbatch that were chosen."""
     reason: str
     """Why not more: what `rows` was rounded from, what did not fit, or which bound it met."""
+    accumulates: bool = True
+    """Whether the probes held gradients of an earlier microbatch."""
 
     @property
     def out_of_memory_count(self) -> int:
@@ -53,20 +55,20 @@ def search(
     round_to: str = "power_of_two",
     max_rows: int | None = None,
     samples_per_step: int | None = None,
+    least_rows: int = 0,
 ) -> SearchResult:
     """The largest rows, rounded down, that `measure` accepts within the room's budget.
 
     `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
     `samples_per_step` is what `divisor` divides. What is resident, which every point of a step needs whatever its rows,
-    lets `linear` go further at once.
-    Where one row does not fit, raises what `refuse` makes of it.
+    lets `linear` go further at once. Where one row does not fit, raises what `refuse` makes of it. Ends early once fewer than `least_rows` are expected.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)
     most = MAX_ROWS if max_rows is None else max_rows
     history = History(room.budget_bytes, rungs, most, room.resident_bytes)
-    while (rows := STRATEGIES[strategy](history)) is not None:
+    while history.may_reach(least_rows) and (rows := STRATEGIES[strategy](history)) is not None:
         probe = Probe(rows=rows, peak=measure(rows))
         history = history.plus(probe)
         if rows == 1 and not probe.accepted(room.budget_bytes):

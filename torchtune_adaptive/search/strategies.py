@@ -60,6 +60,15 @@ class History:
         promised = min((line.rows_within(self.budget_bytes) for line in lines), default=self.fit_rows)
         return min(promised, self.max_rows)
 
+    def may_reach(self, rows: int) -> bool:
+        """Whether so many may fit, as far as measurements and a prediction tell."""
+        below = self.too_many - 1
+        if len({probe.rows for probe in self.probes if probe.peak.fits}) > 1:
+            below = min(below, floor(self.predicted_rows))
+        elif self.expected_rows and not self.probes:
+            below = min(below, self.expected_rows)
+        return self.rung_at_most(below) >= rows
+
     def rung_at_most(self, rows: float) -> int:
         index = bisect_right(self.rungs, floor(rows))
         return self.rungs[index - 1] if index else 0

@@ -100,6 +100,21 @@ def test_a_head_that_takes_over_later_does_not_mislead():
     assert len(result.probes) <= 4
 
 
+def search_whole_steps() -> list[SearchResult]:
+    """Within a budget for 12 rows alone, or for 10 beside gradients of an earlier microbatch; rank 0 has more."""
+    with MemoryMeter() as meter:
+        trained = Trained(Shape(vocabulary=64, dim=64, hidden=512))
+        need = measured_peaks(trained, meter, (12, 13), whole_step_rows=1)[1]
+        budgets = [2 * need[0], (need[0] + need[1]) // 2]
+        return [search_on_rank(trained, meter, budgets, whole_step_rows=rows) for rows in (12, 13)]
+
+
+def test_all_ranks_agree_on_whether_a_step_is_one_microbatch():
+    found, same = run_on_ranks(2, search_whole_steps, timeout_s=100)
+    assert found == same
+    assert [(each.rows, each.accumulates) for each in found] == [(12, False), (10, True)]
+
+
 def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], Any]:
     with MemoryMeter() as meter:
         trained = Trained(Shape(dim=31, hidden=33, offload=offload))  # uneven shards

@@ -48,6 +48,22 @@ def test_a_phase_that_takes_over_later_does_not_mislead():
     assert len(linear.probes) <= 4
 
 
+@pytest.mark.parametrize("strategy", ["linear", "binary"])
+@pytest.mark.parametrize(("whole_step_rows", "rows"), [(1, 12), (10, 12), (12, 12), (13, 9), (None, 9)])
+def test_gradients_of_an_earlier_microbatch_are_held_only_where_a_step_has_several(
+    strategy: str, whole_step_rows: int | None, rows: int
+):
+    with MemoryMeter() as meter:
+        trained = Trained(Shape(vocabulary=64, dim=64, hidden=512))  # gradients take as much as three rows
+        alone = measured_peaks(trained, meter, SIZES, whole_step_rows=1)
+        budget = between(alone[0], 12)
+        assert brute_force(measured_peaks(trained, meter, SIZES), [budget]) == 9
+        found = search_within(trained.step(), meter, budget, strategy=strategy, whole_step_rows=whole_step_rows)
+    assert found.rows == rows
+    assert found.accumulates == (rows == 9)
+    assert ("beside accumulated gradients" if found.accumulates else "a step is one microbatch") in found.reason
+
+
 def test_without_boundaries_the_answer_is_the_same():
     with MemoryMeter() as meter:
         trained = Trained(HEAD_DOMINATED, cut=False)

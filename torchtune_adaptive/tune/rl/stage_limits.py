@@ -180,6 +180,7 @@ def _request(
         data=parts.data,
         kind=parts.data.kind,
         record=record,
+        whole_step_rows=samples_of_stage(stage, parts.ppo),
         stage=stage,
         folder=(stage + " layer by layer" * layer_by_layer).replace(" ", "_"),
     )

@@ -18,7 +18,13 @@ from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLi
 from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.parts.preference_stages import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
-from torchtune_adaptive.tune.run.epochs import announce, build_increase_function, end_of_begun_epoch, size_epochs
+from torchtune_adaptive.tune.run.epochs import (
+    announce,
+    build_increase_function,
+    end_of_begun_epoch,
+    size_epochs,
+    whole_step_rows,
+)
 from torchtune_adaptive.tune.run.fitting import FitRequest, forward_step, rows_that_fit, training_step
 from torchtune_adaptive.tune.run.longest_sample import worst_sample
 from torchtune_adaptive.tune.run.run_parts import RunParts, restore_limits
@@ -60,7 +66,7 @@ class Parts(RunParts):
         sample = worst_sample(self.settings.config, self.data, self.kind, length)
         return {**sample, KEPT: torch.zeros(2)} if self.trains == POLICY else sample
 
-    def fit_request(self, memory: MemorySource | None) -> FitRequest:
+    def fit_request(self, memory: MemorySource | None, whole_step_rows: int | None) -> FitRequest:
         return FitRequest(
             settings=self.settings,
             memory=memory,
@@ -68,12 +74,13 @@ class Parts(RunParts):
             data=self.data,
             kind=self.kind,
             record=self.journal.search,
+            whole_step_rows=whole_step_rows,
             stage=self.trains,
         )
 
     def fit_reference(self, memory: MemorySource | None) -> FitRequest:
         """What has to fit in the stage before training."""
-        training = self.fit_request(memory)
+        training = self.fit_request(memory, None)
         return replace(training, worst_step=self.worst_reference_step, stage=REFERENCE, folder="reference")
 
     def limits(self) -> SavedLimits:
@@ -114,7 +121,7 @@ def plot_course(parts: Parts, progress: Progress) -> tuple[Course, Progress]:
     with parts.limited_memory() as memory, data.naming_bad_samples(parts.model, last=1):
         progress = _with_dataset(progress, len(data.dataset))
         open_record(parts, progress)
-        request = parts.fit_request(memory)
+        request = parts.fit_request(memory, whole_step_rows(settings, progress))
         rows = rows_that_fit(request)
         left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
         before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.place.ranks)

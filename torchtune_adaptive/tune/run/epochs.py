@@ -56,6 +56,17 @@ def size_epochs(
         )
 
 
+def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
+    """Rows from which on a step of every epoch is one microbatch; None: it may have several whatever the rows."""
+    adaptive, rows = settings.adaptive, settings.samples_per_step
+    grows = settings.config.get("batch_increase_function") is not None
+    if grows or adaptive.accumulation == "fixed":
+        if settings.gradient_accumulation_steps > 1 or (grows and adaptive.beyond_memory == "accumulate"):
+            return None
+        rows = settings.batch_size if grows else 1
+    return rows if progress.begun is None else max(rows, progress.begun.samples_per_step)
+
+
 def check_growth(function: Increase, settings: Settings) -> None:
     """Refuses a function that no run could ask, whatever its dataset: every epoch is asked for, and has one step."""
     with _naming_the_key():

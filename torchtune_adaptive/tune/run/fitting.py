@@ -56,6 +56,8 @@ class FitRequest:
     """The data's, as this run plans it: padded or not."""
     record: Callable[[Event], None]
     """Writes an event into the record of the run."""
+    whole_step_rows: int | None
+    """Rows from which on a step is one microbatch; None: it may have several whatever the rows."""
     stage: str = ""
     """The stage that has to fit, where a step has several."""
     folder: str = ""
@@ -106,13 +108,19 @@ def search_batch_size(request: FitRequest, memory: MemorySource, most_rows: int)
                 round_to=adaptive.round_to,
                 max_rows=most_rows,
                 samples_per_step=request.settings.samples_per_step,
+                whole_step_rows=request.whole_step_rows,
                 progress=progress,
             )
 
     search = Measuring(
         kind=SearchResult,
         measure=measure,
-        options={"strategy": adaptive.search, "round_to": adaptive.round_to, "max_rows": most_rows},
+        options={
+            "strategy": adaptive.search,
+            "round_to": adaptive.round_to,
+            "max_rows": most_rows,
+            "whole_step_rows": request.whole_step_rows,
+        },
         table=partial(search_table, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         draw=partial(draw_search, sequence_length=step.length, stage=request.stage, sample=request.kind.noun),
         event=partial(search_event, sequence_length=step.length, stage=request.stage),

@@ -72,6 +72,7 @@ def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.Monk
         data=nothing,
         kind=JOINED,
         record=nothing,
+        whole_step_rows=None,
         stage="policy",
     )
     search: Any = fitting.Measuring(

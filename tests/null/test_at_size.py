@@ -1,0 +1,43 @@
+"""What a search and the governor decide on torch's own allocator, for layers of their real size."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.null.at_size import budgeted, crowded, drift, searched
+from tests.null.processes import OnNull
+from torchtune_adaptive.limits.change import THRASHING, TRIAL
+
+LAYERS, MEMORY = 4, 24 * 10**9
+SEGMENTS = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])
+
+
+@SEGMENTS
+def test_a_search_finds_the_most_rows_whose_steps_never_flush_the_cache(on_null: OnNull, expandable: bool) -> None:
+    found = on_null(searched, LAYERS, MEMORY, 5, expandable)
+    assert found.flushes[found.rows] == 0
+    assert found.flushes[found.rows + 1] != 0
+
+
+@SEGMENTS
+def test_steps_of_mixed_lengths_reserve_what_one_of_the_longest_did(on_null: OnNull, expandable: bool) -> None:
+    found = on_null(drift, LAYERS, 8, 20, expandable)
+    assert max(found.reserved_bytes) <= 1.01 * found.probe_reserved_bytes
+
+
+def test_a_token_budget_that_was_measured_trains_without_running_out_of_memory(on_null: OnNull) -> None:
+    found = on_null(budgeted, LAYERS, MEMORY, 2, False)
+    assert found.recoveries == 0
+    assert found.reserved_bytes > 0.9 * MEMORY
+
+
+@pytest.mark.parametrize(
+    ("flush_s", "microbatch_s", "rows"), [(0.3, 0, 8), (0, 0.3, 12)], ids=["flushes are slow", "flushes are fast"]
+)
+def test_two_steps_with_flushes_lead_to_a_trial_and_to_the_faster_size(
+    on_null: OnNull, flush_s: float, microbatch_s: float, rows: int
+) -> None:
+    found = on_null(crowded, LAYERS, MEMORY, 12, flush_s, microbatch_s)
+    assert min(found.flushes[:2]) > 0
+    assert found.changes == [THRASHING, TRIAL]
+    assert found.rows == rows
