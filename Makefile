@@ -15,7 +15,7 @@ export OMP_NUM_THREADS := 1
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
 VERSIONS ?= 2.11.0 2.13.0 2.14.1
 
-.PHONY: demo demo-dpo demo-ppo test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
+.PHONY: demo demo-rehearse demo-dpo demo-ppo test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
 
 demo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config adaptive/demo/full
@@ -30,6 +30,11 @@ demo-dpo: $(READY)
 # reinforcement learning (PPO): the mean reward rises from 0.05 to above 0.3
 demo-ppo: $(READY)
 	$(BIN)/tune run --nproc_per_node 2 adaptive_ppo_full_finetune_distributed --config adaptive/demo/ppo
+
+# Llama 3.1 8B as one of eight GPUs of 80 GB that are not there: 1 row fits, 2 do not
+demo-rehearse: $(READY)
+	$(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
+	! $(BIN)/tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 2 2>/dev/null
 
 # what every change has to pass, in under 6 minutes on two quiet cores: lint, types, what starts no run, one run of each
 # thing that README promises and one fault of each kind (tests/promises.txt)
@@ -55,7 +60,7 @@ test-gpu: $(READY)
 
 # torch's own CUDA code over a device that computes nothing; needs a CUDA build of torch and a C compiler, no GPU
 test-null: $(READY)
-	$(BIN)/python -m pytest tests/null
+	$(BIN)/python -m pytest tests/null tests/rehearse tests/forecast
 
 # forecasts beside published figures, in about five minutes; `make test-all` asks for one of them
 published: $(READY)

@@ -1,8 +1,8 @@
-"""What only a GPU can tell, in three tables.
+"""What only a GPU can tell, in two tables.
 
     python -m benchmarks.gpu [--steps 150]
 
-Plan: what adaptive_plan predicts beside what is allocated and reserved. Throughput: the found size beside the powers of
+Throughput: the found size beside the powers of
 two around it. Fragmentation: steps of mixed lengths at the size that a search finds for a margin; what the allocator
 reserves beyond the peak, how often it flushes its cache, and what that costs. The last one is what FRAGMENTATION in
 memory/device.py rests on.
@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 
 from benchmarks.results import save, table
-from tests.gpu import test_plan, test_search
+from tests.gpu import test_search
 from tests.gpu.real_steps import GIB, build, demo, fresh_processes, limit, live_bytes, metered, samples_of, use
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import find_max_batch_size
@@ -28,28 +28,23 @@ from torchtune_adaptive.memory import release
 
 Row = dict[str, Any]
 
+DTYPE = {"cpu": "fp32", "cuda": "bf16"}
+SIZES: dict[str, dict[str, int]] = {
+    "cpu": {},
+    "cuda": {
+        "num_layers": 4,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "embed_dim": 2048,
+        "intermediate_dim": 8192,
+        "vocab_size": 128_256,
+    },
+}
 MARGINS = (0.0, 0.05, 0.1, 0.15)
 ROOM_GIB = 10
 """Above what is resident: what a search fills, and what the limit leaves."""
 TOKENS = 1024
 """Tokens of the longest sample; few enough for a margin to be worth some rows."""
-
-
-def plan_rows(device: str) -> list[Row]:
-    with test_plan.comparisons(device) as found:
-        return [_plan_row(case, comparison.result()) for case, comparison in found.items()]
-
-
-def _plan_row(case: test_plan.Case, found: test_plan.Compared) -> Row:
-    return {
-        "case": str(case),
-        "planned GiB": found.planned_bytes / GIB,
-        "allocated GiB": found.allocated_bytes / GIB,
-        "error": found.allocated_error,
-        "planned reserved GiB": found.planned_reserved_bytes / GIB,
-        "reserved GiB": found.reserved_bytes / GIB,
-        "error of reserved": found.reserved_error,
-    }
 
 
 def throughput_rows(device: str) -> list[Row]:
@@ -77,7 +72,7 @@ def fragmentation_rows(device: str, steps: int) -> list[Row]:
 
 def train_mixed(name: str, margin: float, limited: bool, steps: int) -> Row:
     """Collective: steps of two microbatches' worth of samples, whose lengths are those of instruction data."""
-    step = build(demo("full", name, f"dtype={test_plan.DTYPE[name]}", **test_plan.SIZES[name]), use(name))
+    step = build(demo("full", name, f"dtype={DTYPE[name]}", **SIZES[name]), use(name))
     with metered(step) as memory, mock.patch("torchtune_adaptive.memory.device.FRAGMENTATION", margin):
         step.train(1, TOKENS)
         release()
@@ -119,7 +114,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu measures a GPU, and there is none")
     tables: dict[str, Callable[[], list[Row]]] = {
-        "gpu_plan": lambda: plan_rows("cuda"),
         "gpu_throughput": lambda: throughput_rows("cuda"),
         "gpu_fragmentation": lambda: fragmentation_rows("cuda", steps),
     }

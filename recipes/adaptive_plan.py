@@ -34,7 +34,8 @@ def main(cfg: DictConfig) -> None:
             if question.plan.format == "table":
                 print(advice.text(tried))
                 best = next((one.found for one in tried if one.found.fits), None)
-                print(*[f"train the first with: {answer.command(best.question, best.rows)}"] * bool(best), sep="\n")
+                if best is not None:
+                    print(f"train the first with: {answer.command(best.question, best.rows)}")
     if question.plan.format == "json":
         print(answer.as_json(answers, [one.as_row() for one in tried]))
 

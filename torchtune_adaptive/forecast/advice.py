@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -41,7 +42,8 @@ def advise(question: Question) -> Iterator[Tried]:
             continue
         try:
             tried = Tried(overrides, measure(candidate))
-        except AdaptiveError:  # the recipe does not take these together
+        except AdaptiveError as error:
+            print(f"{' '.join(overrides)}: {str(error).splitlines()[0]}", file=sys.stderr)
             continue
         if tried.found.fits or question.plan.advise:
             yield tried

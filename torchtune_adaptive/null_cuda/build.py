@@ -84,9 +84,16 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     if not compiler or not shutil.which(compiler[0]) or not nm:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
     major, minor = cuda.split(".")[:2]
-    ask = "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version())"
-    libraries = _run(sys.executable, "-c", ask).split()
-    versions = {"CUDA": f"{major}0{minor}0", **dict(zip(_LIBRARIES, libraries, strict=True))}
+    ask = (
+        "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version()); "
+        "print(torch._C._cuda_getArchFlags())"
+    )
+    libraries, architectures = _run(sys.executable, "-c", ask).splitlines()[-2:]
+    versions = {
+        "CUDA": f"{major}0{minor}0",
+        "ARCHITECTURES": ",".join(re.findall(r"sm_(\d+)", architectures)),
+        **dict(zip(_LIBRARIES, libraries.split(), strict=True)),
+    }
     (folder / "stubs.c").write_text(_stubs(_wanted(nm, torch_folder) - _written_out()))
     _run(
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",

@@ -64,10 +64,18 @@ API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void *
 }
 API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
 API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
+// A card runs the newest kernels torch has for it or for an older card. CUB refuses any other version.
+static int version_of_kernels(void) {
+  static const int built[] = {ARCHITECTURES};
+  int wanted = card()->major * 10 + card()->minor, best = built[0];
+  for (size_t i = 0; i < sizeof built / sizeof *built; i++)
+    if (built[i] <= wanted && built[i] > best) best = built[i];
+  return best;
+}
 API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
   memset(out, 0, 144);
   *(int *)(out + 24) = 1024, *(int *)(out + 28) = 32;
-  *(int *)(out + 32) = *(int *)(out + 36) = card()->major * 10 + card()->minor;
+  *(int *)(out + 32) = *(int *)(out + 36) = version_of_kernels();
   return SUCCESS;
 }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out) { return *out = 2, SUCCESS; }

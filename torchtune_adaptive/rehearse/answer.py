@@ -68,7 +68,7 @@ class Rehearsed:
             return f"no answer: signal {-self.status} ended the script in step {len(self.steps) + 1}"
         if self.status:
             why = self.rest.get("error") or f"it ended with status {self.status}"
-            return f"no answer: the script failed in step {len(self.steps) + 1}, not for want of memory: {why}"
+            return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
         if not self.steps:
             return "no answer: no optimizer took a step in the script's own process"
         most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
@@ -89,7 +89,7 @@ class Rehearsed:
                 for each in self._shown()
             ]
             left_out = len(self.steps) - len(self._shown())
-            lines += [f"  {left_out} steps that need no more are left out"] if left_out else []
+            lines += [f"  {left_out} steps not shown: no new peak, no flush"] if left_out else []
         if (error := self.out_of_memory) is not None:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
@@ -99,12 +99,12 @@ class Rehearsed:
                 f"requested {_size(error['asked_bytes'])}; "
                 f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
             ]
-            lines += [f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items()]
+            lines += [f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200]
         if self.steps or self.errors:
             lines += [
                 "",
-                f"{_gib(self.overhead_bytes)} GiB more are for CUDA's context, NCCL and libraries (--memory-overhead)",
-                "no kernel ran: losses are 0, and no decision that depends on values was rehearsed",
+                f"not counted: {_size(self.overhead_bytes)} for CUDA's context, NCCL and libraries (--memory-overhead)",
+                "no kernel ran: every loss is 0, and branches on values may differ in training",
             ]
         return "\n".join(lines)
 

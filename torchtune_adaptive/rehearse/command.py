@@ -24,16 +24,16 @@ _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="the rank to be (default: 0)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to rehearse (default: 0)")
     parser.add_argument("--gpu", choices=sorted(GPUS), metavar="NAME", help=f"the card: {', '.join(sorted(GPUS))}")
     parser.add_argument("--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: h100)")
     parser.add_argument(
         "--memory-overhead", type=_bytes, metavar="MEMORY",
         help="the CUDA context's, NCCL's and libraries' share of it (default: 3GiB; one rank 1GiB)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"end after so many (default: {STEPS}); 0: never")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="of the answer on standard output")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the steps into this file")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"stop after N steps (default: {STEPS}; 0: run to the end)", metavar="N")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the steps, for example plan.png")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")
 
 

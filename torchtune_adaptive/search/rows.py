@@ -62,7 +62,8 @@ def search(
     `measure` is called with the same rows on every rank and must return the same agreed Peak on each: phases
     as the maximum over ranks, against a budget that is the minimum. `decrease` starts at `max_rows`;
     `samples_per_step` is what `divisor` divides. What is resident, which every point of a step needs whatever its rows,
-    lets `linear` go further at once. Where one row does not fit, raises what `refuse` makes of it. Ends early once fewer than `least_rows` are expected.
+    lets `linear` go further at once. Where one row does not fit, raises what `refuse` makes of it. Ends early once
+    fewer than `least_rows` are expected.
     """
     check_choice("strategy", strategy, STRATEGIES)
     rungs = rungs_up_to(max_rows, round_to, samples_per_step)

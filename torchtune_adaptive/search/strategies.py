@@ -61,12 +61,10 @@ class History:
         return min(promised, self.max_rows)
 
     def may_reach(self, rows: int) -> bool:
-        """Whether so many may fit, as far as measurements and a prediction tell."""
+        """Whether so many may fit, as far as measurements tell."""
         below = self.too_many - 1
         if len({probe.rows for probe in self.probes if probe.peak.fits}) > 1:
             below = min(below, floor(self.predicted_rows))
-        elif self.expected_rows and not self.probes:
-            below = min(below, self.expected_rows)
         return self.rung_at_most(below) >= rows
 
     def rung_at_most(self, rows: float) -> int:

@@ -152,7 +152,7 @@ def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
     assert sys.argv == before
     assert "key=value, got lr" in refused(capsys, "print", str(mine), "lr")
     assert "is a recipe" in refused(capsys, "print", "adaptive_plan", "a=2")
-    assert "def predict_one" in told(capsys, "print", "adaptive_plan")[1]
+    assert "def wants_advice" in told(capsys, "print", "adaptive_plan")[1]
 
 
 @pytest.mark.parametrize("before", [None, "mine: 1\n"], ids=["new", "replaced"])

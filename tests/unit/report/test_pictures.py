@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import subprocess
 import sys
@@ -14,14 +13,12 @@ import pytest
 
 from tests.pictures import cut_off, is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB, example, failing, profiled
-from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, Change
 from torchtune_adaptive.report.journal import EPOCH, START, STEPS_FILE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import (
     MARKS,
     REPORT_FILE,
     SEARCH_PICTURE,
-    check_drawable,
     draw_profile,
     draw_run,
     draw_search,
@@ -279,20 +276,3 @@ def test_the_command_draws_what_can_be_read_and_says_what_is_left_out(tmp_path: 
     assert ended.returncode == 0, ended.stderr
     assert f"{tmp_path / STEPS_FILE}: 2 of 32 lines cannot be read and are skipped" in ended.stderr
     assert is_drawn(tmp_path / REPORT_FILE)
-
-
-@pytest.mark.parametrize(
-    "name", ["plan.xyz", "/proc/none/plan.png", "/proc/plan.png", "folder", "plan.png/plan.png", "pipe"]
-)
-def test_a_picture_that_cannot_be_saved_is_refused(tmp_path: Path, name: str) -> None:
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "plan.png").touch()
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=f"picture is '.*{name}'"):
-        check_drawable(tmp_path / name, "picture")
-
-
-@pytest.mark.parametrize("name", ["plan.png", "plan.SVG", "new/folder/plan.pdf", "plan"])
-def test_a_picture_that_can_be_saved_is_not_refused_and_nothing_is_left_behind(tmp_path: Path, name: str) -> None:
-    check_drawable(tmp_path / name, "picture")
-    assert list(tmp_path.iterdir()) == []

@@ -102,8 +102,7 @@ class _SumsOfParts(torch.autograd.Function):
     """The sum over each of the parts of one row; not by `index_add`, which adds up in another order each time on a GPU,
     nor by `segment_reduce`, which adds one number after another: of 4096 it loses a digit that `sum` keeps.
 
-    It takes one block of memory, however many parts there are: a program with a block for each of them would be another
-    for every number of pairs, and no prediction could be made of it.
+    It takes one block of memory, however many parts there are.
     """
 
     @staticmethod

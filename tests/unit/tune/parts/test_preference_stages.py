@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 from omegaconf import OmegaConf
-from torchtune_adaptive.prediction.recorder import Recorder
 
 from tests.unit.tune.settings import NEEDED
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.which_recipe import keeps_reference, trains_on_pairs
+from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, trains_on_pairs
 from torchtune_adaptive.limits.padded_plan import Load
 from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
@@ -181,13 +180,3 @@ def testsums_of_rows_one_after_another_are_those_of_each_and_so_are_their_gradie
     (sums * weights).sum().backward()
     (expected * weights).sum().backward()
     assert torch.equal(ours.grad, theirs.grad)
-
-
-def testsums_of_rows_one_after_another_take_as_many_blocks_for_few_as_for_many() -> None:
-    def events(rows: int) -> int:
-        values = torch.ones(1, 2 * rows, requires_grad=True)
-        with Recorder({}) as recorder:
-            sums_of_rows(values, [2] * rows).sum().backward()
-        return recorder.events
-
-    assert events(2) == events(6)

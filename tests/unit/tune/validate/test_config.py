@@ -278,7 +278,7 @@ def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
     assert_refused(validate(*question, "world_size=8"), ["memory_limit is null"])
     assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])
-    assert_refused(validate(*question, "memory_limit=h10"), ["memory_limit is 'h10'", "h100"])
+    assert_refused(validate(*question, "memory_limit=h10"), ["cannot read 'h10'", "h100"])
     assert_refused(validate(*question, "memory_limit=2GiB", "world_size=8"), ["nothing is left for tensors"])
     assert_refused(validate(*question, "memory_limit=h100", "device=cpu"), ["device is cpu", "device=cuda"])
     both = ("adaptive.token_budget=auto", "use_maximum_batch_size=True")
