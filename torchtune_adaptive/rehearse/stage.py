@@ -73,6 +73,8 @@ def _send_nothing(rank: int, ranks: int) -> None:
     _replace(torch_rendezvous, rendezvous)
     _replace(made, new_group)
     _replace(dist.broadcast_object_list, broadcast_object_list)
+    # under a fake group a mesh would not make LOCAL_RANK's device the current one
+    torch.distributed.device_mesh.get_backend = lambda *_: "nccl"
 
     made_parallel = DistributedDataParallel.__init__
 

@@ -39,10 +39,13 @@ class StepWriter:
         self._reading = Usage()
 
     def __enter__(self) -> None:
-        torch.cuda.init()
+        # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
+        torch.cuda._lazy_call(self._cuda_starts)
+        register_optimizer_step_post_hook(self._optimizer_stepped)
+
+    def _cuda_starts(self) -> None:
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
         torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
-        register_optimizer_step_post_hook(self._optimizer_stepped)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._stepped:
