@@ -84,9 +84,10 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     if not compiler or not shutil.which(compiler[0]) or not nm:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
     major, minor = cuda.split(".")[:2]
-    ask = "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version())"
-    libraries = _run(sys.executable, "-c", ask).split()
-    versions = {"CUDA": f"{major}0{minor}0", **dict(zip(_LIBRARIES, libraries, strict=True))}
+    ask = "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version(), *torch.cuda.get_arch_list())"
+    found = _run(sys.executable, "-c", ask).split()
+    codes = ",".join(code.removeprefix("sm_") for code in found[len(_LIBRARIES) :] if re.fullmatch(r"sm_\d+", code))
+    versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_LIBRARIES, found, strict=False))}
     (folder / "stubs.c").write_text(_stubs(_wanted(nm, torch_folder) - _written_out()))
     _run(
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
@@ -106,7 +107,7 @@ def _wanted(nm: str, torch_folder: Path) -> set[str]:
     triton = find_spec("triton")
     if triton and triton.submodule_search_locations:
         for source in Path(triton.submodule_search_locations[0]).glob("backends/nvidia/driver.c"):
-            names |= set(re.findall(r"\bcu[A-Z]\w+(?=\s*\()", source.read_text()))
+            names |= set(re.findall(r"\bcu[A-Z]\w+(?=\s*[()])", source.read_text()))
     return {name for name in names if _NVIDIAS.match(name) and name.isidentifier()}
 
 

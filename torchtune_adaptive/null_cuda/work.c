@@ -65,9 +65,13 @@ API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void *
 API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
 API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
 API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
+  static const int codes[] = {CODES}; // those that torch was compiled for: a card of 8.9 runs what is for 8.6, and CUB asks which
+  int code = codes[0];
+  for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
+    if (codes[i] <= card()->major * 10 + card()->minor) code = codes[i];
   memset(out, 0, 144);
   *(int *)(out + 24) = 1024, *(int *)(out + 28) = 32;
-  *(int *)(out + 32) = *(int *)(out + 36) = card()->major * 10 + card()->minor;
+  *(int *)(out + 32) = *(int *)(out + 36) = code;
   return SUCCESS;
 }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out) { return *out = 2, SUCCESS; }

@@ -38,6 +38,7 @@ def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
     _take_first_choices()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_local_scalar_dense", _number, "CUDA")
+    library.impl("nonzero", _all_of_them, "CUDA")
     with StepWriter(Path(record), most_steps=int(steps)):
         run(command)
 
@@ -103,6 +104,11 @@ def _number(tensor: torch.Tensor) -> Any:
     """Nobody has computed a loss, a norm or an answer to "is it finite?": 0 and False, so that the script goes on."""
     computed = tensor.is_floating_point() or tensor.dtype is torch.bool
     return torch.zeros((), dtype=tensor.dtype).item() if computed else tensor.cpu().item()
+
+
+def _all_of_them(tensor: torch.Tensor) -> torch.Tensor:
+    """Nobody has computed a mask, for example of the labels that count: it selects everything, which needs most memory."""
+    return torch.ones(tensor.shape, dtype=torch.bool).nonzero().to(tensor.device)
 
 
 def _take_first_choices() -> None:
