@@ -6,6 +6,7 @@ torchrun, `tune run` and `accelerate launch` are seen through: what they would s
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import runpy
 import shutil
@@ -123,6 +124,17 @@ def _take_first_choices() -> None:
         tuned(self, fn, arg_names, list(configs or ())[:1], *args, **kwargs)
 
     Autotuner.__init__ = with_one
+    compiles = torch.compile
+
+    @functools.wraps(compiles)
+    def compile_first(*args: Any, **kwargs: Any) -> Any:
+        from torch._inductor import select_algorithm  # takes a second, and few scripts compile
+
+        select_algorithm.clear_preprocessing_fns()
+        select_algorithm.add_preprocessing_fn(lambda choices: choices[:1])
+        return compiles(*args, **kwargs)
+
+    _replace(compiles, compile_first)
 
 
 def _replace(function: Any, by: Any) -> None:
