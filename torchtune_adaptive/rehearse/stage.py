@@ -49,7 +49,7 @@ def _become(rank: int, ranks: int) -> None:
     local = min(ranks, ONE_MACHINE)
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
-        GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500",
+        GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
     )  # fmt: skip
 
 
@@ -61,6 +61,7 @@ def _send_nothing(rank: int, ranks: int) -> None:
 
     def init_process_group(*_: Any, **__: Any) -> None:
         joined("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        _save_alone()
 
     def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
         return made(ranks, backend="fake", use_local_synchronization=use_local_synchronization)
@@ -91,7 +92,26 @@ def _send_nothing(rank: int, ranks: int) -> None:
         _become(rank, ranks)
         run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
 
+    def spawn(function: Any, args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
+        _become(rank, ranks)
+        function(rank % min(ranks, ONE_MACHINE), *args)
+
     _replace(torch.distributed.run.run, run_here)
+    _replace(torch.multiprocessing.spawn, spawn)
+
+
+def _save_alone() -> None:
+    """A distributed checkpoint has this rank's shards: nobody else has planned any, and nobody misses them."""
+    from torch.distributed.checkpoint import default_planner, utils
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    made, validated = utils._DistWrapper.__init__, default_planner._validate_global_plan
+
+    def alone(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+        made(self, group, False, 0)
+
+    utils._DistWrapper.__init__ = alone  # type: ignore[method-assign]
+    default_planner._validate_global_plan = lambda *_: validated([], Metadata({}))
 
 
 def _as_it_is(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
