@@ -28,6 +28,8 @@ from torchtune_adaptive.rehearse.step_writer import StepWriter
 
 ONE_MACHINE = 8
 """Ranks of a machine, where there are so many."""
+LARGE = 2**20
+"""Elements of a weight that is not drawn."""
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -37,6 +39,7 @@ def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
         _become(int(rank), int(ranks))
     _send_nothing(int(rank), int(ranks))
     _take_first_choices()
+    _draw_no_weights()
     library = torch.library.Library("aten", "IMPL")
     library.impl("_local_scalar_dense", _number, "CUDA")
     library.impl("nonzero", _all_of_them, "CUDA")
@@ -130,6 +133,18 @@ def _number(tensor: torch.Tensor) -> Any:
 def _all_of_them(tensor: torch.Tensor) -> torch.Tensor:
     """Nobody has computed a mask, for example of the labels that count: it selects everything, which needs most memory."""
     return torch.ones(tensor.shape, dtype=torch.bool).nonzero().to(tensor.device)
+
+
+def _draw_no_weights() -> None:
+    """Large weights that are made in the host's memory keep what they have: nobody reads them, and zeros take no memory."""
+    for where, name in (torch.Tensor, "normal_"), (torch.Tensor, "uniform_"), (torch.nn.init, "_no_grad_trunc_normal_"):
+        drawn = getattr(where, name)
+
+        def draw(tensor: torch.Tensor, *args: Any, drawn: Any = drawn, **kwargs: Any) -> torch.Tensor:
+            kept = tensor.device.type == "cpu" and tensor.numel() >= LARGE
+            return tensor if kept else drawn(tensor, *args, **kwargs)
+
+        setattr(where, name, draw)
 
 
 def _take_first_choices() -> None:
