@@ -84,7 +84,10 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
     if not compiler or not shutil.which(compiler[0]) or not nm:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
     major, minor = cuda.split(".")[:2]
-    ask = "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version(), *torch.cuda.get_arch_list())"
+    ask = (
+        "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version(), "
+        "torch._C._cuda_getArchFlags())"
+    )
     found = _run(sys.executable, "-c", ask).split()
     codes = ",".join(code.removeprefix("sm_") for code in found[len(_LIBRARIES) :] if re.fullmatch(r"sm_\d+", code))
     versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_LIBRARIES, found, strict=False))}

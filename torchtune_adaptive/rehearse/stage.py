@@ -80,7 +80,7 @@ def _send_nothing(rank: int, ranks: int) -> None:
     _replace(made, new_group)
     _replace(dist.broadcast_object_list, broadcast_object_list)
     # under a fake group a mesh would not make LOCAL_RANK's device the current one
-    torch.distributed.device_mesh.get_backend = lambda *_: "nccl"
+    torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
 
     made_parallel = DistributedDataParallel.__init__
 
@@ -100,11 +100,11 @@ def _send_nothing(rank: int, ranks: int) -> None:
         function(rank % min(ranks, ONE_MACHINE), *args)
 
     _replace(torch.distributed.run.run, run_here)
-    _replace(torch.multiprocessing.spawn, spawn)
+    _replace(torch.multiprocessing.spawn, spawn)  # type: ignore[attr-defined]
 
 
 def _save_alone() -> None:
-    """A distributed checkpoint has this rank's shards: nobody else has planned any, and nobody misses them."""
+    """Distributed checkpoints hold this rank's shards alone, and are not refused for it."""
     from torch.distributed.checkpoint import default_planner, utils
     from torch.distributed.checkpoint.metadata import Metadata
 
@@ -131,12 +131,12 @@ def _number(tensor: torch.Tensor) -> Any:
 
 
 def _all_of_them(tensor: torch.Tensor) -> torch.Tensor:
-    """Nobody has computed a mask, for example of the labels that count: it selects everything, which needs most memory."""
+    """A mask that the device has computed is unknown, so it selects everything: that needs the most memory."""
     return torch.ones(tensor.shape, dtype=torch.bool).nonzero().to(tensor.device)
 
 
 def _draw_no_weights() -> None:
-    """Large weights that are made in the host's memory keep what they have: nobody reads them, and zeros take no memory."""
+    """Skips random initialization of large weights in host memory: zeros serve as well, and take no memory."""
     for where, name in (torch.Tensor, "normal_"), (torch.Tensor, "uniform_"), (torch.nn.init, "_no_grad_trunc_normal_"):
         drawn = getattr(where, name)
 
