@@ -137,7 +137,7 @@ def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse) -> No
         ("raise ValueError('no such data')", "no answer: the script failed in step 1: "
          "ValueError: no such data"),
         ("print(1)", "no answer: no optimizer took a step in the script's own process"),
-        ("import os; os.kill(os.getpid(), 9)", "no answer: signal 9 ended the script in step 1"),
+        ("import os; os.kill(os.getpid(), 9)", "no answer: SIGKILL ended the script in step 1"),
     ],
     ids=["failed", "trains nothing", "killed"],
 )  # fmt: skip

@@ -85,15 +85,12 @@ def _compile(folder: Path, torch_folder: Path, cuda: str) -> None:
         raise NullCudaError("a null device needs a C compiler (cc and nm): install gcc or build-essential")
     major, minor = cuda.split(".")[:2]
     ask = (
-        "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version()); "
-        "print(torch._C._cuda_getArchFlags())"
+        "import torch; print(*torch._C._cudnn.getCompileVersion(), *torch.cuda.nccl.version(), "
+        "torch._C._cuda_getArchFlags())"
     )
-    libraries, architectures = _run(sys.executable, "-c", ask).splitlines()[-2:]
-    versions = {
-        "CUDA": f"{major}0{minor}0",
-        "ARCHITECTURES": ",".join(re.findall(r"sm_(\d+)", architectures)),
-        **dict(zip(_LIBRARIES, libraries.split(), strict=True)),
-    }
+    found = _run(sys.executable, "-c", ask).split()
+    codes = ",".join(code.removeprefix("sm_") for code in found[len(_LIBRARIES) :] if re.fullmatch(r"sm_\d+", code))
+    versions = {"CUDA": f"{major}0{minor}0", "CODES": codes, **dict(zip(_LIBRARIES, found, strict=False))}
     (folder / "stubs.c").write_text(_stubs(_wanted(nm, torch_folder) - _written_out()))
     _run(
         *compiler, "-shared", "-fPIC", "-O1", "-fno-builtin", "-w", "-pthread", "-fvisibility=hidden",
@@ -113,7 +110,7 @@ def _wanted(nm: str, torch_folder: Path) -> set[str]:
     triton = find_spec("triton")
     if triton and triton.submodule_search_locations:
         for source in Path(triton.submodule_search_locations[0]).glob("backends/nvidia/driver.c"):
-            names |= set(re.findall(r"\bcu[A-Z]\w+(?=\s*\()", source.read_text()))
+            names |= set(re.findall(r"\bcu[A-Z]\w+(?=\s*[()])", source.read_text()))
     return {name for name in names if _NVIDIAS.match(name) and name.isidentifier()}
 
 

@@ -57,7 +57,7 @@ API const char *cudaGetErrorString(int error) {
   case SUCCESS: return "no error";
   case OUT_OF_MEMORY: return "out of memory";
   case INVALID_DEVICE: return "invalid device ordinal";
-  case NOT_SUPPORTED: return "a null device has no CUDA graphs, managed memory or memory shared between processes";
+  case NOT_SUPPORTED: return "a null device has no managed memory, and no memory shared between processes";
   default: return "invalid argument";
   }
 }

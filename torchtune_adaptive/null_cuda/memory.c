@@ -157,14 +157,18 @@ API int cuMemUnmap(void *at, size_t bytes) { return madvise(at, bytes, MADV_DONT
 API int cuMemSetAccess(void *at, size_t bytes, const void *access, size_t count) { return SUCCESS; }
 
 // Copies are true, and cost memory of this machine only where there is more than zeros to copy.
+static const char zeros[PAGE];
 static void clear(char *at, size_t bytes) {
   char *first = (char *)round_up((size_t)at, PAGE), *last = (char *)((size_t)(at + bytes) / PAGE * PAGE);
-  if (first >= last || !on_card(at)) {
+  if (first >= last) {
     memset(at, 0, bytes);
     return;
   }
   memset(at, 0, first - at);
-  madvise(first, last - first, MADV_DONTNEED);
+  if (on_card(at)) madvise(first, last - first, MADV_DONTNEED);
+  else
+    for (char *page = first; page < last; page += PAGE) // the host's: a page that is only read takes no memory
+      if (memcmp(page, zeros, PAGE)) memset(page, 0, PAGE);
   memset(last, 0, at + bytes - last);
 }
 
@@ -181,7 +185,6 @@ static int written(Pagemap *map, const char *at) {
 }
 
 static void copy(char *to, const char *from, size_t bytes) {
-  static const char zeros[PAGE];
   int from_card = on_card(from);
   if (bytes <= PAGE || !(from_card || on_card(to))) {
     memcpy(to, from, bytes);

@@ -25,12 +25,23 @@ MAKES_HANDLE(cudaEventCreate)
 MAKES_HANDLE(cudaEventCreateWithFlags)
 MAKES_HANDLE(cudaDeviceGetDefaultMemPool)
 ANSWERS(cudaStreamGetPriority, int, 0)
-ANSWERS(cudaStreamIsCapturing, int, 0)
-ANSWERS(cuStreamIsCapturing, int, 0)
 API int cudaMemPoolGetAttribute(void *pool, int attribute, uint64_t *out) { return *out = 0, SUCCESS; }
+// Graphs are empty: what is captured has run, as far as it runs here, and its memory is in the graph's pool. A capture takes in every stream.
+static uint64_t captures;
+static int capturing;
+ANSWERS(cudaStreamIsCapturing, int, capturing)
+ANSWERS(cuStreamIsCapturing, int, capturing)
+API int cudaStreamBeginCapture(void *stream, int mode) { return captures++, capturing = 1, SUCCESS; }
+API int cudaStreamEndCapture(void *stream, void **out) { return *out = new_handle(), capturing = 0, SUCCESS; }
 API int cudaStreamGetCaptureInfo(void *stream, int *status, uint64_t *id, void **graph, void **needs, void **edges, size_t *count) {
-  return *status = 0, SUCCESS;
+  if (id) *id = captures;
+  if (graph) *graph = NULL;
+  if (count) *count = 0;
+  return *status = capturing, SUCCESS;
 }
+MAKES_HANDLE(cudaGraphInstantiate)
+MAKES_HANDLE(cudaGraphInstantiateWithFlags)
+API int cudaGraphGetNodes(void *graph, void **nodes, size_t *count) { return *count = 1, SUCCESS; }
 // Autotuners repeat a kernel until they have measured long enough: after a second, once is enough.
 API int cudaEventElapsedTime(float *out, void *start, void *end) { return *out = 1000, SUCCESS; }
 API int cudaLaunchHostFunc(void *stream, void (*function)(void *), void *with) { return function(with), SUCCESS; }
@@ -38,11 +49,7 @@ API int cudaStreamAddCallback(void *stream, void (*function)(void *, int, void *
   return function(stream, SUCCESS, with), SUCCESS;
 }
 
-UNSUPPORTED(cudaStreamBeginCapture)
 UNSUPPORTED(cudaStreamBeginCaptureToGraph)
-UNSUPPORTED(cudaGraphInstantiate)
-UNSUPPORTED(cudaGraphInstantiateWithFlags)
-UNSUPPORTED(cudaGraphLaunch)
 UNSUPPORTED(cudaIpcGetMemHandle)
 UNSUPPORTED(cudaIpcOpenMemHandle)
 UNSUPPORTED(cudaIpcGetEventHandle)
@@ -64,18 +71,14 @@ API int __cudaPopCallConfiguration(Dim *grid, Dim *block, size_t *shared, void *
 }
 API void **__cudaRegisterFatBinary(void *binary) { return new_handle(); }
 API int __cudaGetKernel(void **out, void *function) { return *out = function, SUCCESS; }
-// A card runs the newest kernels torch has for it or for an older card. CUB refuses any other version.
-static int version_of_kernels(void) {
-  static const int built[] = {ARCHITECTURES};
-  int wanted = card()->major * 10 + card()->minor, best = built[0];
-  for (size_t i = 0; i < sizeof built / sizeof *built; i++)
-    if (built[i] <= wanted && built[i] > best) best = built[i];
-  return best;
-}
 API int cudaFuncGetAttributes(char *out, const void *function) { // threads of a block, registers, versions
+  static const int codes[] = {CODES}; // those that torch was compiled for: a card of 8.9 runs what is for 8.6, and CUB asks which
+  int code = codes[0];
+  for (size_t i = 0; i < sizeof codes / sizeof *codes; i++)
+    if (codes[i] <= card()->major * 10 + card()->minor) code = codes[i];
   memset(out, 0, 144);
   *(int *)(out + 24) = 1024, *(int *)(out + 28) = 32;
-  *(int *)(out + 32) = *(int *)(out + 36) = version_of_kernels();
+  *(int *)(out + 32) = *(int *)(out + 36) = code;
   return SUCCESS;
 }
 API int cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *out) { return *out = 2, SUCCESS; }

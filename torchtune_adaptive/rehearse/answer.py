@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class Rehearsed:
                 f"{_gib(self.card_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
             )
         if self.status < 0:
-            return f"no answer: signal {-self.status} ended the script in step {len(self.steps) + 1}"
+            return f"no answer: {signal.Signals(-self.status).name} ended the script in step {len(self.steps) + 1}"
         if self.status:
             why = self.rest.get("error") or f"it ended with status {self.status}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
@@ -76,8 +77,11 @@ class Rehearsed:
         fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.card_bytes)} GiB reserved at most ({when})"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
+        flushed = (
+            f"the cache is flushed in {flushing} of {steps}" if flushing else f"the cache is never flushed ({steps})"
+        )
         recovered = f"; recovered from {len(self.caught)} out-of-memory errors" if self.caught else ""
-        return f"{fits}; the cache is flushed in {flushing or 'none'} of {steps}{recovered}"
+        return f"{fits}; {flushed}{recovered}"
 
     def as_text(self) -> str:
         lines = [self.verdict()]
@@ -99,7 +103,9 @@ class Rehearsed:
                 f"requested {_size(error['asked_bytes'])}; "
                 f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
             ]
-            lines += [f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200]
+            lines += [
+                f"{_gib(held):>9} GiB  {holder}" for holder, held in error["held_bytes"].items() if held > GIB // 200
+            ]
         if self.steps or self.errors:
             lines += [
                 "",

@@ -31,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-overhead", type=_bytes, metavar="MEMORY",
         help="the CUDA context's, NCCL's and libraries' share of it (default: 3GiB; one rank 1GiB)",
     )  # fmt: skip
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"stop after N steps (default: {STEPS}; 0: run to the end)", metavar="N")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help=f"stop after N steps (default: {STEPS}; 0: run to the end)",
+        metavar="N",
+    )
     parser.add_argument("--format", choices=("text", "json"), default="text", help="output format")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the steps, for example plan.png")
     parser.add_argument("words", nargs=argparse.REMAINDER, metavar="command", help="the script and its arguments")

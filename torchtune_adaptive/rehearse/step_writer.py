@@ -40,11 +40,14 @@ class StepWriter:
         self._reading = Usage()
 
     def __enter__(self) -> None:
-        torch.cuda.init()
-        torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
-        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
+        # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
+        torch.cuda._lazy_call(self._cuda_starts)
         register_optimizer_step_post_hook(self._optimizer_stepped)
         REHEARSAL.when_tried.append(self._tried)
+
+    def _cuda_starts(self) -> None:
+        torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
+        torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # type: ignore[attr-defined]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._stepped:

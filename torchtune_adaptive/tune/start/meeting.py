@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.distributed.rendezvous import rendezvous
 
 from torchtune_adaptive.errors import RanksPartedError
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.wording import ranks_named
 
 GREETS_EVERY_S = 0.02
@@ -24,7 +25,7 @@ def store_of_this_start() -> dict[str, Any]:
     nodes count restarts each for itself, so the ranks agree on a name: each says that it is there under a name that is
     new, and rank 0 answers those names until all have heard it. What the dead have said gets an answer nobody reads.
     """
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if "TORCHELASTIC_RUN_ID" not in os.environ or REHEARSAL.on:
         return {}
     store, rank, world_size = next(rendezvous("env://"))
     name = _greeted(store, world_size) if rank == 0 else _name_from_rank_0(store, rank)

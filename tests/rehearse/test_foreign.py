@@ -1,0 +1,132 @@
+"""What scripts written elsewhere do, and a rehearsal stumbled over. Each script runs as a user would run it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.null_cuda import NullCudaError, build
+
+STEP = """
+import os, torch
+def step(model, rows=4):
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.zeros(rows, 1024, device=next(model.parameters()).device)).sum().backward()
+    optimizer.step()
+    return optimizer
+"""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def library() -> None:
+    try:
+        build()
+    except NullCudaError as error:
+        pytest.skip(str(error))
+
+
+def rehearsed(folder: Path, script: str, *options: str) -> str:
+    """What the script, which must have fitted, wrote to standard error."""
+    (folder / "train.py").write_text(STEP + script)
+    program = [str(Path(sys.executable).parent / "tune-adaptive"), "rehearse"]
+    command = [*program, "--steps", "0", "--format", "json", *options]
+    ended = subprocess.run([*command, "--", "train.py"], cwd=folder, capture_output=True, text=True, timeout=60)
+    assert json.loads(ended.stdout)["fits"], ended.stderr
+    return ended.stderr
+
+
+KERNEL = """
+import triton, triton.language as tl
+@triton.jit
+def add(x, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(x + at, tl.load(x + at, mask=at < n) + 1, mask=at < n)
+x = torch.zeros(1, 1000, device="cuda")
+add[(8,)](x, 1000, BLOCK=128)
+x.cumsum(-1), x.topk(3), torch.randperm(100_000, device="cuda")
+graph = torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    x.add_(1)
+graph.replay()
+step(torch.nn.Linear(1024, 8, device="cuda"))
+"""
+
+
+def test_kernels_of_triton_cub_and_cuda_graphs_run_on_a_card_between_compiled_ones(tmp_path: Path) -> None:
+    rehearsed(tmp_path, KERNEL, "--gpu", "4090")
+
+
+SPAWNED = """
+def main(rank, ranks):
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group("nccl", rank=rank, world_size=ranks)
+    assert (rank, ranks) == (1, 2)
+    step(torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1024, 8, device="cuda"), device_ids=[rank]))
+if __name__ == "__main__":
+    torch.multiprocessing.spawn(main, args=(torch.cuda.device_count(),), nprocs=torch.cuda.device_count())
+"""
+
+
+def test_a_rank_that_the_script_would_spawn_runs_in_its_own_process(tmp_path: Path) -> None:
+    rehearsed(tmp_path, SPAWNED, "--ranks", "2", "--rank", "1")
+
+
+SAVED = """
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+torch.distributed.init_process_group("nccl")
+model = fully_shard(torch.nn.Linear(1024, 2**16))
+assert torch.cuda.current_device() == 3
+optimizer = step(model)
+dcp.save({"model": model.state_dict()}, checkpoint_id="shards")
+dcp.load({"model": model.state_dict()}, checkpoint_id="shards")
+torch.save([model.state_dict(), torch.arange(10**6)], "whole.pt")
+assert torch.load("whole.pt", weights_only=False)[1].equal(torch.arange(10**6))
+"""
+
+
+def test_a_checkpoint_takes_no_room_on_the_disk(tmp_path: Path) -> None:
+    rehearsed(tmp_path, SAVED, "--ranks", "4", "--rank", "3")
+    files = [path.stat() for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(file.st_size for file in files) > 2 * 2**26
+    assert sum(file.st_blocks * 512 for file in files) < 10 * 2**20
+
+
+MADE_HERE = """
+import resource
+model = torch.nn.Linear(1024, 2**20, dtype=torch.bfloat16)
+torch.nn.init.trunc_normal_(model.weight)
+model.cuda()
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2 * 2**20
+step(torch.nn.Linear(1024, 8, device="cuda"))
+"""
+
+
+def test_weights_that_are_drawn_on_the_host_take_none_of_its_memory(tmp_path: Path) -> None:
+    rehearsed(tmp_path, MADE_HERE)
+
+
+MASKED = """
+rows = torch.zeros(4096, 1024, device="cuda")
+chosen = rows[torch.zeros(4096, dtype=torch.long, device="cuda") != -100]
+assert chosen.shape == rows.shape
+step(torch.nn.Linear(1024, 8, device="cuda"))
+"""
+
+
+def test_a_mask_that_nobody_has_computed_selects_everything(tmp_path: Path) -> None:
+    rehearsed(tmp_path, MASKED)
+
+
+AUTOTUNED = """
+step(torch.compile(torch.nn.Linear(1024, 1024, device="cuda"), mode="max-autotune"), rows=1024)
+"""
+
+
+def test_autotuning_compares_no_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    assert "AUTOTUNE" not in rehearsed(tmp_path, AUTOTUNED)

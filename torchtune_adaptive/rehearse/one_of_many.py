@@ -1,0 +1,103 @@
+"""One rank of many, alone: all process groups are torch's fake ones, and launchers start nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.run
+from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hook
+from torch.distributed.rendezvous import rendezvous as torch_rendezvous
+from torch.nn.parallel import DistributedDataParallel
+
+ONE_MACHINE = 8
+"""Ranks of a machine, where there are so many."""
+
+
+def become(rank: int, ranks: int) -> None:
+    """Sets the variables that torchrun gives a rank."""
+    local = min(ranks, ONE_MACHINE)
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
+        GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",
+    )  # fmt: skip
+
+
+def send_nothing(rank: int, ranks: int, run: Callable[[Sequence[str]], None]) -> None:
+    """Others are taken to send what this rank does. What a launcher would start is given to `run`."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    joined, made = dist.init_process_group, dist.new_group
+
+    def init_process_group(*_: Any, **__: Any) -> None:
+        joined("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        _save_alone()
+
+    def new_group(ranks: Any = None, *_: Any, use_local_synchronization: bool = False, **__: Any) -> Any:
+        return made(ranks, backend="fake", use_local_synchronization=use_local_synchronization)
+
+    def broadcast_object_list(*_: Any, **__: Any) -> None:
+        """What rank 0 would say is what this rank has."""
+
+    def rendezvous(*_: Any, **__: Any) -> Iterator[tuple[Any, int, int]]:
+        yield HashStore(), rank, ranks
+
+    replace(joined, init_process_group)
+    replace(torch_rendezvous, rendezvous)
+    replace(made, new_group)
+    replace(dist.broadcast_object_list, broadcast_object_list)
+    # under a fake group a mesh would not make LOCAL_RANK's device the current one
+    torch.distributed.device_mesh.get_backend = lambda *_: "nccl"  # type: ignore[attr-defined]
+
+    made_parallel = DistributedDataParallel.__init__
+
+    def parallel(self: Any, *args: Any, **kwargs: Any) -> None:
+        made_parallel(self, *args, **kwargs)
+        _register_comm_hook(self.reducer, None, _as_it_is)
+
+    DistributedDataParallel.__init__ = parallel  # type: ignore[method-assign]
+    DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]
+
+    def run_here(args: Namespace) -> None:
+        become(rank, ranks)
+        run([*(["-m"] if args.module else []), args.training_script, *args.training_script_args])
+
+    def spawn(function: Any, args: tuple[Any, ...] = (), *_: Any, **__: Any) -> None:
+        become(rank, ranks)
+        function(rank % min(ranks, ONE_MACHINE), *args)
+
+    replace(torch.distributed.run.run, run_here)
+    replace(torch.multiprocessing.spawn, spawn)  # type: ignore[attr-defined]
+
+
+def _save_alone() -> None:
+    """Distributed checkpoints hold this rank's shards alone, and are not refused for it."""
+    from torch.distributed.checkpoint import default_planner, utils
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    made, validated = utils._DistWrapper.__init__, default_planner._validate_global_plan
+
+    def alone(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+        made(self, group, False, 0)
+
+    utils._DistWrapper.__init__ = alone  # type: ignore[method-assign]
+    default_planner._validate_global_plan = lambda *_: validated([], Metadata({}))
+
+
+def _as_it_is(_: None, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP's bucket, sent nowhere: of the fake group's own all-reduce DDP gets no tensor back."""
+    sent: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    sent.set_result(bucket.buffer())
+    return sent
+
+
+def replace(function: Any, by: Any) -> None:
+    """In every module that has imported it."""
+    for module in [each for each in sys.modules.values() if each is not None]:
+        for name in [name for name, value in vars(module).items() if value is function]:
+            setattr(module, name, by)
