@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from tests.rehearse.conftest import Rehearse
 
+ROOT = Path(__file__).parents[2]
 GIB = 2**30
 TRAINS = """
     import sys, torch
@@ -151,3 +153,12 @@ def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:
     assert answer.status == 0
     assert "of 2 steps" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends where its optimizer has stepped
+
+
+def test_the_example_is_answered_as_the_page_shows(rehearse: Rehearse) -> None:
+    page = (ROOT / "docs" / "rehearsing.md").read_text()
+    example = str(ROOT / "examples" / "llama_8b_fsdp2.py")
+    for rows in ("1", "2"):
+        sizes = ("--ranks", "8", "--memory", "80GB")
+        answer = rehearse("", *sizes, command=(example, "--rows", rows), json_format=False)
+        assert answer.found.splitlines()[0] in page
