@@ -26,7 +26,7 @@ STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 STEPS = 2
 """The first has no optimizer state in its backward."""
 SAMPLES = 4096
-"""Of each rank: more than any of them has room for."""
+"""Samples of a rank: more than fit on any card."""
 WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"
 
 Search = Mapping[str, Any]
