@@ -151,7 +151,7 @@ def test_a_script_that_takes_no_step_gets_no_answer(rehearse: Rehearse, script: 
 def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:
     answer = rehearse(TRAINS, "--steps", "2", command=("train.py", "8", "8", "8"), json_format=False)
     assert answer.status == 0
-    assert "of 2 steps" in answer.found.splitlines()[0]
+    assert "(2 steps)" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends where its optimizer has stepped
 
 

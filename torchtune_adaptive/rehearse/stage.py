@@ -5,6 +5,7 @@ torchrun, `tune run` and `accelerate launch` are seen through: what they would s
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import linecache
@@ -13,6 +14,8 @@ import runpy
 import shutil
 import signal
 import sys
+import threading
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,8 +43,17 @@ def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
     library.impl("_local_scalar_dense", _number, "CUDA")
     library.impl("nonzero", _all_of_them, "CUDA")
     _read_zeros()
-    with StepWriter(Path(record), most_steps=int(steps)):
-        run(command)
+    status = 0
+    try:
+        with StepWriter(Path(record), most_steps=int(steps)):
+            run(command)
+    except SystemExit as left:
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        print(*[left.code] * isinstance(left.code, str), end="", file=sys.stderr)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        status = 1
+    _leave(status)
 
 
 def _number(tensor: torch.Tensor) -> Any:
@@ -53,6 +65,15 @@ def _number(tensor: torch.Tensor) -> Any:
         caller = sys._getframe(1)
         return linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert")
     return 0.0 if tensor.is_floating_point() else tensor.cpu().item()
+
+
+def _leave(status: int) -> None:
+    """Ends as Python does, but for the destructors of C++, some of which abort where no kernel has run."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _read_zeros() -> None:
