@@ -32,17 +32,20 @@ def text(found: Found) -> str:
     if not found.fits:
         lines.append(f"does not fit: {found.complaint}")
     else:
-        flushing = sum(step["flushes"] > 0 for step in found.rehearsed.steps)
-        lines.append(
-            f"in training: {format_bytes(found.most['allocated_bytes'])} allocated, "
-            f"{format_bytes(found.most['reserved_bytes'])} reserved at most"
-            + (
-                f"; the cache is flushed in {flushing} of {count_of(len(found.rehearsed.steps), 'step')}"
-                * bool(flushing)
-            )
-        )
+        most = found.most
+        trains = f"{format_bytes(most['allocated_bytes'])} allocated, {format_bytes(most['reserved_bytes'])} reserved"
+        lines.append(f"in training: {trains} at most{_over_time(found)}")
         lines.append(f"train with: {command(found.question, found.rows)}")
     return "\n".join([*lines, *(f"note: {note}" for note in notes(found))])
+
+
+def _over_time(found: Found) -> str:
+    flushing = sum(step["flushes"] > 0 for step in found.rehearsed.steps)
+    steps = f"in {flushing} of {count_of(len(found.rehearsed.steps), 'step')}"
+    if found.question.lengths:
+        recoveries = count_of(len(found.rehearsed.caught), "recovery", "recoveries")
+        return f"; {recoveries}, the cache is flushed {steps}"
+    return f"; the cache is flushed {steps} (slow)" if flushing else ""
 
 
 def _heading(question: Question) -> str:
@@ -114,8 +117,11 @@ def notes(found: Found) -> list[str]:
     question, cfg = found.question, found.question.cfg
     said = [
         f"{format_bytes(question.overhead_bytes)} are left to the CUDA context, NCCL and libraries (memory_overhead)",
-        "reserved is for rows of one length; lengths that vary leave more holes in the cache",
     ]
+    if not question.lengths:
+        said.append("reserved is for rows of one length; lengths that vary leave more holes in the cache")
+    elif question.ranks > 1:
+        said.append("rank 0 of the ranks is rehearsed, with its own share of the lengths")
     if question.plan.sequence_length is None and value_at(cfg, "tokenizer.max_seq_len") is None:
         said.append(f"no sequence_length is given: {question.length} tokens are assumed")
     if cfg.get("fsdp_cpu_offload"):
@@ -161,6 +167,16 @@ def as_json(answers: Sequence[Found], alternatives: Sequence[Row] = ()) -> str:
         "predictions": [row for found in answers for row in rows_of(found)],
         "commands": [command(found.question, found.rows) for found in answers if found.fits],
         "alternatives": list(alternatives),
+        "over_time": [
+            {
+                "ranks": found.question.ranks,
+                "rows": found.rows,
+                "steps": found.rehearsed.steps,
+                "recoveries": len(found.rehearsed.caught),
+            }
+            for found in answers
+            if found.question.lengths
+        ],
         "notes": [*said, *(f"does not fit: {found.complaint}" for found in answers if not found.fits)],
     }
     return json.dumps(answer, indent=2)

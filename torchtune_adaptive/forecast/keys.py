@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torchtune_adaptive.tune.config.rules import (
     BOOL,
+    COUNT,
     COUNT_OR_0,
     MOST_TOKENS,
     NULL,
@@ -60,6 +61,15 @@ class PlanSettings:
             " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's "
             "maximum"
         ),
+    )
+    lengths: str | None = option(
+        TEXT | NULL,
+        None,
+        means="samples of these lengths, not all of the longest: a file with a number per line, or a median and the "
+        "longest, such as `512:4096`",
+    )
+    steps: int | None = option(
+        COUNT | NULL, None, means="steps to rehearse after the search. null: 2; with `lengths` 200"
     )
     expandable_segments: bool | None = option(
         BOOL | NULL,

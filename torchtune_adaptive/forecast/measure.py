@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.atomic_files import read_json
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.question import Question
+from torchtune_adaptive.forecast.question import SAMPLES, Question
 from torchtune_adaptive.forecast.which_recipe import trains_with_ppo
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.answer import Rehearsed
@@ -23,10 +23,8 @@ from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.run.search_record import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
-STEPS = 2
-"""The first has no optimizer state in its backward."""
-SAMPLES = 4096
-"""Samples of a rank: more than fit on any card."""
+STEPS, STEPS_OF_MANY_LENGTHS = 2, 200
+"""The first one has no optimizer state in its backward."""
 WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"
 
 Search = Mapping[str, Any]
@@ -78,7 +76,7 @@ def measure(question: Question) -> Found:
                     question.gpu,
                     ranks=question.ranks,
                     overhead_bytes=question.overhead_bytes,
-                    steps=STEPS,
+                    steps=question.plan.steps or (STEPS_OF_MANY_LENGTHS if question.lengths else STEPS),
                     output=output,
                     variables=variables,
                 )
@@ -108,13 +106,14 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             **cfg,
             "tokenizer": {COMPONENT: f"{STAND_INS}.NoTokenizer", "max_seq_len": question.length},
             "dataset": {
-                COMPONENT: f"{STAND_INS}.same_samples",
-                "length": question.length,
+                COMPONENT: f"{STAND_INS}.made_up",
+                "lengths": question.lengths or [question.length],
                 "samples": question.ranks * max(SAMPLES, a_step) // a_step * a_step,
             },
             "output_dir": str(folder),
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
             "profiler": None,
+            "seed": cfg.get("seed") or 0,
             "device": "cuda",
             "resume_from_checkpoint": False,
             "batch_increase_function": None,

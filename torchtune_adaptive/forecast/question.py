@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
@@ -20,6 +24,8 @@ from torchtune_adaptive.tune.config.rules import keys_of, read, value_at
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 from torchtune_adaptive.wording import did_you_mean
 
+SAMPLES = 4096
+"""Samples of a rank: more than fit on any card."""
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
 PLAN_KEYS = (*PPO_KEYS, *keys_of(PlanSettings))
@@ -68,9 +74,33 @@ class Question:
     def changed(self, overrides: Overrides) -> Question:
         return replace(self, cfg=changed(self.cfg, overrides), given=[*self.given, *overrides])
 
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Of the samples; empty where all are as long as the longest."""
+        said = self.plan.lengths
+        if said is None:
+            return []
+        median, _, longest = said.partition(":")
+        try:
+            if longest:
+                return _skewed(int(median), int(longest))
+            found = [int(word) for word in Path(said).read_text().split()]
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"lengths is {said!r} ({error}): set it to a median and the longest, such as 512:4096, or to a file "
+                "with a number per line"
+            ) from error
+        if not found or min(found) < 1:
+            raise ConfigError(
+                f"lengths: {said} has {len(found)} numbers, the least {min(found, default=0)}; give lengths"
+            )
+        return found
+
     @property
     def length(self) -> int:
-        """Tokens of a row; of a prompt, for PPO."""
+        """Tokens of a row, or of the longest; of a prompt, for PPO."""
+        if self.lengths and self.plan.sequence_length is None:
+            return max(self.lengths)
         given: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
         return int(given or value_at(self.cfg, "tokenizer.max_seq_len") or ASSUMED_TOKENS)
 
@@ -103,6 +133,14 @@ class Question:
                 f"{format_bytes(taken)}: nothing is left for tensors; raise memory_limit"
             )
         return taken
+
+
+def _skewed(median: int, longest: int) -> list[int]:
+    """Lengths as of instructions: log-normal, one in a thousand as long as the longest."""
+    if not 1 <= median <= longest:
+        raise ValueError("the median has to be at least 1 and at most the longest")
+    drawn, spread = random.Random(0), math.log(longest / median) / 3.09
+    return [min(longest, max(1, round(median * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(SAMPLES)]
 
 
 def _amount(said: str | float) -> int:

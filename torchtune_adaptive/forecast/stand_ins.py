@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
@@ -36,22 +37,22 @@ class NoTokenizer:
         self.max_seq_len = max_seq_len
 
 
-class SameSamples(Dataset[dict[str, Any]]):
-    """As many as are asked for, all alike; they have what any recipe asks of a sample."""
+class MadeUp(Dataset[dict[str, Any]]):
+    """As many samples as are asked for, of these lengths in turn; each has what any recipe asks of a sample."""
 
-    def __init__(self, *, length: int, samples: int) -> None:
-        self._samples = samples
-        tokens = [TOKEN] * length
-        self._sample: dict[str, Any] = {"mask": [False] * length}
-        for fields in (*TEXT.sequences, *PAIR.sequences):
-            self._sample |= {fields.tokens: tokens, fields.labels: tokens}
+    def __init__(self, lengths: Sequence[int], samples: int) -> None:
+        self._lengths, self._samples = lengths, samples
 
     def __len__(self) -> int:
         return self._samples
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self._sample
+        length = self._lengths[index % len(self._lengths)]
+        sample: dict[str, Any] = {"mask": [False] * length}
+        for fields in (*TEXT.sequences, *PAIR.sequences):
+            sample |= {fields.tokens: [TOKEN] * length, fields.labels: [TOKEN] * length}
+        return sample
 
 
-def same_samples(tokenizer: Any, *, length: int, samples: int) -> SameSamples:
-    return SameSamples(length=length, samples=samples)
+def made_up(tokenizer: Any, *, lengths: Sequence[int], samples: int) -> MadeUp:
+    return MadeUp(list(lengths), samples)
