@@ -1,7 +1,7 @@
 """Llama 3.1 8B, made from its configuration, under FSDP2. Needs eight GPUs, or none:
 
 pip install '.[hf]'
-tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 4
+tune-adaptive rehearse --ranks 8 --memory 80GB -- examples/llama_8b_fsdp2.py --rows 1
 """
 
 import argparse
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--rows", type=int, default=4)
+parser.add_argument("--rows", type=int, default=1)
 rows = parser.parse_args().rows
 
 dist.init_process_group("nccl")

@@ -30,10 +30,11 @@ def main(cfg: DictConfig) -> None:
         if question.plan.format == "table":
             print(answer.text(found), flush=True)
         if wants_advice(each, fits=found.fits):
-            tried += list(advice.advise(each))
+            others = list(advice.advise(each))
+            tried += others
             if question.plan.format == "table":
-                print(advice.text(tried))
-                best = next((one.found for one in tried if one.found.fits), None)
+                print(advice.text(others))
+                best = next((one.found for one in others if one.found.fits), None)
                 if best is not None:
                     print(f"train the first with: {answer.command(best.question, best.rows)}")
     if question.plan.format == "json":

@@ -28,7 +28,7 @@ def text(found: Found) -> str:
         cells = [_cells(row) for row in rows]
         lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", "reserved", ""), *cells])]
         if (reason := found.searches.get(stage, {}).get("reason")) is not None:
-            lines.append(f"{found.searches[stage]['rows']} rows: {reason}")
+            lines.append(f"{count_of(found.searches[stage]['rows'], 'row')}: {reason}")
     if not found.fits:
         lines.append(f"does not fit: {found.complaint}")
     else:
@@ -68,7 +68,7 @@ def _heading(question: Question) -> str:
 
 def rows_of(found: Found) -> Iterator[Row]:
     """A row for each size that was measured, and for the one that was trained with."""
-    base = {"ranks": found.question.ranks, "usable_bytes": found.rehearsed.card_bytes}
+    base = {"ranks": found.question.ranks, "usable_bytes": found.rehearsed.usable_bytes}
     trained = {"reserved_bytes": found.most["reserved_bytes"] or None}
     for stage, search in found.searches.items():
         for probe in search.get("probes") or search["points"]:
@@ -107,7 +107,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     if not row["fits"]:
         remark = "out of memory"
     elif row["allocator_retries"]:
-        remark = f"fits only by flushing the cache, {count_of(row['allocator_retries'], 'time')} a step (slow)"
+        remark = "fits only by flushing the cache (slow)"
     sizes = (format_bytes(row[name]) if row[name] else "" for name in ("allocated_bytes", "reserved_bytes"))
     return str(row["rows"] or 1), str(row["tokens"]), *sizes, remark
 
@@ -124,6 +124,10 @@ def notes(found: Found) -> list[str]:
         said.append("rank 0 of the ranks is rehearsed, with its own share of the lengths")
     if question.plan.sequence_length is None and value_at(cfg, "tokenizer.max_seq_len") is None:
         said.append(f"no sequence_length is given: {question.length} tokens are assumed")
+    if trains_with_ppo(cfg):
+        said.append("in the rehearsed steps, answers end at once: each stage's own row says what its longest need")
+    if trains_on_pairs(cfg):
+        said.append("rows are pairs, both answers of so many tokens")
     if cfg.get("fsdp_cpu_offload"):
         said.append("fsdp_cpu_offload is True: weights, gradients and optimizer state are on the host")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)

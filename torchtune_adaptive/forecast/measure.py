@@ -120,7 +120,14 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             "max_steps_per_epoch": None,
             **({} if trains_with_ppo(question.cfg) else {"epochs": 1}),
             "use_maximum_batch_size": question.batch_size is None and not by_tokens,
-            "adaptive": {**adaptive, "memory_limit": None, "sequence_length": None, "reuse_search": False},
+            "adaptive": {
+                **adaptive,
+                # a size that is asked about is not made smaller, unless how often that happens is the question
+                **({"recover_from_oom": False} if question.batch_size and not question.lengths else {}),
+                "memory_limit": None,
+                "sequence_length": None,
+                "reuse_search": False,
+            },
         }
     )
 

@@ -16,10 +16,12 @@ SHOWN_STEPS = 20
 class Rehearsed:
     """Read from what the step writer has written, however the script ended."""
 
-    card_bytes: int
-    """Without the overhead."""
+    usable_bytes: int
+    """The card's memory without the overhead."""
     overhead_bytes: int
     """What the CUDA context, NCCL and libraries have of the card."""
+    rank: int
+    ranks: int
     status: int
     """The script's exit status."""
     steps: list[dict[str, int]] = field(default_factory=list)
@@ -30,7 +32,8 @@ class Rehearsed:
     """After the last step; empty if the script was killed."""
 
     @classmethod
-    def read(cls, path: Path, *, card_bytes: int, overhead_bytes: int, status: int) -> Rehearsed:
+    def read(cls, path: Path, **about: int) -> Rehearsed:
+        """`about`: what is not in the file."""
         found: dict[str, list[dict[str, Any]]] = {"step": [], "out_of_memory": [], "end": []}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
@@ -38,7 +41,7 @@ class Rehearsed:
             except ValueError:  # the script was killed while it wrote
                 continue
             found[record.pop("kind")].append(record)
-        return cls(card_bytes, overhead_bytes, status, found["step"], found["out_of_memory"], dict(*found["end"][:1]))
+        return cls(**about, steps=found["step"], errors=found["out_of_memory"], rest=dict(*found["end"][:1]))
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
@@ -53,7 +56,7 @@ class Rehearsed:
 
     @property
     def fits(self) -> bool:
-        return self.status == 0 and bool(self.steps)
+        return self.status == 0 and any(each["reserved_bytes"] for each in self.steps)
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -63,7 +66,7 @@ class Rehearsed:
         if (error := self.out_of_memory) is not None:
             return (
                 f"does not fit: out of memory in step {error['step']}, {_gib(error['allocated_bytes'])} of "
-                f"{_gib(self.card_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
+                f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
             )
         if self.status < 0:
             return f"no answer: {signal.Signals(-self.status).name} ended the script in step {len(self.steps) + 1}"
@@ -72,9 +75,11 @@ class Rehearsed:
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
         if not self.steps:
             return "no answer: no optimizer took a step in the script's own process"
+        if not self.fits:
+            return "no answer: the script trained, but allocated nothing on a GPU"
         most = max(self.all_peaks, key=lambda each: int(each["reserved_bytes"]))
         when = f"step {most['step']}" if most["step"] else "after the last step"
-        fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.card_bytes)} GiB reserved at most ({when})"
+        fits = f"fits: {_gib(most['reserved_bytes'])} of {_gib(self.usable_bytes)} GiB reserved at most ({when})"
         flushing = sum(each["flushes"] > 0 for each in self.steps)
         steps = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
         flushed = (
@@ -86,7 +91,7 @@ class Rehearsed:
     def as_text(self) -> str:
         lines = [self.verdict()]
         if self.steps:
-            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes"]
+            lines += ["", f"{'step':>6}  {'allocated':>9}  {'reserved':>9}  flushes   (GiB)"]
             lines += [
                 f"{each['step']:>6}  {_gib(each['allocated_bytes']):>9}  {_gib(each['reserved_bytes']):>9}  "
                 f"{each['flushes'] or '':>7}"
@@ -98,7 +103,7 @@ class Rehearsed:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
                 "",
-                f"at {error['file']}:{error['line']}",
+                f"at {error['file']}:{error['line']}, in",
                 f"  {error['operation']}",
                 f"requested {_size(error['asked_bytes'])}; "
                 f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
@@ -109,7 +114,8 @@ class Rehearsed:
         if self.steps or self.errors:
             lines += [
                 "",
-                f"not counted: {_size(self.overhead_bytes)} for CUDA's context, NCCL and libraries (--memory-overhead)",
+                f"rank {self.rank} of {self.ranks}; of the card's {_size(self.usable_bytes + self.overhead_bytes)}, "
+                f"{_size(self.overhead_bytes)} are left to CUDA's context, NCCL and libraries (--memory-overhead)",
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
             ]
         return "\n".join(lines)
@@ -129,7 +135,9 @@ class Rehearsed:
         answer = {
             "fits": self.fits,
             "verdict": self.verdict(),
-            "card_bytes": self.card_bytes,
+            "rank": self.rank,
+            "ranks": self.ranks,
+            "usable_bytes": self.usable_bytes,
             "overhead_bytes": self.overhead_bytes,
             "steps": self.steps,
             "out_of_memory": self.out_of_memory,

@@ -18,15 +18,20 @@ from torchtune_adaptive.rehearse.gpus import GPUS
 from torchtune_adaptive.rehearse.process import overhead_of, rehearse
 
 STEPS = 10
-_RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes)(?:=(.*))?")
+_RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|nnodes)(?:=(.*))?")
+"""Of torchrun, `tune run` and accelerate, whose number counts all machines."""
 _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, metavar="N", help="number of ranks (default: as the command says, else 1)")
     parser.add_argument("--rank", type=int, default=0, metavar="R", help="which of them to rehearse (default: 0)")
-    parser.add_argument("--gpu", choices=sorted(GPUS), metavar="NAME", help=f"the card: {', '.join(sorted(GPUS))}")
-    parser.add_argument("--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: h100)")
+    parser.add_argument(
+        "--gpu", type=str.lower, choices=sorted(GPUS), metavar="NAME", help=f"the card: {', '.join(sorted(GPUS))}"
+    )
+    parser.add_argument(
+        "--memory", type=_bytes, help="the card's memory, for example 80GB or 24GiB (default: by --gpu)"
+    )
     parser.add_argument(
         "--memory-overhead", type=_bytes, metavar="MEMORY",
         help="the CUDA context's, NCCL's and libraries' share of it (default: 3GiB; one rank 1GiB)",
@@ -45,9 +50,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
+    if options.picture is not None:
+        _check_picture(options)
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
-    ranks = options.ranks or _ranks_of(command)
+    ranks = _ranks_of(command, options) if options.ranks is None else options.ranks
+    if ranks < 1 or options.steps < 0:
+        options.refuse("--ranks has to be at least 1, and --steps at least 0")
     if not 0 <= options.rank < ranks:
         options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
     card = GPUS[options.gpu or "h100"]
@@ -61,20 +70,41 @@ def run(options: argparse.Namespace) -> int:
     except NullCudaError as error:
         print(f"error: {error}", file=sys.stderr)
         return _NO_ANSWER
-    print(found.as_json() if options.format == "json" else found.as_text())
     if options.picture is not None:
         from torchtune_adaptive.rehearse.picture import draw
 
-        draw(found, options.picture)
+        try:
+            draw(found, options.picture)
+        except OSError as error:
+            print(f"error: {options.picture} cannot be written ({error.strerror})", file=sys.stderr)
+    print(found.as_json() if options.format == "json" else found.as_text())
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
 
 
-def _ranks_of(command: list[str]) -> int:
+def _ranks_of(command: list[str], options: argparse.Namespace) -> int:
     """As many as the launcher in the command would start, 1 if it names none."""
+    ranks = 1
     for word, following in zip(command, [*command[1:], ""], strict=True):
-        if (option := _RANKS.fullmatch(word)) is not None and (option[1] or following).isdigit():
-            return int(option[1] or following)
-    return 1
+        if (option := _RANKS.fullmatch(word)) is None:
+            continue
+        number = (option[1] or following).rpartition(":")[2]  # of machines that come and go, the most
+        if not number.isdigit():
+            options.refuse(f"{word} {following}: give the number of ranks as --ranks, before the command")
+        ranks *= int(number)
+    return ranks
+
+
+def _check_picture(options: argparse.Namespace) -> None:
+    """Before a script runs for nothing."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        options.refuse("--picture needs matplotlib: pip install matplotlib")
+    ending = options.picture.suffix.removeprefix(".")
+    if ending not in FigureCanvasBase.get_supported_filetypes():
+        options.refuse(f"--picture is {options.picture}, but matplotlib writes no '{ending}': use .png, .svg or .pdf")
+    if not options.picture.absolute().parent.is_dir():
+        options.refuse(f"--picture is {options.picture}, but there is no folder {options.picture.absolute().parent}")
 
 
 def _bytes(text: str) -> int:

@@ -17,7 +17,7 @@ def draw(found: Rehearsed, path: Path) -> None:
     figure = Figure(figsize=(7.2, 4.2), layout="constrained")
     axes = figure.subplots()
     axes.set_title(textwrap.fill(found.verdict(), 80), loc="left", fontsize=11)
-    card = found.card_bytes / GIB
+    card = found.usable_bytes / GIB
     steps, reserved, allocated = (
         [each[name] / per for each in found.steps]
         for name, per in (("step", 1), ("reserved_bytes", GIB), ("allocated_bytes", GIB))
@@ -25,8 +25,9 @@ def draw(found: Rehearsed, path: Path) -> None:
     axes.bar(steps, reserved, width=0.9, color=_SKY, label="reserved")
     axes.bar(steps, allocated, width=0.9, color=_BLUE, label="of it, allocated")
     if (error := found.out_of_memory) is not None:
+        axes.bar(error["step"], error["reserved_bytes"] / GIB, width=0.9, color=_SKY)
         axes.bar(error["step"], error["allocated_bytes"] / GIB, width=0.9, color=_BLUE)
-        axes.bar(error["step"], error["asked_bytes"] / GIB, bottom=error["allocated_bytes"] / GIB, width=0.9,
+        axes.bar(error["step"], error["asked_bytes"] / GIB, bottom=error["reserved_bytes"] / GIB, width=0.9,
                  color=_RED, label="requested, and refused")  # fmt: skip
     axes.axhline(card, color=_INK, lw=1.5, label="the card")
     flushing = [each["step"] for each in found.steps if each["flushes"]]

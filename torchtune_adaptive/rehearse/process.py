@@ -37,8 +37,8 @@ def rehearse(
 
     What the command prints goes to `output`, by default to standard error.
     """
-    card_bytes = gpu.memory - overhead_bytes
-    card = environment(memory=card_bytes, devices=min(ranks, 8), capability=gpu.capability)
+    usable_bytes = gpu.memory - overhead_bytes
+    card = environment(memory=usable_bytes, devices=min(ranks, 8), capability=gpu.capability)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         record = Path(folder) / "steps.jsonl"
         stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
@@ -49,7 +49,9 @@ def rehearse(
             stdout=output or sys.stderr,
             stderr=output,
         )
-        return Rehearsed.read(record, card_bytes=card_bytes, overhead_bytes=overhead_bytes, status=_ended(script))
+        status = _ended(script)
+        about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "rank": rank, "ranks": ranks}
+        return Rehearsed.read(record, **about, status=status)
 
 
 def _ended(script: subprocess.Popen[bytes]) -> int:

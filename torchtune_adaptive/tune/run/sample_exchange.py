@@ -25,6 +25,7 @@ from torchtune_adaptive.comm.collectives import explaining_failures, gloo_group_
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.limits.dealing import deal
 from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import say
@@ -40,7 +41,7 @@ READ_AHEAD = 2
 
 def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | None:
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
-    if settings.adaptive.deal is False or world_size() == 1:
+    if settings.adaptive.deal is False or world_size() == 1 or REHEARSAL.on:  # others have what this rank has
         return None
     obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
     if limit is None or not limit.by_length:
