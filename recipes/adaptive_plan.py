@@ -12,6 +12,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import PLAN_KEYS, Question, read_question
@@ -39,6 +40,8 @@ def main(cfg: DictConfig) -> None:
                     print(f"train the first with: {answer.command(best.question, best.rows)}")
     if question.plan.format == "json":
         print(answer.as_json(answers, [one.as_row() for one in tried]))
+    if not any(found.fits for found in answers):
+        raise AdaptiveError("the config does not fit as it is; see above for what does")
 
 
 def wants_advice(question: Question, *, fits: bool) -> bool:

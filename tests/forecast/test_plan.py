@@ -62,10 +62,11 @@ def test_each_number_of_ranks_has_an_answer_and_more_ranks_need_less(tmp_path: P
 
 
 def test_where_nothing_fits_it_says_what_does_and_how_to_train_so(tmp_path: Path) -> None:
-    ended = asked(*DEMO, "memory_limit=1000MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=4",
-                  "use_maximum_batch_size=False", cwd=tmp_path)  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    assert "does not fit: " in ended.stdout
+    sizes = ("model.num_layers=8", "memory_limit=3500MiB", "memory_overhead=0", "sequence_length=4096", "batch_size=1")
+    ended = asked(*DEMO, *sizes, "use_maximum_batch_size=False", cwd=tmp_path)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == "error: the config does not fit as it is; see above for what does"
+    assert "does not fit: out of memory in step 1" in ended.stdout
     assert "enable_activation_checkpointing=True" in ended.stdout
     assert "train the first with: tune run --nproc_per_node 1 adaptive_full_finetune_distributed" in ended.stdout
 
@@ -87,3 +88,12 @@ def test_what_the_recipe_refuses_is_refused(tmp_path: Path) -> None:
     ended = asked(*DEMO, "memory_limit=h100", "sequence_length=5000", cwd=tmp_path)
     assert ended.returncode == 1
     assert "5000" in ended.stderr.splitlines()[-1]
+
+
+def test_lengths_that_vary_are_told_over_time(tmp_path: Path) -> None:
+    question = (*DEMO, "world_size=2", "memory_limit=4500MiB", "lengths=100:2000", "steps=30", "batch_size=16")
+    found = answer(*question, "use_maximum_batch_size=False", "gradient_accumulation_steps=1", cwd=tmp_path)
+    (over_time,) = found["over_time"]
+    assert len(over_time["steps"]) == 30
+    assert over_time["recoveries"] > 0
+    assert len({step["allocated_bytes"] for step in over_time["steps"]}) > 5

@@ -30,7 +30,7 @@ def text(found: Found) -> str:
         if (reason := found.searches.get(stage, {}).get("reason")) is not None:
             lines.append(f"{count_of(found.searches[stage]['rows'], 'row')}: {reason}")
     if not found.fits:
-        lines.append(f"does not fit: {found.complaint}")
+        lines.append(found.why_not)
     else:
         most = found.most
         trains = f"{format_bytes(most['allocated_bytes'])} allocated, {format_bytes(most['reserved_bytes'])} reserved"
@@ -181,6 +181,6 @@ def as_json(answers: Sequence[Found], alternatives: Sequence[Row] = ()) -> str:
             for found in answers
             if found.question.lengths
         ],
-        "notes": [*said, *(f"does not fit: {found.complaint}" for found in answers if not found.fits)],
+        "notes": [*said, *(found.why_not for found in answers if not found.fits)],
     }
     return json.dumps(answer, indent=2)

@@ -47,6 +47,12 @@ class Found:
         return self.rehearsed.fits
 
     @property
+    def why_not(self) -> str:
+        """The recipe's advice is for the size that a search begins with."""
+        asked = self.question.batch_size is not None
+        return self.rehearsed.verdict() if asked else f"does not fit: {self.complaint}"
+
+    @property
     def rows(self) -> int | None:
         """Rows of a microbatch in the stage that trains; None where the budget is one of tokens."""
         if self.question.batch_size is not None:

@@ -127,6 +127,8 @@ class Question:
     def overhead_bytes(self) -> int:
         said = self.plan.memory_overhead
         taken = overhead_of(self.ranks) if said is None else 0 if said == 0 else parse_amount(said, "memory_overhead")
+        if self.gpu.memory >= 2**47:
+            raise ConfigError(f"memory_limit is {format_bytes(self.gpu.memory)}: allowed is less than 128TiB")
         if taken >= self.gpu.memory:
             raise ConfigError(
                 f"memory_limit is {format_bytes(self.gpu.memory)}, of which memory_overhead takes "

@@ -34,20 +34,23 @@ class Rehearsed:
     @classmethod
     def read(cls, path: Path, **about: int) -> Rehearsed:
         """`about`: what is not in the file."""
-        found: dict[str, list[dict[str, Any]]] = {"step": [], "out_of_memory": [], "end": []}
+        found: dict[str, list[dict[str, Any]]] = {"step": [], "first": [], "out_of_memory": [], "end": []}
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 record = json.loads(line)
             except ValueError:  # the script was killed while it wrote
                 continue
             found[record.pop("kind")].append(record)
+        found["step"] = found["step"] or found["first"]
         return cls(**about, steps=found["step"], errors=found["out_of_memory"], rest=dict(*found["end"][:1]))
 
     @property
     def out_of_memory(self) -> dict[str, Any] | None:
-        """The error that ended the script: the last one, if no step was finished after it."""
-        last = self.errors[-1] if self.errors else None
-        return last if last and self.status and last["step"] > len(self.steps) else None
+        """The error that ended training: the last one, if no step was finished after it, and nothing else failed."""
+        last, ended_by = self.errors[-1] if self.errors else None, str(self.rest.get("error") or "exit status")
+        if last is None or last["step"] <= len(self.steps) or (last["tried"] and not self.status):
+            return None
+        return last if "memory" in ended_by.lower() or ended_by.startswith("exit status") else None
 
     @property
     def caught(self) -> list[dict[str, Any]]:
@@ -56,7 +59,7 @@ class Rehearsed:
 
     @property
     def fits(self) -> bool:
-        return self.status == 0 and any(each["reserved_bytes"] for each in self.steps)
+        return self.status == 0 and self.out_of_memory is None and any(each["reserved_bytes"] for each in self.steps)
 
     @property
     def all_peaks(self) -> list[dict[str, Any]]:
@@ -69,9 +72,11 @@ class Rehearsed:
                 f"{_gib(self.usable_bytes)} GiB allocated, {_size(error['asked_bytes'])} more requested"
             )
         if self.status < 0:
-            return f"no answer: {signal.Signals(-self.status).name} ended the script in step {len(self.steps) + 1}"
+            return f"no answer: {_signal(-self.status)} ended the script in step {len(self.steps) + 1}"
         if self.status:
-            why = self.rest.get("error") or f"it ended with status {self.status}"
+            why = self.rest.get("error") or f"exit status {self.status}"
+            if str(why).startswith("KeyboardInterrupt"):
+                return f"no answer: interrupted in step {len(self.steps) + 1}"
             return f"no answer: the script failed in step {len(self.steps) + 1}: {why}"
         if not self.steps:
             return "no answer: no optimizer took a step in the script's own process"
@@ -85,7 +90,8 @@ class Rehearsed:
         flushed = (
             f"the cache is flushed in {flushing} of {steps}" if flushing else f"the cache is never flushed ({steps})"
         )
-        recovered = f"; recovered from {len(self.caught)} out-of-memory errors" if self.caught else ""
+        errors = f"{len(self.caught)} out-of-memory error{'s' * (len(self.caught) != 1)}"
+        recovered = f"; the script recovered from {errors}" if self.caught else ""
         return f"{fits}; {flushed}{recovered}"
 
     def as_text(self) -> str:
@@ -146,6 +152,10 @@ class Rehearsed:
             "status": self.status,
         }
         return json.dumps(answer, indent=2)
+
+
+def _signal(number: int) -> str:
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
 
 
 def _gib(size: int) -> str:

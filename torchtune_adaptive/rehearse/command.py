@@ -9,17 +9,15 @@ allocator reserves. `-m module`, `torchrun ...`, `tune run ...` and `accelerate 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
 from torchtune_adaptive.null_cuda import NullCudaError, bytes_of
 from torchtune_adaptive.rehearse.gpus import GPUS
+from torchtune_adaptive.rehearse.launchers import check, ranks_of
 from torchtune_adaptive.rehearse.process import overhead_of, rehearse
 
 STEPS = 10
-_RANKS = re.compile(r"--(?:nproc[-_]per[-_]node|num[-_]processes|nnodes)(?:=(.*))?")
-"""Of torchrun, `tune run` and accelerate, whose number counts all machines."""
 _FITS, _DOES_NOT_FIT, _NO_ANSWER = 0, 1, 2
 
 
@@ -54,13 +52,17 @@ def run(options: argparse.Namespace) -> int:
         _check_picture(options)
     if not command:
         options.refuse("no script to rehearse; for example: -- train.py --batch-size 12")
-    ranks = _ranks_of(command, options) if options.ranks is None else options.ranks
+    try:
+        check(command)
+        ranks = ranks_of(command) if options.ranks is None else options.ranks
+    except (OSError, ValueError) as error:
+        options.refuse(str(error))
     if ranks < 1 or options.steps < 0:
         options.refuse("--ranks has to be at least 1, and --steps at least 0")
     if not 0 <= options.rank < ranks:
         options.refuse(f"--rank is {options.rank}, but there are {ranks} ranks: they are 0 to {ranks - 1}")
     card = GPUS[options.gpu or "h100"]
-    if options.memory:
+    if options.memory is not None:
         card = card._replace(memory=options.memory)
     overhead = overhead_of(ranks) if options.memory_overhead is None else options.memory_overhead
     if card.memory <= overhead:
@@ -81,19 +83,6 @@ def run(options: argparse.Namespace) -> int:
     return _FITS if found.fits else _DOES_NOT_FIT if found.out_of_memory else _NO_ANSWER
 
 
-def _ranks_of(command: list[str], options: argparse.Namespace) -> int:
-    """As many as the launcher in the command would start, 1 if it names none."""
-    ranks = 1
-    for word, following in zip(command, [*command[1:], ""], strict=True):
-        if (option := _RANKS.fullmatch(word)) is None:
-            continue
-        number = (option[1] or following).rpartition(":")[2]  # of machines that come and go, the most
-        if not number.isdigit():
-            options.refuse(f"{word} {following}: give the number of ranks as --ranks, before the command")
-        ranks *= int(number)
-    return ranks
-
-
 def _check_picture(options: argparse.Namespace) -> None:
     """Before a script runs for nothing."""
     try:
@@ -103,12 +92,17 @@ def _check_picture(options: argparse.Namespace) -> None:
     ending = options.picture.suffix.removeprefix(".")
     if ending not in FigureCanvasBase.get_supported_filetypes():
         options.refuse(f"--picture is {options.picture}, but matplotlib writes no '{ending}': use .png, .svg or .pdf")
+    if options.picture.is_dir():
+        options.refuse(f"--picture is {options.picture}, which is a folder: give the name of a file")
     if not options.picture.absolute().parent.is_dir():
         options.refuse(f"--picture is {options.picture}, but there is no folder {options.picture.absolute().parent}")
 
 
 def _bytes(text: str) -> int:
     try:
-        return bytes_of(text)
+        size = bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    if size >= 2**47:
+        raise argparse.ArgumentTypeError(f"{text} is not below 128TiB")
+    return size

@@ -22,6 +22,8 @@ ONE_MACHINE = 8
 def become(rank: int, ranks: int) -> None:
     """Sets the variables that torchrun gives a rank."""
     local = min(ranks, ONE_MACHINE)
+    cores = os.cpu_count() or 1
+    os.cpu_count = lambda: max(cores, local)  # each rank of a machine is given some
     os.environ.update(
         RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank % local), LOCAL_WORLD_SIZE=str(local),
         GROUP_RANK=str(rank // local), MASTER_ADDR="localhost", MASTER_PORT="29500", TORCHELASTIC_RUN_ID="rehearsal",

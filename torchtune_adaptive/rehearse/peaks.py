@@ -33,22 +33,29 @@ class Peaks:
     def __init__(self) -> None:
         self._statistics, self._reset = torch._C._cuda_memoryStats, torch._C._cuda_resetPeakMemoryStats
         self._scripts: dict[int, Statistics] = {}
-        self._ours = Usage()
-        self._flushes = 0
+        self._ours: dict[int, Usage] = {}
+        self._flushes: dict[int, int] = {}
         torch._C._cuda_memoryStats = self._as_the_script_sees_them
         torch._C._cuda_resetPeakMemoryStats = self._script_resets
 
     def read(self) -> Usage:
-        """What happened on the current device since the last reading."""
-        device = torch.cuda.current_device()
+        """What happened since the last reading, on the device that reserved most."""
+        readings = (
+            [self._read(device) for device in range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+        )
+        most = max(readings, key=lambda each: each.reserved_bytes, default=Usage())
+        return replace(most, flushes=sum(each.flushes for each in readings))
+
+    def _read(self, device: int) -> Usage:
         statistics = self._statistics(device)
-        self._ours.add(_peaks_of(statistics))
+        usage = self._ours.pop(device, Usage())
+        usage.add(_peaks_of(statistics))
         retries = int(statistics["num_alloc_retries"])
-        reading = replace(self._ours, flushes=max(retries - self._flushes, 0))
-        self._ours, self._flushes = Usage(), retries
+        usage.flushes = max(retries - self._flushes.get(device, 0), 0)
+        self._flushes[device] = retries
         self._scripts[device] = self._as_the_script_sees_them(device)
         self._reset(device)
-        return reading
+        return usage
 
     def _as_the_script_sees_them(self, device: int) -> Statistics:
         statistics: Statistics = self._statistics(device)
@@ -56,8 +63,7 @@ class Peaks:
         return statistics
 
     def _script_resets(self, device: int) -> None:
-        if device == torch.cuda.current_device():
-            self._ours.add(_peaks_of(self._statistics(device)))
+        self._ours.setdefault(device, Usage()).add(_peaks_of(self._statistics(device)))
         self._scripts.pop(device, None)
         self._reset(device)
 

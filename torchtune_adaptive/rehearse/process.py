@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -16,6 +21,9 @@ from torchtune_adaptive.rehearse.gpus import Gpu
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
+
+
+_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def overhead_of(ranks: int) -> int:
@@ -43,21 +51,48 @@ def rehearse(
         record = Path(folder) / "steps.jsonl"
         stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
         asked = [str(each) for each in (record, rank, ranks, steps)]
-        script = subprocess.Popen(
-            [*stage, *asked, *command],
-            env={**os.environ, **card, **(variables or {})},
-            stdout=output or sys.stderr,
-            stderr=output,
-        )
-        status = _ended(script)
+        with _leaving_nothing():
+            script = subprocess.Popen(
+                [*stage, *asked, *command],
+                env={**os.environ, **card, **(variables or {})},
+                stdout=output or sys.stderr,
+                stderr=output,
+                preexec_fn=partial(ctypes.CDLL(None).prctl, _END_WITH_PARENT, signal.SIGKILL),
+            )
+            try:
+                status = _ended(script)
+            finally:
+                script.kill()
         about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "rank": rank, "ranks": ranks}
         return Rehearsed.read(record, **about, status=status)
 
 
 def _ended(script: subprocess.Popen[bytes]) -> int:
-    """Ctrl-C reaches the script as well: then the answer is of the steps until then."""
-    while True:
-        try:
-            return script.wait()
-        except KeyboardInterrupt:
-            continue
+    """Ctrl-C ends the script, and then the answer is of the steps until then; the second one kills it."""
+    try:
+        return script.wait()
+    except KeyboardInterrupt:
+        script.send_signal(signal.SIGINT)
+    try:
+        return script.wait()
+    except KeyboardInterrupt:
+        script.kill()
+        return script.wait()
+
+
+@contextmanager
+def _leaving_nothing() -> Iterator[None]:
+    """While open, a signal that asks this process to end does so by an exception, past what tidies up."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -6,13 +6,10 @@ torchrun, `tune run` and `accelerate launch` are seen through: what they would s
 from __future__ import annotations
 
 import atexit
-import ctypes
 import functools
 import linecache
 import os
 import runpy
-import shutil
-import signal
 import sys
 import threading
 import traceback
@@ -23,18 +20,17 @@ from typing import Any
 import torch
 
 from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.rehearse.launchers import is_python, script_of
 from torchtune_adaptive.rehearse.one_of_many import become, replace, send_nothing
-from torchtune_adaptive.rehearse.step_writer import StepWriter
+from torchtune_adaptive.rehearse.step_writer import StepWriter, flush
 
 LARGE = 2**20
 """Elements of a weight that is not drawn."""
 _ALL = "_is_so_of_all"
-_END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
 def main(record: str, rank: str, ranks: str, steps: str, *command: str) -> None:
     REHEARSAL.on = True
-    ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     if int(ranks) > 1:
         become(int(rank), int(ranks))
     send_nothing(int(rank), int(ranks), run)
@@ -75,8 +71,7 @@ def _leave(status: int) -> None:
     """Ends as Python does, but for the destructors of C++, some of which abort where no kernel has run."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(status)
 
 
@@ -93,6 +88,15 @@ def _read_zeros() -> None:
             return found
 
         setattr(torch.Tensor, name, read)
+    finite = torch.isfinite
+
+    def is_finite(tensor: torch.Tensor) -> torch.Tensor:
+        found = finite(tensor)
+        if found.numel() == 1 and tensor.device.type == "cuda":
+            setattr(found, _ALL, True)
+        return found
+
+    torch.isfinite = torch.Tensor.isfinite = is_finite  # type: ignore[assignment]
 
 
 def _all(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +150,7 @@ def _take_first_choices() -> None:
 
 def run(command: Sequence[str]) -> None:
     """Runs what a command line names in this process: a script, `-m module`, or a program that is written in Python."""
-    if Path(command[0]).name.startswith("python"):
+    if is_python(command[0]):
         command = command[1:]
     if command[0] == "-m":
         sys.argv = list(command[1:])
@@ -157,12 +161,6 @@ def run(command: Sequence[str]) -> None:
     sys.argv = [script, *command[1:]]
     sys.path.insert(0, str(Path(script).resolve().parent))
     runpy.run_path(script, run_name="__main__")
-
-
-def script_of(word: str) -> str | None:
-    """A file, or a program of this environment or on the path; None if there is neither."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    return word if Path(word).is_file() else shutil.which(word, path=beside)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -32,6 +33,7 @@ class StepWriter:
 
     def __init__(self, path: Path, *, most_steps: int) -> None:
         self._file = path.open("w", buffering=1)
+        self._process = os.getpid()
         self._most_steps = most_steps
         self._peaks = Peaks()
         self._steps = 0
@@ -68,6 +70,8 @@ class StepWriter:
             self._step_is_over()
         self._reading.add(reading)
         self._stepped = self._stepped | {id(optimizer)}
+        if self._all is None and not self._steps:  # if the script is killed before another step tells
+            self._write("first", {"step": 1, **self._reading.figures()})
         if self._stepped == self._all:
             self._step_is_over()
 
@@ -77,8 +81,7 @@ class StepWriter:
         self._reading, self._stepped = Usage(), set()
         if self._steps == self._most_steps:
             self._write("end", {**Usage().figures(), "error": None})
-            sys.stdout.flush()
-            sys.stderr.flush()
+            flush()
             os._exit(0)  # nothing that the script catches, or does at its end
 
     def _out_of_memory(self, device: int, asked: int, total: int, free: int) -> None:
@@ -104,7 +107,16 @@ class StepWriter:
         )
 
     def _write(self, kind: str, figures: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+        if os.getpid() == self._process:  # and not one that the script has forked
+            with suppress(OSError):
+                self._file.write(json.dumps({"kind": kind, **figures}) + "\n")
+
+
+def flush() -> None:
+    """Writes out what the script has printed, if it has left anything to print to."""
+    for stream in sys.stdout, sys.stderr:
+        with suppress(AttributeError, OSError, ValueError):
+            stream.flush()
 
 
 def _stack(frame: FrameType | None) -> list[tuple[str, int]]:

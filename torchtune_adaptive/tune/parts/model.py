@@ -209,9 +209,7 @@ def _load(
 ) -> _IncompatibleKeys:
     """Collective: fills the model from whole weights, which every rank has read from the same files."""
     if isinstance(weights, Unfilled):
-        if not _is_quantized(model):  # those are made on the device
-            model.to_empty(device="cpu" if settings.fsdp_cpu_offload else device)
-        return _IncompatibleKeys([], [])
+        return _fill_with_nothing(model, settings, device)
     out_of_memory = f"out of memory while loading the weights on rank {dist.get_rank()}"
     with fatal_where_memory_runs_out(
         lambda _: UnrecoverableError(f"{out_of_memory}: use more ranks or a smaller model")
@@ -224,6 +222,26 @@ def _load(
             )
         )
         return keys
+
+
+def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.device) -> _IncompatibleKeys:
+    """Shards of quantized weights are made of whole ones, as torchtune makes them; all others are taken as they are."""
+    quantized = {
+        name: torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        for name, parameter in model.state_dict().items()
+        if parameter.is_meta and isinstance(getattr(parameter, "_local_tensor", None), NF4Tensor)
+    }
+    if quantized:
+        training.load_from_full_model_state_dict(
+            model, quantized, device, strict=False, cpu_offload=settings.fsdp_cpu_offload
+        )
+    for module in model.modules():
+        if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
+            target = "cpu" if settings.fsdp_cpu_offload else device
+            nn.Module.to_empty(
+                module, device=target, recurse=False
+            )  # torchtune's own leaves out the base of an adapter
+    return _IncompatibleKeys([], [])
 
 
 def _check_weights(model: nn.Module, weights: Weights, files: str, *, strict: bool) -> None:
