@@ -76,7 +76,7 @@ class Question:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Of the samples; empty where all are as long as the longest."""
+        """Lengths of the samples; empty where all are as long as the longest."""
         said = self.plan.lengths
         if said is None:
             return []
