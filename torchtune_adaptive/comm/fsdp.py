@@ -8,22 +8,17 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from torchtune_adaptive.comm.collectives import world_size
 from torchtune_adaptive.dependencies import refuse_torch
-from torchtune_adaptive.patching import replaced
 
 try:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard import _fsdp_param, _fully_shard
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
     from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
@@ -329,23 +324,3 @@ def _reset_parameters(group: FSDPParamGroup) -> None:
             parameter._extensions_data.clear()
     # Not by the group's own method, which skips all of this where it believes to be sharded.
     group._sharded_state = ShardedState.SHARDED
-
-
-@contextmanager
-def computing_on(device: torch.device) -> Iterator[None]:
-    """While open, what is sharded computes on this device, whatever its mesh says."""
-    with replaced((_fully_shard, "_get_device_from_mesh", lambda mesh: device)):
-        yield
-
-
-@contextmanager
-def cutting_for_rank_0() -> Iterator[None]:
-    """While open, sharding makes rank 0's piece of a tensor and leaves out those that only other ranks would keep."""
-    with replaced((_fsdp_param, "_chunk_with_empty", _first_chunk)):
-        yield
-
-
-def _first_chunk(tensor: torch.Tensor, chunks: int, dim: int) -> list[torch.Tensor]:
-    if type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, FakeTensor):
-        return [tensor.narrow(dim, 0, -(-tensor.size(dim) // chunks))]
-    return list(torch.chunk(tensor, chunks, dim))  # quantized weights can be cut in this way only
