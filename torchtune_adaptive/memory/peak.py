@@ -1,4 +1,4 @@
-"""What a step needed, phase by phase. No torch: searches and predictions decide from it."""
+"""What a step needed, phase by phase. No torch: searches decide from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

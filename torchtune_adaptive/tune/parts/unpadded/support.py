@@ -92,7 +92,7 @@ def _obstacles_on(device: torch.device, settings: Settings, head_width: int) -> 
         return
     if settings.dtype == "fp32":
         yield "dtype is fp32, which flash attention on a GPU does not support"
-    # a prediction is made for cards that are not there
+    # a rehearsal is on a card that is not there
     if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability(device)) < FLASH_ATTENTION_2:
         yield f"{torch.cuda.get_device_name(device)} (compute capability {capability}) has no flash attention"
     if head_width > WIDEST_HEAD:
