@@ -39,7 +39,7 @@ def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Qu
         raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
     training_of(cfg).read(cfg)
     for each in question.each():
-        each.overhead_bytes  # noqa: B018
+        each.overhead_bytes, each.lengths  # noqa: B018
     return question
 
 
