@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from torchtune_adaptive.null_cuda import NullCudaError, build
+from tests.null.processes import skip_without_null_device
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -20,10 +20,7 @@ DEMO = ("adaptive/demo/full", "device=cuda", *SMALL)
 
 @pytest.fixture(autouse=True, scope="module")
 def null_device() -> None:
-    try:
-        build()
-    except NullCudaError as error:
-        pytest.skip(str(error))
+    skip_without_null_device()
 
 
 def asked(config: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -11,11 +11,11 @@ import os
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
+from tests.null.processes import skip_without_null_device
 from tests.recipes.running import STOCK
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import Question
-from torchtune_adaptive.null_cuda import NullCudaError, build
 
 ROWS, TOKENS = 2, 4096
 TOLERANCE = 0.08
@@ -47,10 +47,7 @@ QUICK = {"packed"}
 def test_a_line_of_torchtunes_readme(line: str) -> None:
     if line not in QUICK and not ALL:
         pytest.skip("one line stands for all: make published")
-    try:
-        build()
-    except NullCudaError as error:
-        pytest.skip(str(error))
+    skip_without_null_device()
     gib, (name, *overrides) = LINES[line]
     cfg = OmegaConf.load(STOCK / "configs" / "llama3_2" / f"{name}.yaml")
     sizes = (f"batch_size={ROWS}", "gradient_accumulation_steps=1", "clip_grad_norm=null")

@@ -6,17 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.null.processes import OnNull, null_processes
-from torchtune_adaptive.null_cuda import NullCudaError, build
+from tests.null.processes import OnNull, null_processes, skip_without_null_device
 
 
 @pytest.fixture(scope="session", autouse=True)
 def library() -> None:
     """What it takes; without it, all of these tests are skipped."""
-    try:
-        build()
-    except NullCudaError as error:
-        pytest.skip(str(error))
+    skip_without_null_device()
 
 
 @pytest.fixture(scope="session")

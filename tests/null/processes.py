@@ -10,10 +10,19 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests import ranks as on_ranks
-from torchtune_adaptive.null_cuda import environment
+from torchtune_adaptive.null_cuda import NullCudaError, build, environment
 
 OnNull = Callable[..., Any]
+
+
+def skip_without_null_device() -> None:
+    try:
+        build()
+    except NullCudaError as error:
+        pytest.skip(str(error))
 
 
 def _preload() -> None:

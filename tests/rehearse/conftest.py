@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from torchtune_adaptive.null_cuda import NullCudaError, build
+from tests.null.processes import skip_without_null_device
 
 
 class Answer(NamedTuple):
@@ -28,10 +28,7 @@ Rehearse = Callable[..., Answer]
 @pytest.fixture
 def rehearse(tmp_path: Path) -> Rehearse:
     """`rehearse(script, *options, command=[...])`: the script is a text that is saved as train.py."""
-    try:
-        build()
-    except NullCudaError as error:
-        pytest.skip(str(error))
+    skip_without_null_device()
 
     def run(script: str, *options: str, command: tuple[str, ...] = ("train.py",), json_format: bool = True) -> Answer:
         (tmp_path / "train.py").write_text(dedent(script))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.null_cuda import NullCudaError, build
+from tests.null.processes import skip_without_null_device
 
 STEP = """
 import os, torch
@@ -23,10 +23,7 @@ def step(model, rows=4):
 
 @pytest.fixture(scope="session", autouse=True)
 def library() -> None:
-    try:
-        build()
-    except NullCudaError as error:
-        pytest.skip(str(error))
+    skip_without_null_device()
 
 
 def rehearsed(folder: Path, script: str, *options: str) -> str:

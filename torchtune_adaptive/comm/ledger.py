@@ -203,11 +203,12 @@ class CollectiveLedger:
         # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
         wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
         learns = self._is_last(self._number) not in self._record.schedules
-        before, position = self._messages() if learns or wait_here else 0, self.position
+        copies = wait_here and collective.device.type != "cpu"  # gloo's own, on the card
+        before, position = self._messages() if learns or copies else 0, self.position
 
         def is_lost() -> bool:
-            # gloo numbers an all-gather before it finds no room for its copies on a GPU: no other can take its place
-            return wait_here and self.position == position and self._messages() != before
+            # gloo numbers an all-gather before it finds no room for its copies: no other can take its place
+            return copies and self.position == position and self._messages() != before
 
         self._issuing = True
         try:

@@ -12,7 +12,7 @@ from torchtune_adaptive.forecast.measure import Found
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.rehearse.one_of_many import ONE_MACHINE
+from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.rules import value_at
 from torchtune_adaptive.tune.config.signatures import COMPONENT

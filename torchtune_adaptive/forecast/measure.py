@@ -48,9 +48,9 @@ class Found:
 
     @property
     def why_not(self) -> str:
-        """The recipe's advice is for the size that a search begins with."""
-        asked = self.question.batch_size is not None
-        return self.rehearsed.verdict() if asked else f"does not fit: {self.complaint}"
+        """In the recipe's words, whose advice is for the size that a search begins with."""
+        of_a_search = self.question.batch_size is None and self.complaint
+        return f"does not fit: {self.complaint}" if of_a_search else self.rehearsed.verdict()
 
     @property
     def rows(self) -> int | None:

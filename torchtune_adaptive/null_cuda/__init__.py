@@ -65,4 +65,7 @@ def bytes_of(size: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B)?", size)
     if found is None:
         raise ValueError(f"not an amount of memory: {size}; for example 80GB or 24GiB")
-    return int(float(found[1]) * _UNITS[found[2] or "B"])
+    amount = int(float(found[1]) * _UNITS[found[2] or "B"])
+    if amount >= 2**47:
+        raise ValueError(f"{size} is not below 128TiB")
+    return amount

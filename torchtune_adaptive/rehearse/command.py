@@ -100,9 +100,6 @@ def _check_picture(options: argparse.Namespace) -> None:
 
 def _bytes(text: str) -> int:
     try:
-        size = bytes_of(text)
+        return bytes_of(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-    if size >= 2**47:
-        raise argparse.ArgumentTypeError(f"{text} is not below 128TiB")
-    return size

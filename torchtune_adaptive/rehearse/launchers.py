@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+ONE_MACHINE = 8
+"""Ranks of a machine, where there are so many."""
 _PER_MACHINE, _MACHINES = re.compile(r"--nproc[-_]per[-_]node(?:=(.*))?"), re.compile(r"--nnodes(?:=(.*))?")
 _IN_ALL = re.compile(r"--num[-_]processes(?:=(.*))?")
 _OPTIONS = {

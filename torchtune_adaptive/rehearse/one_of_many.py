@@ -15,8 +15,7 @@ from torch._C._distributed_c10d import GradBucket, HashStore, _register_comm_hoo
 from torch.distributed.rendezvous import rendezvous as torch_rendezvous
 from torch.nn.parallel import DistributedDataParallel
 
-ONE_MACHINE = 8
-"""Ranks of a machine, where there are so many."""
+from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
 
 
 def become(rank: int, ranks: int) -> None:

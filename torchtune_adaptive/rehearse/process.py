@@ -18,11 +18,10 @@ from typing import IO
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.gpus import Gpu
+from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
 
 CONTEXT_BYTES, CONTEXT_AND_NCCL_BYTES = 2**30, 3 * 2**30
 """What no tensor can have of a card: the CUDA context and libraries, and with several ranks NCCL's buffers."""
-
-
 _END_WITH_PARENT = 1  # PR_SET_PDEATHSIG
 
 
@@ -46,7 +45,7 @@ def rehearse(
     What the command prints goes to `output`, by default to standard error.
     """
     usable_bytes = gpu.memory - overhead_bytes
-    card = environment(memory=usable_bytes, devices=min(ranks, 8), capability=gpu.capability)
+    card = environment(memory=usable_bytes, devices=min(ranks, ONE_MACHINE), capability=gpu.capability)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         record = Path(folder) / "steps.jsonl"
         stage = [sys.executable, "-m", "torchtune_adaptive.rehearse.stage"]
@@ -63,6 +62,7 @@ def rehearse(
                 status = _ended(script)
             finally:
                 script.kill()
+                script.wait()
         about = {"usable_bytes": usable_bytes, "overhead_bytes": overhead_bytes, "rank": rank, "ranks": ranks}
         return Rehearsed.read(record, **about, status=status)
 

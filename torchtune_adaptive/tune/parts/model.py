@@ -238,9 +238,7 @@ def _fill_with_nothing(model: nn.Module, settings: Settings, device: torch.devic
     for module in model.modules():
         if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
             target = "cpu" if settings.fsdp_cpu_offload else device
-            nn.Module.to_empty(
-                module, device=target, recurse=False
-            )  # torchtune's own leaves out the base of an adapter
+            nn.Module.to_empty(module, device=target, recurse=False)  # torchtune's own leaves an adapter's base out
     return _IncompatibleKeys([], [])
 
 
