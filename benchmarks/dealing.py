@@ -22,7 +22,8 @@ from torch import Tensor
 from benchmarks.packing import DISTRIBUTIONS, LONGEST, Lengths, RandomTokens
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits import TokenLimit, deal, join_step, spread_joined, tokens_of_joined
+from torchtune_adaptive.engine.limits import TokenLimit
+from torchtune_adaptive.engine.plans import deal, join_step, spread_joined, tokens_of_joined
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.run.sample_exchange import READ_AHEAD, Dealer
 

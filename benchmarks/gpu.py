@@ -24,7 +24,7 @@ from tests.gpu import test_search
 from tests.gpu.real_steps import GIB, build, demo, fresh_processes, limit, live_bytes, metered, samples_of, use
 from tests.ranks import run_on_ranks
 from torchtune_adaptive import find_max_batch_size
-from torchtune_adaptive.memory import release
+from torchtune_adaptive.engine.oom import release
 
 Row = dict[str, Any]
 
@@ -73,7 +73,7 @@ def fragmentation_rows(device: str, steps: int) -> list[Row]:
 def train_mixed(name: str, margin: float, limited: bool, steps: int) -> Row:
     """Collective: steps of two microbatches' worth of samples, whose lengths are those of instruction data."""
     step = build(demo("full", name, f"dtype={DTYPE[name]}", **SIZES[name]), use(name))
-    with metered(step) as memory, mock.patch("torchtune_adaptive.memory.device.FRAGMENTATION", margin):
+    with metered(step) as memory, mock.patch("torchtune_adaptive.engine.memory.FRAGMENTATION", margin):
         step.train(1, TOKENS)
         release()
         limit(memory, live_bytes(memory) + ROOM_GIB * GIB)

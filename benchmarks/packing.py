@@ -29,8 +29,8 @@ from torchtune.datasets import PackedDataset
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.limits import (
-    Limit,
+from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.engine.plans import (
     Plan,
     join_step,
     padded_tokens,

@@ -30,7 +30,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.rewards import demo_classifier
-from torchtune_adaptive.limits import RowLimit
+from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, SCORE_POLICY, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
 RANKS = 2

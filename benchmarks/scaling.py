@@ -28,18 +28,12 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.packing import INSTRUCTIONS
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.comm import Agreement, AllGather, CollectiveLedger, ReduceScatter
-from torchtune_adaptive.limits import (
-    Limit,
-    RowLimit,
-    Surface,
-    SurfaceLimit,
-    TokenLimit,
-    load_of,
-    plan_step,
-    spread,
-)
-from torchtune_adaptive.step import Report, Reports
+from torchtune_adaptive.engine.fsdp import AllGather, ReduceScatter
+from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
+from torchtune_adaptive.engine.plans import load_of, plan_step, spread
+from torchtune_adaptive.engine.ranks import Agreement
+from torchtune_adaptive.engine.reports import Report, Reports
 
 SAMPLES = [2**exponent for exponent in range(4, 17)]
 RANKS = [2, 4, 8, 16, 32, 64]

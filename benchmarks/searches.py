@@ -23,7 +23,7 @@ from benchmarks.peers import Found, by_accelerate, by_lightning
 from benchmarks.results import Result, compared
 from tests.searching import HEAD_DOMINATED, Shape, Trained
 from torchtune_adaptive import MemoryMeter, find_max_batch_size
-from torchtune_adaptive.memory import forget_frames
+from torchtune_adaptive.engine.oom import forget_frames
 
 MOST_ROWS = 128
 """Where accelerate begins by default."""

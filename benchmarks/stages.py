@@ -28,7 +28,7 @@ from benchmarks.results import Result, compared
 from benchmarks.strategies import BRUTE_FORCE, one_more
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.search import STRATEGIES
+from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 
 RANKS = 2

@@ -19,7 +19,7 @@ from unittest import mock
 from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.search import STRATEGIES, History
+from torchtune_adaptive.engine.search import STRATEGIES, History
 from torchtune_adaptive.tune.run import fitting
 
 RANKS = 2

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.per_recipe import read_lora_settings
 from torchtune_adaptive.tune.parts import devices, process_group

@@ -6,12 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from torchtune_adaptive.engine.limits import MAX_ROWS
+from torchtune_adaptive.engine.search import Peak, Room, SearchResult, one_row_error, search
 from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
-from torchtune_adaptive.limits.rounding import MAX_ROWS
-from torchtune_adaptive.memory.peak import Peak
-from torchtune_adaptive.search.probe_result import Room
-from torchtune_adaptive.search.refusal import one_row_error
-from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30
 MIB = 2**20

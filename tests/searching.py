@@ -14,16 +14,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from torchtune_adaptive.comm.collectives import world_size
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.limits.padded_plan import Load
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.search.find import find_max_batch_size
-from torchtune_adaptive.search.probe_runner import TrainingStep
-from torchtune_adaptive.search.rows import SearchResult
-from torchtune_adaptive.step.reports import StepResult, Totals
-from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.plans import Load
+from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size
+from torchtune_adaptive.engine.ranks import world_size
+from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.engine.search import SearchResult
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 
 
 @dataclass(frozen=True)

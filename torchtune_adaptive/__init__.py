@@ -4,6 +4,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torchtune_adaptive.engine.limits import RowLimit, TokenLimit
+    from torchtune_adaptive.engine.memory import CudaMemory
+    from torchtune_adaptive.engine.meter import MemoryMeter
+    from torchtune_adaptive.engine.probes import TrainingStep, find_max_batch_size, profile_memory
+    from torchtune_adaptive.engine.profile import Profile
+    from torchtune_adaptive.engine.ranks import make_replicas_alike
+    from torchtune_adaptive.engine.reports import StepResult, Totals
+    from torchtune_adaptive.engine.search import SearchResult
+    from torchtune_adaptive.engine.step import SampleKind, StepRunner
     from torchtune_adaptive.errors import (
         AdaptiveError,
         ConfigError,
@@ -12,17 +21,7 @@ if TYPE_CHECKING:
         RecoveryUnsupportedError,
         UnrecoverableError,
     )
-    from torchtune_adaptive.limits.limit import RowLimit, TokenLimit
-    from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-    from torchtune_adaptive.memory.device import CudaMemory
     from torchtune_adaptive.report.tables import profile_table, search_table
-    from torchtune_adaptive.search.find import find_max_batch_size, profile_memory
-    from torchtune_adaptive.search.probe_runner import TrainingStep
-    from torchtune_adaptive.search.profile import Profile
-    from torchtune_adaptive.search.rows import SearchResult
-    from torchtune_adaptive.step.reports import StepResult
-    from torchtune_adaptive.step.runner import StepRunner, Totals
-    from torchtune_adaptive.step.samples import SampleKind
 
 __all__ = [
     "AdaptiveError",
@@ -43,20 +42,33 @@ __all__ = [
     "TrainingStep",
     "UnrecoverableError",
     "find_max_batch_size",
+    "make_replicas_alike",
     "profile_memory",
     "profile_table",
     "search_table",
 ]
 
-_ROOMS = ("errors", "limits", "memory", "report.tables", "search", "step")
-"""Each hands on, by its own `__all__` or as a module, what of it is public."""
+_HOMES = (
+    "errors",
+    "report.tables",
+    "engine.limits",
+    "engine.search",
+    "engine.profile",
+    "engine.memory",
+    "engine.meter",
+    "engine.ranks",
+    "engine.reports",
+    "engine.step",
+    "engine.probes",
+)
+"""Modules with public names; those that need no torch first."""
 
 
 def __getattr__(name: str) -> Any:
-    """What is public is imported when it is first used: a command that needs no torch does not wait seconds for it."""
+    """Imports a public name when it is first used: a command that needs no torch does not wait seconds for it."""
     if name in __all__:
-        for room in _ROOMS:
-            module = import_module(f"{__name__}.{room}")
+        for home in _HOMES:
+            module = import_module(f"{__name__}.{home}")
             if hasattr(module, name):
                 return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

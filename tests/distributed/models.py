@@ -17,7 +17,7 @@ from torchtune.models.llama3 import llama3, lora_llama3
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
-from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.parts.unpadded.attention import take_documents
 from torchtune_adaptive.tune.parts.unpadded.documents import joined as join

@@ -24,14 +24,13 @@ from torchtune import training
 
 from tests import ranks
 from tests.recipes.running import demo_config
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.probes import TrainingStep
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.memory.device import CudaMemory, plain_tensors
 from torchtune_adaptive.memory_sizes import MemorySize
-from torchtune_adaptive.search.probe_runner import TrainingStep
-from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts import devices, process_group

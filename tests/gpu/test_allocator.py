@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from tests.gpu.real_steps import GIB, RealStep, build, demo, limit, metered, use, worst
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.memory.device import FRAGMENTATION, CudaMemory
-from torchtune_adaptive.memory.oom import release
+from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
+from torchtune_adaptive.engine.oom import release
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.memory_sizes import parse_size
-from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.parts.samples import Sample
 
 ROWS = 8

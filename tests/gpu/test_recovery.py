@@ -26,10 +26,9 @@ from tests.gpu.real_steps import (
     use,
 )
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.oom import release
-from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.oom import release
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 
 ROWS = 8

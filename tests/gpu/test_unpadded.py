@@ -12,8 +12,8 @@ from tests.gpu.real_steps import use
 from tests.ranks import run_on_ranks
 from tests.unit.tune.parts.unpadded.models import build, padded, samples, totals_and_gradients, unpadded
 from tests.unit.tune.parts.unpadded.test_parity import furthest
-from torchtune_adaptive.limits.surface import fit_surface
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
+from torchtune_adaptive.engine.limits import fit_surface
+from torchtune_adaptive.engine.meter import MemoryMeter
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 CLOSE = {"cpu": 2e-6, "cuda": 3e-2}

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 
 from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
-from torchtune_adaptive.step.attempt import KindOfPass
-from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.run.course import begin_epoch

@@ -6,7 +6,7 @@ import pytest
 
 from tests.null.at_size import budgeted, crowded, drift, searched
 from tests.null.processes import OnNull
-from torchtune_adaptive.limits.change import THRASHING, TRIAL
+from torchtune_adaptive.engine.governor import THRASHING, TRIAL
 
 LAYERS, MEMORY = 4, 24 * 10**9
 SEGMENTS = pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable"])

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 
 _TIMES = 3
 

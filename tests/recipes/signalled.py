@@ -19,8 +19,8 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import OURS, demo_config, load_ours
-from torchtune_adaptive.search.probe_runner import Prober
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.engine.probes import Prober
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.tune.parts.checkpoints import folders
 
 LOADING, SEARCH, SAVE, PUBLISH = "loading", "search", "save", "publish"

@@ -37,47 +37,28 @@ ROOMS_OF_TESTS = sorted(
 
 GROUND = {"atomic_files", "bisecting", "dependencies", "errors", "patching", "memory_sizes", "rehearsal", "wording"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
-DOORS = {"__init__"}
-"""Modules beside the rooms that only hand on what is in them; nothing of ours imports these."""
+DOORS = {"__init__", "testing"}
+"""Modules beside the rooms that are for users; nothing of ours imports these but tests."""
 
 ROOMS: dict[str, set[str]] = {
-    "limits": set(),
+    "engine": set(),
     "schedules": set(),
-    "memory": set(),
-    "comm": {"memory"},
-    "step": {"limits", "memory", "comm"},
-    "search": {"limits", "memory", "comm", "step"},
-    "report": {"limits", "schedules", "search"},
+    "report": {"engine", "schedules"},
     "tune": set(),
-    "tune/config": {"limits.rounding", "schedules", "search.strategies"},
-    "tune/start": {
-        "tune.console",
-        "tune/config",
-        "comm.collectives",
-        "comm.heartbeat",
-        "memory.device",
-        "memory.oom",
-    },
-    "tune/parts": {
-        "tune/config",
-        "tune/start",
-        "tune/parts/unpadded",
-        "limits",
-        "schedules",
-        "memory",
-        "comm",
-        "step",
-    },
-    "tune/parts/unpadded": {"tune/config", "comm"},
-    "tune/parts/optimization": {"tune/config", "memory", "comm.collectives"},
+    "tune/config": {"engine.limits", "engine.search", "schedules"},
+    "tune/start": {"tune.console", "tune/config", "engine.ranks", "engine.memory", "engine.oom"},
+    "tune/parts": {"tune/config", "tune/start", "tune/parts/unpadded", "engine", "schedules"},
+    "tune/parts/unpadded": {"tune/config", "engine.fsdp", "engine.ranks"},
+    "tune/parts/optimization": {"tune/config", "engine.memory", "engine.oom", "engine.ranks"},
     "tune/parts/checkpoints": {
         "tune/config",
         "tune/start",
         "tune/parts",
         "tune/parts/optimization",
         "schedules",
-        "memory",
-        "comm.collectives",
+        "engine.memory",
+        "engine.oom",
+        "engine.ranks",
     },
     "tune/run": {
         "tune.console",
@@ -86,12 +67,8 @@ ROOMS: dict[str, set[str]] = {
         "tune/parts",
         "tune/parts/optimization",
         "tune/parts/checkpoints",
-        "limits",
+        "engine",
         "schedules",
-        "memory",
-        "comm",
-        "step",
-        "search",
         "report",
     },
     "tune/rl": {
@@ -102,16 +79,12 @@ ROOMS: dict[str, set[str]] = {
         "tune/parts/optimization",
         "tune/parts/checkpoints",
         "tune/run",
-        "limits",
+        "engine",
         "schedules",
-        "memory",
-        "comm",
-        "step",
-        "search",
         "report",
     },
     "tune/validate": {
-        "search.strategies",
+        "engine.search",
         "tune/config",
         "tune/start",
         "tune/parts",
@@ -144,22 +117,21 @@ ROOMS: dict[str, set[str]] = {
     "demo": set(),
     # a package of its own, but for its place
     "null_cuda": set(),
-    # nothing imports it but tests, ours and those of users
-    "testing": {"limits", "memory", "comm", "step"},
 }
 """What a room may import besides the ground and itself: a room, or only one module of it."""
 
 TO_MEND: set[tuple[str, str]] = set()
 """Arrows against the rules that are still there. The list only gets shorter."""
 
-NEEDS_TORCH = {"search.find", "search.probe_runner"}
 WITHOUT_TORCH = {
-    "limits",
+    "engine.limits",
+    "engine.plans",
+    "engine.governor",
+    "engine.search",
+    "engine.profile",
     "schedules",
-    "memory.peak",
     "null_cuda",
     "rehearse.command",
-    "search",
     "tune.config.adaptive",
     "tune.config.rules",
     "atomic_files",
@@ -201,21 +173,20 @@ def library() -> set[str]:
 
 
 def test_the_rules_see_the_whole_project() -> None:
-    assert {"step.runner", "limits.padded_plan", "errors"} < library() < set(MODULES)
+    assert {"engine.step", "engine.plans", "errors"} < library() < set(MODULES)
     assert {"tune.start.launch", "demo.dataset"} <= set(MODULES) - library()
     assert {path.stem for path in RECIPES} >= {
         "adaptive_full_finetune_distributed",
         "adaptive_lora_finetune_distributed",
     }
     assert len(list(arrows())) > 150
-    assert ("tune.run.fitting", "search.find") in arrows()
+    assert ("tune.run.fitting", "engine.probes") in arrows()
 
 
 def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:
     assert {room_of(name) for name in MODULES} == {*ROOMS, "."}
     assert {name for name in MODULES if room_of(name) == "."} == GROUND | DOORS
     assert all(modules_in(allowed) for allowed in ROOMS.values() if allowed)
-    assert modules_in(NEEDS_TORCH) == NEEDS_TORCH
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -281,25 +252,29 @@ def test_only_tune_demo_and_recipes_know_torchtune() -> None:
     assert {name for name in library() if imports(MODULES[name], "torchtune")} == set()
 
 
-def test_below_tune_only_comm_speaks_to_other_ranks() -> None:
+@pytest.mark.parametrize("library", ["torchtune", "omegaconf", "transformers"])
+def test_the_engine_is_plain_pytorch(library: str) -> None:
+    assert {name for name in modules_in({"engine"}) if imports(MODULES[name], library)} == set()
+
+
+def test_below_tune_only_two_modules_speak_to_other_ranks() -> None:
+    """And one knows how FSDP2 does."""
+
     def speaks(path: Path) -> bool:
         return any(name.startswith("torch.distributed") for name in [*imported(path), *dotted_uses(path)])
 
     rehearsing = modules_in({"rehearse"})  # it silences whatever speaks
-    speaking = {name for name in library() - rehearsing if speaks(MODULES[name])}
-    assert speaking
-    assert speaking <= modules_in({"comm"})
+    assert {name for name in library() - rehearsing if speaks(MODULES[name])} == {
+        "engine.ranks",
+        "engine.ledger",
+        "engine.fsdp",
+    }
 
 
-@pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH) - NEEDS_TORCH - {"search"}))
+@pytest.mark.parametrize("name", sorted(modules_in(WITHOUT_TORCH)))
 def test_what_decides_needs_no_torch(name: str) -> None:
-    """Nor does anything that it imports. (The `__init__` of search hands on what is in find and probe.)"""
+    """Nor does anything that it imports."""
     assert {module for module in reached_from(name) if imports(MODULES[module], "torch")} == set()
-
-
-@pytest.mark.parametrize("name", sorted(NEEDS_TORCH))
-def test_what_is_said_to_need_torch_does(name: str) -> None:
-    assert any(imports(MODULES[module], "torch") for module in reached_from(name))
 
 
 def test_only_one_module_knows_the_insides_of_fsdp2() -> None:
@@ -307,13 +282,12 @@ def test_only_one_module_knows_the_insides_of_fsdp2() -> None:
         names = [*imported(path), *dotted_uses(path)]
         return any("._" in name for name in names if name.startswith(FSDP_INSIDES))
 
-    assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["comm.fsdp"]}
+    assert {path for path in [*FILES, *RECIPES] if reaches_inside(path)} == {MODULES["engine.fsdp"]}
 
 
 def test_only_tests_let_things_fail() -> None:
     """Faults are for tests: nothing that trains can reach them."""
-    assert modules_in({"testing"})
-    assert {name for name in MODULES if room_of(name) != "testing" and "testing.faults" in reached_from(name)} == set()
+    assert {name for name in MODULES if name != "testing" and "testing" in reached_from(name)} == set()
 
 
 def test_the_keys_of_a_pair_are_written_in_one_place() -> None:
@@ -335,7 +309,7 @@ def test_a_folder_of_tests_says_what_lives_there(room: Path) -> None:
 def test_the_unit_tests_have_the_same_folders() -> None:
     unit = Path(__file__).parent
     folders = {path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.py")}
-    assert {"limits", "tune/start"} < folders
+    assert {"engine", "tune/start"} < folders
     assert folders <= {*ROOMS, "."}
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.fsdp import FSDPModule
 
-from torchtune_adaptive.comm import fsdp
 from torchtune_adaptive.dependencies import hide_notices, refuse_torch, refuse_unfit_torchao, when_tune_imports_torch
+from torchtune_adaptive.engine import fsdp
 
 BIN = Path(sys.executable).parent
 

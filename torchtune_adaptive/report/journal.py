@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from torchtune_adaptive.atomic_files import reason
-from torchtune_adaptive.limits.change import Change
+from torchtune_adaptive.engine.governor import Change
 
 logger = logging.getLogger(__name__)
 

@@ -13,10 +13,10 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 from torchtune_adaptive.atomic_files import reason, replace_file
-from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of
 
 if TYPE_CHECKING:

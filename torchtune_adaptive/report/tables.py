@@ -3,12 +3,11 @@
 from collections.abc import Sequence
 from itertools import groupby
 
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.search import Probe, SearchResult
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.search.probe_result import Probe
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.wording import count_of, in_columns, times
 
 MEASURED = ("peak", "of budget", "time", "")

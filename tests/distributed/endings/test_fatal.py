@@ -13,12 +13,11 @@ from torch.distributed.tensor import distribute_module
 
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
-from torchtune_adaptive.comm.fsdp import why_recovery_is_off
-from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.engine.fsdp import why_recovery_is_off
+from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 

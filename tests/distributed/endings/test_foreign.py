@@ -25,10 +25,10 @@ from tests.distributed.models import (
 )
 from tests.hearing import listening
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.comm.collectives import aside
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import aside
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 4

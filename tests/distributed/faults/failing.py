@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 Plain = TypeVar("Plain")

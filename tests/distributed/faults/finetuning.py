@@ -20,9 +20,9 @@ from tests.distributed.models import (
     same_gradients,
     samples_of,
 )
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 

@@ -17,7 +17,8 @@ from torchtune.rlhf.loss import DPOLoss
 from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
-from torchtune_adaptive.step.runner import StepRunner, Totals
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings

@@ -18,7 +18,7 @@ from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of, shard
 from tests.recipes.ppo.rollouts import ppo_config
 from torchtune_adaptive.demo.rewards import demo_classifier
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.rl.experience import estimate
 from torchtune_adaptive.tune.rl.models import Models

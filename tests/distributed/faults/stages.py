@@ -15,10 +15,10 @@ from torchtune.modules.peft import disable_adapter
 
 from tests.distributed.faults.failing import fail_there, operations_of, over_ranks
 from tests.distributed.models import Gradients, ModelConfig, build, gradients_of, same_gradients, samples_of
-from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES_PER_STEP = 4

@@ -25,9 +25,9 @@ from tests.distributed.faults.preferences import (
 from tests.distributed.faults.sweeps import Outcome, sweep
 from tests.distributed.models import ModelConfig, gradients_of, same_gradients
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits.change import Change
-from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
-from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
+from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts.preference_stages import PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.parts.samples import PAIR, Sample

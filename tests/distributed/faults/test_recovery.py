@@ -22,11 +22,11 @@ from tests.distributed.models import (
 )
 from tests.hearing import listening
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 6  # operations of a step, in forward, loss, backward and recomputation

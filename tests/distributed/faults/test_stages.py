@@ -10,11 +10,11 @@ from tests.distributed.faults.stages import STAGE_CASES, TRAIN, StageBench, Stag
 from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import ModelConfig, build
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.comm import fsdp
-from torchtune_adaptive.limits.change import Change
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 3  # operations of the stage that fails

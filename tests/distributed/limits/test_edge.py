@@ -6,9 +6,8 @@ from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.fake_memory import FakeMemory
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 
 
 def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:

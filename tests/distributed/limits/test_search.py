@@ -23,11 +23,11 @@ from tests.searching import (
     search_within,
     state_of,
 )
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.probes import find_max_batch_size
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.search.find import find_max_batch_size
-from torchtune_adaptive.search.rows import SearchResult
-from torchtune_adaptive.step.reports import Totals
 
 SIZES = range(1, 15)
 

@@ -21,11 +21,10 @@ from tests.distributed.models import (
     same_gradients,
 )
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError
-from torchtune_adaptive.limits.limit import Limit, RowLimit, SurfaceLimit, TokenLimit
-from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 PLAIN = ModelConfig(dropout=0.0)
@@ -247,7 +246,7 @@ def test_samples_other_than_those_that_were_announced_are_refused():
 def shrink_together() -> list[str]:
     """Two ranks run out of memory in one attempt, in microbatches of other sizes."""
     lines: list[str] = []
-    logger = logging.getLogger("torchtune_adaptive.step.runner")
+    logger = logging.getLogger("torchtune_adaptive.engine.step")
     logger.addHandler(type("Keep", (logging.Handler,), {"emit": lambda _, record: lines.append(record.getMessage())})())
     model = build(PLAIN)
     runner = runner_of(model, TokenLimit(64))

@@ -18,11 +18,11 @@ from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.faults.failing import over_ranks
 from tests.distributed.models import forward_backward_of, mesh_of, samples_of
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.comm import make_replicas_alike
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import make_replicas_alike
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 8

@@ -18,10 +18,10 @@ from tests.distributed.sharding.test_hybrid import (
     whole_gradients,
 )
 from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.errors import RecoveryUnsupportedError
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
 from torchtune_adaptive.testing import FaultInjector
 
 

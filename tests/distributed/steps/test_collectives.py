@@ -10,11 +10,10 @@ import torch.distributed as dist
 from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.comm import collectives
-from torchtune_adaptive.comm.collectives import Agreement
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine import ranks as collectives
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import Agreement
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 
 
 def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:

@@ -10,11 +10,11 @@ from torchtune.generation import generate as generate_as_torchtune
 
 from tests.distributed.models import VOCABULARY, ModelConfig, build
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.draws import draws
-from torchtune_adaptive.step.runner import StepRunner, Totals
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
+from torchtune_adaptive.tune.rl.draws import draws
 from torchtune_adaptive.tune.rl.generation import Sampling, generate
 
 NEW = 5

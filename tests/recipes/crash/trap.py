@@ -23,8 +23,8 @@ import torch
 
 from tests.recipes.crash.points import HOLD, KILL, PROBE, START, STEP, TIME, TRAIN, Order, Point
 from tests.recipes.recording import JsonLogger
-from torchtune_adaptive.search.probe_runner import Prober
-from torchtune_adaptive.step.runner import StepRunner
+from torchtune_adaptive.engine.probes import Prober
+from torchtune_adaptive.engine.step import StepRunner
 
 DIR_FD_AT = {"os.remove": 1, "os.rmdir": 1, "os.rename": 2, "os.symlink": 2, "os.mkdir": 2}
 """Where an event has the folder to which its path is relative."""

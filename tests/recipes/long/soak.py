@@ -31,7 +31,7 @@ from tests.recipes.long.storms import CALM_BYTES, LONGEST, Cut, Storm, number_of
 from tests.recipes.ppo.rollouts import ppo_config, saved
 from tests.recipes.running import demo_config, load_ours, saved_weights
 from tests.recipes.stops import stopped_before, to_resume
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY
+from torchtune_adaptive.engine.governor import GROWTH, RECOVERY
 from torchtune_adaptive.report.journal import EVENTS_FILE
 from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 from torchtune_adaptive.tune.rl.stages import STAGES, TRAIN_POLICY, TRAIN_VALUE

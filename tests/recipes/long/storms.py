@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch.utils.data import Dataset
 
-from torchtune_adaptive.limits.padded_plan import Plan
+from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE

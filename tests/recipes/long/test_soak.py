@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.long.soak import Weather, check_weather, soak
-from torchtune_adaptive.limits.change import GROWTH, RECOVERY
+from torchtune_adaptive.engine.governor import GROWTH, RECOVERY
 from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
 
 

@@ -18,11 +18,11 @@ from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.ppo.test_runs import compare
 from tests.recipes.recording import events_of, read_log
 from tests.recipes.stops import train_until
+from torchtune_adaptive.engine.limits import TokenLimit
+from torchtune_adaptive.engine.plans import Plan
+from torchtune_adaptive.engine.profile import MOST_POINTS
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
-from torchtune_adaptive.limits.limit import TokenLimit
-from torchtune_adaptive.limits.padded_plan import Plan
 from torchtune_adaptive.report.journal import STEPS_FILE
-from torchtune_adaptive.search.profile import MOST_POINTS
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group
 from torchtune_adaptive.tune.rl import stage_limits

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.limits.change import RECOVERY, Change
+from torchtune_adaptive.engine.governor import RECOVERY, Change
 from torchtune_adaptive.report.journal import EVENTS_FILE, START, STEPS_FILE, Event, Journal, read_timeline
 
 FILES = (EVENTS_FILE, STEPS_FILE)

@@ -13,7 +13,7 @@ import pytest
 
 from tests.pictures import cut_off, is_drawn, legend_of, line_of, marked, pictures
 from tests.unit.report.test_tables import GIB, example, failing, profiled
-from torchtune_adaptive.limits.change import EXHAUSTED, GROWTH, RECOVERY, Change
+from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, Change
 from torchtune_adaptive.report.journal import EPOCH, START, STEPS_FILE, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import (
     MARKS,

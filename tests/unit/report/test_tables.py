@@ -3,13 +3,11 @@
 import pytest
 
 from tests.laws import refuse_nothing
-from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
+from torchtune_adaptive.engine.search import Peak, Room, SearchResult, search
 from torchtune_adaptive.report.tables import profile_table, schedule_table, search_table, step_line
 from torchtune_adaptive.schedules.accumulation import accumulate
 from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
-from torchtune_adaptive.search.probe_result import Room
-from torchtune_adaptive.search.profile import Profile, SampleLengths, profile
-from torchtune_adaptive.search.rows import SearchResult, search
 
 GIB = 2**30
 

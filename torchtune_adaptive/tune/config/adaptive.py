@@ -9,12 +9,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.engine.limits import ROUNDINGS
+from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.errors import ConfigError, together
-from torchtune_adaptive.limits.rounding import ROUNDINGS
 from torchtune_adaptive.memory_sizes import MemorySize, parse_sizes
 from torchtune_adaptive.schedules.accumulation import ACCUMULATION_MODES, LR_SCALINGS
 from torchtune_adaptive.schedules.growth import BEYOND_MEMORY
-from torchtune_adaptive.search.strategies import STRATEGIES
 from torchtune_adaptive.tune.config.rules import (
     BOOL,
     COUNT,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.engine.oom import is_oom
+from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import (
     AdaptiveError,
     ConfigError,
@@ -22,7 +23,6 @@ from torchtune_adaptive.errors import (
     SampleTooLongError,
     UnrecoverableError,
 )
-from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.parts.samples import TEXT, Fields, Kind, Sample
 from torchtune_adaptive.wording import shown

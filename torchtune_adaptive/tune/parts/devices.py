@@ -8,7 +8,7 @@ import logging
 import torch
 from torchtune import training, utils
 
-from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings, on_gpu

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
-from torchtune_adaptive.memory.device import CudaMemory, MemorySource
+from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.memory_sizes import MemorySize, size_for_rank
 
 

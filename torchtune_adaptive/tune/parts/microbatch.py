@@ -16,10 +16,11 @@ from torch.nn.functional import pad
 from torchtune import training
 from torchtune.training import OffloadActivations
 
-from torchtune_adaptive.comm.collectives import sum_over_ranks
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import sum_over_ranks
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.runner import StepRunner, Totals
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.cost import cost_of

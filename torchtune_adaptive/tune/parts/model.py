@@ -22,9 +22,9 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import peft
 
-from torchtune_adaptive.comm.replicas_alike import make_replicas_alike
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
-from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.contradictions import check_replicas
 from torchtune_adaptive.tune.config.settings import LoraSettings, Settings

@@ -21,11 +21,11 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import OffloadActivations, get_act_offloading_ctx_manager
 
-from torchtune_adaptive.comm.ledger import CollectiveLedger
+from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.step.reports import Totals
-from torchtune_adaptive.step.stages import Stages
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.signatures import COMPONENT

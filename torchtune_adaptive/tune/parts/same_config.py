@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.wording import shown
 

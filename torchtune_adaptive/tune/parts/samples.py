@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
-from torchtune_adaptive.step.samples import SampleKind
+from torchtune_adaptive.engine.step import SampleKind
 
 Sample = dict[str, Any]
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.comm.collectives import rank
+from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.step.reports import Fullest, StepResult
+from torchtune_adaptive.engine.reports import Fullest, StepResult
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, Ran, RolloutStages
 
 TRAJECTORY, TRAINING = (GENERATE, *FORWARD), (TRAIN_VALUE, TRAIN_POLICY)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.step.draws import choose
+from torchtune_adaptive.tune.rl.draws import choose
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,10 +21,10 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules import TransformerDecoder
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.step.draws import draws
-from torchtune_adaptive.step.reports import Totals
+from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.tune.parts.loss import scoring_only
 from torchtune_adaptive.tune.rl.arithmetic import policy_sums, value_sum, where_answers_end
+from torchtune_adaptive.tune.rl.draws import draws
 from torchtune_adaptive.tune.rl.generation import Sampling, generate
 from torchtune_adaptive.tune.rl.prompt_room import check_whole_length
 from torchtune_adaptive.tune.rl.rollouts import (

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.rl.settings import PPOSettings
 

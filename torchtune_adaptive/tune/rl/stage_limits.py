@@ -17,16 +17,15 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
+from torchtune_adaptive.engine.memory import MemorySource, leaving_no_trace
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.probes import TrainingStep
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
-from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
-from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
-from torchtune_adaptive.memory.snapshot import leaving_no_trace
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.report.journal import Event
-from torchtune_adaptive.search.probe_runner import TrainingStep
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.culprits import longest_taken

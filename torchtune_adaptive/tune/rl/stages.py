@@ -15,11 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.comm.ledger import CollectiveLedger
-from torchtune_adaptive.limits.limit import Limit, RowLimit
-from torchtune_adaptive.step.reports import StepResult
-from torchtune_adaptive.step.samples import SampleKind
-from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.limits import Limit, RowLimit
+from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.step import SampleKind, Stages
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits

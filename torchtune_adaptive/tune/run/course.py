@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from torchtune_adaptive.engine.limits import Limit, RowLimit
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.limits.limit import Limit, RowLimit
-from torchtune_adaptive.memory.device import MemorySource
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
-from torchtune_adaptive.search.probe_runner import TrainingStep
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.tune.parts.culprits import longest_taken

@@ -14,8 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from omegaconf import DictConfig
 
+from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError, IncreaseError
-from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.report.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
 from torchtune_adaptive.schedules.growth import EpochSizes, Increase, Outline, simulate, steady

@@ -13,17 +13,15 @@ from typing import Any, Generic
 import torch.distributed as dist
 from torch import nn
 
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.probes import OnProbe, TrainingStep, find_max_batch_size, profile_memory
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.search import Peak, SearchResult
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import OneRowDoesNotFitError
-from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.memory.peak import Peak
 from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.report.pictures import draw_profile, draw_search
 from torchtune_adaptive.report.tables import profile_table, search_table
-from torchtune_adaptive.search.find import OnProbe, find_max_batch_size, profile_memory
-from torchtune_adaptive.search.probe_runner import TrainingStep
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.search.rows import SearchResult
-from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar, say
 from torchtune_adaptive.tune.parts.data import Data

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.atomic_files import keep_file, reason
-from torchtune_adaptive.memory.device import MemorySource
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar

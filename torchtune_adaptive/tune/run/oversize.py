@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from torchtune_adaptive.comm.collectives import sum_over_ranks
+from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.errors import Remedy, SampleTooLargeError
 from torchtune_adaptive.tune.config.remedies import KEYS
 from torchtune_adaptive.tune.config.rules import value_at

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from torchtune_adaptive.comm.collectives import rank
-from torchtune_adaptive.step.reports import StepResult
+from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.preference_stages import ANSWERS, EMPTY, IDENTICAL, PAIRS, POLICY, REFERENCE

@@ -25,13 +25,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from torchtune_adaptive.atomic_files import keep_file, reason
-from torchtune_adaptive.comm.collectives import from_rank_0, sum_over_ranks
+from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.oom import release
+from torchtune_adaptive.engine.ranks import from_rank_0, sum_over_ranks
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import RunStopped, SampleError
-from torchtune_adaptive.limits.change import BEFORE_THE_FIRST
-from torchtune_adaptive.limits.limit import RowLimit
-from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.memory.oom import release
-from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import progress_bar, say
 from torchtune_adaptive.tune.parts.checkpoints.identity import weights_in

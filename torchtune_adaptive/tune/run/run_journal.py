@@ -9,12 +9,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchtune_adaptive.limits.change import Change
-from torchtune_adaptive.limits.limit import Limit
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.step.runner import StepRunner
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress
 

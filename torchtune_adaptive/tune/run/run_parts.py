@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.step.stages import Stages
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress, SavedLimits

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.comm.collectives import explaining_failures, gloo_group_aside, world_size
+from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.engine.plans import deal
+from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_aside, world_size
 from torchtune_adaptive.errors import ConfigError, SampleError
-from torchtune_adaptive.limits.dealing import deal
-from torchtune_adaptive.limits.limit import Limit
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.settings import Settings

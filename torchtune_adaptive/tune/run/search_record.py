@@ -15,14 +15,12 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
-from torchtune_adaptive.comm.collectives import Agreement, from_rank_0
-from torchtune_adaptive.limits.surface import Surface
-from torchtune_adaptive.memory.device import MemorySource
-from torchtune_adaptive.memory.peak import Peak
+from torchtune_adaptive.engine.limits import Surface
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
+from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.report.journal import SEARCH, Event
-from torchtune_adaptive.search.probe_result import Probe
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.tune.config.settings import on_gpu
 from torchtune_adaptive.wording import count_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
-from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.loader import StepLoader, looking_ahead

@@ -19,7 +19,8 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.comm.collectives import from_all_ranks, let_go
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
     AdaptiveError,
     RanksPartedError,
@@ -29,7 +30,6 @@ from torchtune_adaptive.errors import (
     RunStopped,
     UnrecoverableError,
 )
-from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.remedies import KEYS, in_keys, leaving_out_what_is_set

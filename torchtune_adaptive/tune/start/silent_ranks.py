@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from torchtune_adaptive.comm.heartbeat import Heartbeat, Silent
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.endings import speaks_first
+from torchtune_adaptive.tune.start.heartbeat import Heartbeat, Silent
 from torchtune_adaptive.tune.start.this_run import THIS_RUN, saved_and_what_next
 
 

@@ -7,11 +7,11 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.forecast.which_recipe import TRAININGS
 from torchtune_adaptive.memory_sizes import size_for_rank
-from torchtune_adaptive.search.strategies import NEED_RECOVERY
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.unknown_keys import check_keys

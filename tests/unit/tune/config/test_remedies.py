@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from torchtune_adaptive import MemoryMeter, RowLimit, SampleKind, StepRunner, TrainingStep, find_max_batch_size
+from torchtune_adaptive.engine.limits import exhausted
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
-from torchtune_adaptive.limits.limit import exhausted
 from torchtune_adaptive.tune.config.remedies import KEYS, KEYS_IN_PPO, in_keys
 from torchtune_adaptive.tune.start import launch
 

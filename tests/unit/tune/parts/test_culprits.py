@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.errors import ConfigError, SampleError, SampleTooLongError, UnrecoverableError
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
 from torchtune_adaptive.tune.parts.culprits import NamedSamples, check_length, naming_bad_samples
 
 

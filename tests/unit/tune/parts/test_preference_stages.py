@@ -9,10 +9,10 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.engine.plans import Load
+from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, trains_on_pairs
-from torchtune_adaptive.limits.padded_plan import Load
-from torchtune_adaptive.step.reports import StepResult
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.per_recipe import read_full_dpo_settings
 from torchtune_adaptive.tune.config.settings import Settings

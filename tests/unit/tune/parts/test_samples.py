@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torchtune.data import padded_collate_dpo, padded_collate_sft
 
+from torchtune_adaptive.engine.limits import TokenLimit
+from torchtune_adaptive.engine.plans import Load, load_of, plan_step
 from torchtune_adaptive.errors import SampleError
-from torchtune_adaptive.limits.limit import TokenLimit
-from torchtune_adaptive.limits.padded_plan import Load, load_of, plan_step
 from torchtune_adaptive.tune.parts.culprits import NamedSamples
 from torchtune_adaptive.tune.parts.samples import PAIR, TEXT, Kind
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.tune.rl.settings import read_ppo_settings
 from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE, configured_limits
 from torchtune_adaptive.tune.start.catalogue import config_files

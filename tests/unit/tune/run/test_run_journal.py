@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from torchtune_adaptive.limits.limit import RowLimit
+from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, read_timeline
 from torchtune_adaptive.schedules.growth import EpochSizes, Outline, double_every, simulate
 from torchtune_adaptive.tune.parts.checkpoints.progress import Progress

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.unit.tune.parts.unpadded.models import build
 from tests.unit.tune.parts.unpadded.test_support import BUDGET, SETTINGS
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.limits.limit import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.run import sample_exchange as dealer_module
 from torchtune_adaptive.tune.run.sample_exchange import dealer_of

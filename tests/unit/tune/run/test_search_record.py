@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.unit.report.test_tables import example, profiled
-from torchtune_adaptive.search.profile import Profile
-from torchtune_adaptive.search.rows import SearchResult
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.tune.run.search_record import (
     SEARCH_FILE,
     profile_event,

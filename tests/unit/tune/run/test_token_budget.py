@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, SampleTooLargeError
-from torchtune_adaptive.search.rows import SearchResult
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.contradictions import check_token_budget
 from torchtune_adaptive.tune.config.settings import Settings

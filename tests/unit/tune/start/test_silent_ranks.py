@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from torchtune_adaptive.comm.heartbeat import Silent
 from torchtune_adaptive.errors import RunFinished, RunStopped
 from torchtune_adaptive.tune.start import silent_ranks, this_run
+from torchtune_adaptive.tune.start.heartbeat import Silent
 from torchtune_adaptive.tune.start.silent_ranks import message
 from torchtune_adaptive.tune.start.this_run import ThisRun, saved_and_what_next
 

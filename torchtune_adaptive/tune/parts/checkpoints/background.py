@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.utils._pytree import tree_map
 
-from torchtune_adaptive.comm.collectives import gloo_group_aside
-from torchtune_adaptive.memory.snapshot import copied_to_host
+from torchtune_adaptive.engine.memory import copied_to_host
+from torchtune_adaptive.engine.ranks import gloo_group_aside
 from torchtune_adaptive.tune.parts.checkpoints.contents import State
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState

@@ -17,9 +17,9 @@ from torchtune import training
 from torchtune.modules import peft
 from torchtune.training._distributed import _gather_nf4_tensor
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
-from torchtune_adaptive.memory.device import plain_tensors
-from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
+from torchtune_adaptive.engine.memory import plain_tensors
+from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.tune.config.settings import LoraSettings
 from torchtune_adaptive.tune.parts.checkpoints.problems import tried
 from torchtune_adaptive.tune.parts.checkpoints.random_state import RandomState, capture_random_state

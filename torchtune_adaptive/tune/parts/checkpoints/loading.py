@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.comm.collectives import Value, from_all_ranks
+from torchtune_adaptive.engine.oom import is_oom
+from torchtune_adaptive.engine.ranks import Value, from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
-from torchtune_adaptive.memory.oom import is_oom
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.signatures import COMPONENT

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.errors import CheckpointError, NotLearningError, UnrecoverableError
-from torchtune_adaptive.memory.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.tune.parts.checkpoints import folders
 from torchtune_adaptive.tune.parts.checkpoints.problems import GATHERS_WITH_LESS
 from torchtune_adaptive.tune.start.this_run import THIS_RUN

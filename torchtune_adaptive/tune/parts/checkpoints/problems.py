@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
 from torchtune_adaptive.errors import Remedy
-from torchtune_adaptive.memory.oom import forget_frames, is_oom, release
 from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.tune.config.components import in_a_line
 from torchtune_adaptive.tune.config.remedies import KEYS

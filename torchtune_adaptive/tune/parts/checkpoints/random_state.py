@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtune_adaptive.memory.device import RngState
+from torchtune_adaptive.engine.memory import RngState
 from torchtune_adaptive.tune.parts.checkpoints.sources import RANDOM_FILE
 from torchtune_adaptive.wording import count_of
 

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 from omegaconf import DictConfig
 
-from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
+from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import AUTO, Settings

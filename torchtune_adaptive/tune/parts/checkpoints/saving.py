@@ -18,7 +18,7 @@ from torch import nn
 from torchtune import training
 from torchtune.utils import get_logger
 
-from torchtune_adaptive.comm.collectives import from_all_ranks, from_rank_0
+from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders, loading, outcomes, problems

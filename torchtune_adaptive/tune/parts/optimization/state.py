@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 from torchtune import training
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
-from torchtune_adaptive.memory.device import wraps_tensors
-from torchtune_adaptive.memory.snapshot import copied_to_host
+from torchtune_adaptive.engine.memory import copied_to_host, wraps_tensors
+from torchtune_adaptive.engine.ranks import from_all_ranks
 
 StateDict: TypeAlias = dict[str, Any]
 StateKey: TypeAlias = tuple[str, str]

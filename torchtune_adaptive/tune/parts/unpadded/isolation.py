@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtune_adaptive.comm.collectives import from_all_ranks
-from torchtune_adaptive.comm.fsdp import settle
+from torchtune_adaptive.engine.fsdp import settle
+from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, joined, taking_long_rows
 
 SAMPLE, OTHERS = (1, 2, 3), ((4,), (5, 6))

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.optim import AdamW8bit
 
-from torchtune_adaptive.memory.device import plain_tensors
+from torchtune_adaptive.engine.memory import plain_tensors
 from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave, copy_of
 
 COPIES = ("copy_", "clone", "_to_copy")

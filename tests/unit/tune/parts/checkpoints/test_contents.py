@@ -16,7 +16,7 @@ from torchtune import training
 from torchtune.modules.peft import LoRALinear
 
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.memory.cpu_meter import MemoryMeter
+from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.tune.parts.checkpoints.contents import (
     FullContents,
     LoraContents,

@@ -17,7 +17,7 @@ from torchtune.models.qwen2 import qwen2
 from torchtune.modules.loss import CEWithChunkedOutputLoss
 from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
-from torchtune_adaptive.step.runner import Totals
+from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.tune.parts.data import Batching
 from torchtune_adaptive.tune.parts.microbatch import ForwardBackward
 from torchtune_adaptive.tune.parts.samples import TEXT

@@ -1,0 +1,335 @@
+"""Policies at the edge of memory, without any device: what ranks report goes in, the limit comes out."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from torchtune_adaptive.engine.governor import (
+    GROWTH,
+    RECOVERY,
+    THRASHING,
+    TRIAL,
+    TRIAL_STEPS,
+    Change,
+    CompletedStep,
+    Governor,
+)
+from torchtune_adaptive.engine.limits import Limit, Microbatch, RowLimit, Surface, SurfaceLimit, TokenLimit
+from torchtune_adaptive.errors import LimitExhaustedError
+
+AFTER = 10
+"""Steps without trouble before a try of more."""
+
+
+class Run:
+    """A governor that is fed steps of eight rows of 100 tokens."""
+
+    def __init__(self, allowed: Limit | None = None, regrow_after: int = AFTER) -> None:
+        self.governor = Governor(allowed or RowLimit(8), regrow_after=regrow_after)
+        self.events: list[Change] = []
+        self.step = 0
+
+    @property
+    def rows(self) -> int:
+        return self.governor.limit.size
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event.kind for event in self.events]
+
+    def microbatch(self) -> Microbatch:
+        return Microbatch(max(1, self.governor.limit.rows_at(100)), 100)
+
+    def quiet(self, steps: int = 1, rate: float = 1000) -> None:
+        self._complete(steps, rate, {})
+
+    def retries(self, steps: int = 1, rate: float = 1000, on: int = 3) -> None:
+        self._complete(steps, rate, {on: self.microbatch()})
+
+    def out_of_memory(self, on: int = 3) -> None:
+        self.events.append(self.governor.out_of_memory({on: self.microbatch()}, self.step))
+
+    def _complete(self, steps: int, rate: float, retrying: dict[int, Microbatch]) -> None:
+        for _ in range(steps):
+            self.step += 1
+            seen = CompletedStep(target_tokens=2000, seconds=2000 / rate, retrying=retrying)
+            if (event := self.governor.completed(self.step, seen)) is not None:
+                self.events.append(event)
+
+
+def test_retries_in_one_step_are_no_thrashing():
+    run = Run()
+    for _ in range(20):
+        run.retries()
+        run.quiet()
+    assert (run.rows, run.events) == (8, [])
+
+
+def test_retries_in_two_steps_in_a_row_take_the_limit_down_on_trial():
+    run = Run()
+    run.retries(2)
+    assert (run.rows, run.kinds) == (4, [THRASHING])
+    line = "step 2: the allocator flushed its cache on rank 3 in two consecutive steps: 8 rows -> 4 rows, on trial"
+    assert run.events[0].reason == line
+
+
+def test_thrashing_need_not_be_on_the_same_rank():
+    run = Run()
+    run.retries(on=0)
+    run.retries(on=5)
+    assert (run.rows, run.events[0].ranks) == (4, (5,))
+
+
+def test_a_smaller_limit_that_is_faster_stays():
+    run = Run()
+    run.retries(2, rate=800)
+    run.quiet(1 + TRIAL_STEPS, rate=1000)
+    assert (run.rows, run.kinds) == (4, [THRASHING, TRIAL])
+    line = "step 7: 4 rows: 1000 target tokens/s, 8 rows: 800; keeping 4 rows"
+    assert run.events[1].reason == line
+
+
+def test_a_smaller_limit_that_is_slower_is_taken_back_and_the_retries_are_lived_with():
+    run = Run(regrow_after=0)
+    run.retries(2, rate=800)
+    run.quiet(1 + TRIAL_STEPS, rate=700)
+    assert (run.rows, run.kinds) == (8, [THRASHING, TRIAL])
+    run.retries(50, rate=800)
+    assert (run.rows, len(run.events)) == (8, 2)
+
+
+def test_the_first_step_after_a_change_and_a_single_slow_one_do_not_decide():
+    run = Run()
+    run.retries(2, rate=800)
+    run.quiet(rate=1)
+    run.quiet(TRIAL_STEPS - 1, rate=1000)
+    run.quiet(rate=1)
+    assert run.rows == 4
+
+
+def test_retries_during_a_trial_do_not_start_another():
+    run = Run()
+    run.retries(2, rate=800)
+    run.retries(TRIAL_STEPS, rate=1000)
+    assert run.kinds == [THRASHING]
+
+
+def test_out_of_memory_ends_a_trial():
+    run = Run(regrow_after=0)
+    run.retries(2, rate=1000)
+    run.out_of_memory()
+    run.quiet(50, rate=1)
+    assert (run.rows, run.kinds) == (2, [THRASHING, RECOVERY])
+
+
+def test_thrashing_at_the_smallest_limit_is_one_line_and_no_end():
+    run = Run(RowLimit(1))
+    run.retries(50)
+    assert (run.rows, run.kinds) == (1, [THRASHING])
+    assert "and 1 row is already the smallest limit: continuing" in run.events[0].reason
+
+
+def test_a_limit_that_was_shrunk_by_a_passing_spike_comes_back():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER - 1)
+    assert run.rows == 4
+    run.quiet()
+    assert (run.rows, run.kinds) == (8, [RECOVERY, GROWTH])
+    assert run.events[1].reason == "step 10: 10 steps without trouble: 4 rows -> 8 rows, on probation"
+
+
+def test_growing_back_goes_one_size_at_a_time():
+    run = Run()
+    run.out_of_memory()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    assert run.rows == 4
+    run.quiet(AFTER)
+    assert run.rows == 8
+
+
+def test_never_more_than_allowed():
+    run = Run(RowLimit(6))
+    run.out_of_memory()
+    run.quiet(10 * AFTER)
+    assert (run.rows, run.kinds) == (6, [RECOVERY, GROWTH])
+
+
+def test_zero_means_never():
+    run = Run(regrow_after=0)
+    run.out_of_memory()
+    run.quiet(1000)
+    assert (run.rows, run.kinds) == (4, [RECOVERY])
+
+
+def test_retries_are_trouble_and_put_off_growing():
+    run = Run()
+    run.out_of_memory()
+    for _ in range(10):
+        run.quiet(AFTER - 1)
+        run.retries()
+    assert run.rows == 4
+
+
+def test_one_failure_on_probation_takes_growth_back_and_doubles_the_wait():
+    run = Run()
+    run.out_of_memory()
+    for wait in (AFTER, 2 * AFTER, 4 * AFTER):
+        run.quiet(wait - 1)
+        assert run.rows == 4
+        run.quiet()
+        assert run.rows == 8
+        run.out_of_memory()
+        assert run.rows == 4
+    assert run.events[-1].reason.endswith("step repeated; 80 steps until the next try")
+
+
+def test_thrashing_on_probation_takes_growth_back_without_a_trial():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    run.retries(2)
+    assert (run.rows, run.kinds) == (4, [RECOVERY, GROWTH, THRASHING])
+    run.quiet(2 * AFTER - 1, rate=1)
+    assert run.rows == 4
+    run.quiet()
+    assert run.rows == 8
+
+
+def test_a_failure_after_probation_is_an_ordinary_one():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    run.out_of_memory()
+    run.quiet(2 * AFTER + AFTER)
+    run.out_of_memory()
+    run.quiet(AFTER)
+    assert run.rows == 8
+
+
+def test_a_failure_on_probation_may_need_less_than_what_was_there_before():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    run.events.append(run.governor.out_of_memory({0: Microbatch(3, 500)}, run.step))
+    assert run.rows == 2
+
+
+def test_what_the_epoch_allows_is_the_bound_and_what_failed_stays():
+    run = Run()
+    run.out_of_memory()
+    run.governor.allow(RowLimit(16))
+    assert run.rows == 4
+    run.governor.allow(RowLimit(2))
+    assert run.rows == 2
+    run.governor.allow(RowLimit(16))
+    run.quiet(3 * AFTER)
+    assert run.rows == 16
+
+
+SURFACE = SurfaceLimit({"layers": Surface(fixed_bytes=10_000, bytes_per_token=10)}, budget_bytes=20_000)
+
+
+@pytest.mark.parametrize("allowed", [RowLimit(8), RowLimit(5), TokenLimit(1000), SURFACE], ids=str)
+def test_every_kind_of_limit_comes_back_to_what_is_allowed(allowed: Limit):
+    run = Run(allowed)
+    run.out_of_memory()
+    run.out_of_memory()
+    assert run.rows < allowed.size
+    run.quiet(20 * AFTER)
+    assert run.governor.limit == allowed
+    assert run.kinds.count(RECOVERY) == 2
+
+
+def histories() -> Iterator[Run]:
+    trouble = Run()
+    trouble.out_of_memory()
+    trouble.quiet(3)
+    yield trouble
+    probation = Run()
+    probation.out_of_memory()
+    probation.quiet(AFTER + 2)
+    yield probation
+    tolerating = Run()
+    tolerating.retries(2, rate=800)
+    tolerating.quiet(1 + TRIAL_STEPS, rate=700)
+    yield tolerating
+    waiting = Run()
+    waiting.out_of_memory()
+    waiting.quiet(AFTER)
+    waiting.out_of_memory()
+    yield waiting
+
+
+@pytest.mark.parametrize("run", list(histories()), ids=("trouble", "probation", "tolerating", "waiting"))
+def test_a_resumed_run_goes_on_as_if_it_had_not_ended(run: Run):
+    resumed = Run()
+    resumed.governor.restore(json.loads(json.dumps(run.governor.state())))
+    resumed.step = run.step
+    before = len(run.events)
+    for each in (run, resumed):
+        each.quiet(AFTER - 1)
+        each.retries(3)
+        each.quiet(30)
+        each.out_of_memory()
+        each.quiet(50)
+    assert resumed.events == run.events[before:]
+    assert resumed.governor.state() == run.governor.state()
+
+
+def test_a_state_of_another_kind_of_limit_leaves_only_its_counters():
+    run = Run(TokenLimit(4096))
+    other = Run(RowLimit(8))
+    other.out_of_memory()
+    run.governor.restore(other.governor.state())
+    assert run.governor.limit == TokenLimit(4096)
+    assert run.governor.counters.recoveries == 1
+
+
+def test_an_event_says_who_and_how_large():
+    run = Run()
+    run.out_of_memory()
+    event = run.events[0]
+    assert (event.unit, event.before, event.after) == ("rows", 8, 4)
+    assert (event.ranks, event.rows, event.length) == ((3,), 8, 100)
+
+
+def test_one_step_is_told_in_the_singular():
+    run = Run(regrow_after=1)
+    run.out_of_memory()
+    run.quiet()
+    assert ": 1 step without trouble: 4 rows -> 8 rows" in run.events[1].reason
+
+
+@pytest.mark.parametrize(("limit", "smaller"), [(TokenLimit(8192), "512 tokens"), (RowLimit(8), "1 row")], ids=str)
+def test_a_sample_that_failed_alone_is_tried_once_more_and_the_line_says_so(limit: Limit, smaller: str):
+    governor, failed = Governor(limit, regrow_after=0), {1: Microbatch(1, 600)}
+    assert governor.out_of_memory(failed, step=3).reason == (
+        "step 3: out of memory on rank 1 (longest sample 600 tokens): a single row failed and is retried once, "
+        f"other rows in microbatches of at most {smaller}, step repeated"
+    )
+    with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):
+        governor.out_of_memory(failed, step=3)
+
+
+def test_what_cannot_shrink_raises_and_counts_no_recovery():
+    run = Run(RowLimit(1))
+    with pytest.raises(LimitExhaustedError, match=r"step 0: out of memory on rank 3 .* 1 row of 100 tokens"):
+        run.out_of_memory()
+    assert run.governor.counters.recoveries == 0
+
+
+def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again():
+    run = Run()
+    for _ in range(3):
+        run.out_of_memory()
+    assert run.rows == 1
+    change = run.governor.start_over({3: run.microbatch()}, 7, "half of the model is gone")
+    assert run.rows == 8
+    assert run.governor.counters.recoveries == 4
+    assert (change.kind, change.before, change.after, change.ranks) == (RECOVERY, 1, 8, (3,))
+    assert change.reason == (
+        "step 7: out of memory on rank 3 (longest sample 100 tokens): half of the model is gone, step repeated"
+    )

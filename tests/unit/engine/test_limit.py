@@ -1,0 +1,118 @@
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from torchtune_adaptive.engine.limits import Limit, RowLimit, Surface, SurfaceLimit, TokenLimit, longest_row
+from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError
+
+
+def test_a_row_limit_looks_at_rows_alone():
+    limit = RowLimit(4)
+    assert limit.fits(4, length=100_000)
+    assert not limit.fits(5, length=1)
+
+
+def test_a_limit_below_one_row_is_refused():
+    with pytest.raises(ValueError, match="at least 1 row, but the limit is 0"):
+        RowLimit(0)
+
+
+@given(st.integers(2, 10_000))
+def test_shrinking_gives_the_largest_smaller_power_of_two(rows: int):
+    smaller = RowLimit(rows).after_oom(rows, length=8).rows
+    assert smaller < rows <= 2 * smaller
+    assert smaller.bit_count() == 1
+
+
+def test_one_row_cannot_shrink_and_the_error_says_what_to_do():
+    with pytest.raises(AdaptiveError, match=r"1 row of 8 tokens does not fit .* use shorter samples, checkpoint"):
+        RowLimit(1).after_oom(1, length=8)
+
+
+surfaces = st.builds(Surface, st.floats(0, 1e9), st.floats(0, 1e4), st.floats(1, 1e6), st.floats(0, 100))
+surface_limits = st.builds(
+    lambda layers, head, rows, length: SurfaceLimit(
+        {"layers": layers, "head": head},
+        int(max(layers.bytes_at(rows, length), head.bytes_at(rows, length))) + 1,
+    ),
+    surfaces,
+    surfaces,
+    st.integers(1, 64),
+    st.integers(1, 4096),
+)
+limits = st.integers(1, 64).map(RowLimit) | st.integers(1, 100_000).map(TokenLimit) | surface_limits
+
+
+def test_a_token_limit_counts_padding():
+    limit = TokenLimit(4096)
+    assert limit.fits(4, 1024)
+    assert not limit.fits(5, 1000)
+    assert limit.rows_at(1000) == 4
+
+
+def test_a_surface_limit_asks_every_phase():
+    limit = SurfaceLimit({"layers": Surface(100, 0, 1), "head": Surface(0, 10, 2)}, budget_bytes=200)
+    assert limit.rows_at(10) == 6  # head: 6 × (10 + 20) = 180; layers: 100 + 6 × 10 = 160
+    assert limit.rows_at(50) == 1  # head: 110; two rows would need 220
+    assert limit.rows_at(96) == 0
+    assert limit.rows_at(95) == 1
+
+
+@given(limits, st.integers(1, 100), st.integers(1, 5000))
+def test_what_fits_is_what_the_most_rows_say(limit: Limit, rows: int, length: int):
+    assert limit.fits(rows, length) == (rows <= limit.rows_at(length))
+
+
+@given(limits, st.integers(1, 5000))
+def test_a_longer_row_never_leaves_room_for_more(limit: Limit, length: int):
+    assert limit.rows_at(length + 1) <= limit.rows_at(length)
+
+
+@example(SurfaceLimit({"layers": Surface(0.0, 0.0, 1.0), "head": Surface(1.5, 0.0, 1.0)}, 4), 2, 1)
+@given(limits, st.integers(2, 100), st.integers(1, 5000))
+def test_after_out_of_memory_the_microbatch_that_failed_does_not_fit(limit: Limit, rows: int, length: int):
+    rows = min(rows, limit.rows_at(length))
+    if rows < 2:
+        return
+    smaller = limit.after_oom(rows, length)
+    assert not smaller.fits(rows, length)
+    assert smaller == limit.resized(smaller.size)
+    assert smaller.size < min(smaller.next_size, limit.size)
+
+
+@given(limits, st.lists(st.integers(1, 5000), min_size=1, max_size=8))
+def test_shrinking_ends(limit: Limit, lengths: list[int]):
+    def always_out_of_memory(limit: Limit) -> None:
+        for _ in range(400):
+            limit = limit.after_oom(max(1, limit.rows_at(max(lengths))), max(lengths))
+
+    with pytest.raises(
+        LimitExhaustedError, match=r"1 row of \d+ tokens does not fit .* use shorter samples, checkpoint"
+    ):
+        always_out_of_memory(limit)
+
+
+def test_a_sample_that_failed_alone_is_tried_once_more_beside_nothing_larger():
+    limit = TokenLimit(8192).after_oom(1, 600)
+    assert limit == TokenLimit(512)
+    with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):
+        limit.after_oom(1, 600)
+
+
+def test_a_surface_shrinks_in_what_grows_and_not_in_what_is_always_there():
+    limit = SurfaceLimit({"layers": Surface(fixed_bytes=1000, bytes_per_token=1)}, budget_bytes=1400)
+    assert limit.after_oom(4, 100) == SurfaceLimit(limit.surfaces, budget_bytes=1300)
+
+
+def test_limits_are_told_in_their_own_unit():
+    surface = SurfaceLimit({"layers": Surface(0, 0, 2**10)}, budget_bytes=2**21)
+    assert (RowLimit(8).size_of(8, 100), str(RowLimit(4))) == ("8", "4 rows")
+    assert (TokenLimit(8192).size_of(8, 1000), str(TokenLimit(4096))) == ("8000", "4096 tokens")
+    assert (surface.size_of(2, 1024), str(surface)) == ("2.0 MiB", "2.0 MiB predicted")
+
+
+@given(limits)
+def test_the_longest_row_is_the_last_that_fits(limit: Limit):
+    longest = longest_row(limit, at_most=10_000)
+    assert longest == 0 or limit.fits(1, longest)
+    assert longest == 10_000 or not limit.fits(1, longest + 1)

@@ -1,0 +1,160 @@
+"""What a probe measures, and how."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.searching import Shape, Trained, search_within
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.probes import RankReport, agreed_peak, find_max_batch_size, measuring_phases, phase_names
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.search import Peak, Room
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
+
+
+@dataclass
+class CountingMemory:
+    """Memory whose peak is how often it was asked."""
+
+    asked: int = 0
+    retries: int = 0
+    budget_bytes: int = 1_000_000
+    limited: bool = True
+
+    @property
+    def peak_bytes(self) -> int:
+        self.asked += 1
+        return self.asked
+
+    def reset_peak(self) -> None:
+        pass
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        self.limited = False
+        yield
+        self.limited = True
+
+
+def test_small_probes_and_the_update_are_measured_without_the_limit_and_the_rest_within_it():
+    memory = CountingMemory()
+    limited: list[tuple[int, bool]] = []
+
+    class Watched(Trained):
+        def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+            limited.append((len(samples), memory.limited))
+            return super().forward_backward(samples)
+
+        def update(self, result: Any) -> None:
+            assert not memory.limited
+            super().update(result)
+
+    find_max_batch_size(Watched(Shape()).step(), memory=memory, max_rows=4, strategy="binary")
+    assert limited[1:] == [(1, False), (1, False), (1, False), (2, False), (1, True), (4, True)]
+
+
+def test_retries_of_the_allocator_are_those_of_the_probe_and_make_it_too_many():
+    memory = CountingMemory(retries=7)
+
+    class Retried(Trained):
+        def forward_backward(self, samples: Sequence[Tensor]) -> Totals:
+            memory.retries += len(samples) > 2
+            return super().forward_backward(samples)
+
+    result = find_max_batch_size(Retried(Shape()).step(), memory=memory, max_rows=8, strategy="binary")
+    assert result.rows == 2
+    assert [probe.peak.retries for probe in result.probes] == [0, 0, 1]
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(lambda y: self.norm(self.layer(y)), x, use_reentrant=False)
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_phases_end_where_the_boundaries_are_also_in_a_checkpointed_model(microbatches: int):
+    model = Checkpointed()
+    boundaries = {"layer": model.layer, "head": model.head}
+    memory = CountingMemory()
+    with measuring_phases(memory, model, boundaries) as meter:
+        for _ in range(microbatches):
+            model(torch.ones(2, 4)).sum().backward()
+        meter.begin_update()
+        meter.end_phase()
+    assert phase_names(boundaries) == [
+        "layer forward",
+        "head forward",
+        "loss",
+        "head backward",
+        "layer backward",
+        "update",
+    ]
+    assert sorted(meter.peaks, key=meter.peaks.__getitem__) == phase_names(boundaries)
+    model(torch.ones(2, 4)).sum().backward()
+    assert memory.asked == 1 + 6 + 5 * (microbatches - 1)  # the hooks are gone
+
+
+def test_progress_is_told_before_and_after_each_probe():
+    seen: list[tuple[int, Peak | None]] = []
+    with MemoryMeter() as meter:
+        result = search_within(Trained(Shape()).step(), meter, 400_000, progress=lambda *told: seen.append(told))
+    expected = [told for probe in result.probes for told in ((probe.rows, None), (probe.rows, probe.peak))]
+    assert seen == expected
+
+
+def report(budget: int, resident: int, *peaks: int, retries: int = 0, seconds: float = 1.0) -> RankReport:
+    return RankReport(Room(budget, resident), retries, seconds, peaks)
+
+
+def test_equal_ranks_agree_on_the_larger_peak_of_each_phase():
+    reports = [report(100, 10, 30, 50, retries=1), report(100, 10, 40, 20, seconds=3.0)]
+    assert agreed_peak(["a", "b"], reports) == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0)
+
+
+def test_a_phase_that_no_rank_has_reached_is_none():
+    reports = [report(100, 10, 30, 0, 0), report(100, 10, 40, 0, 20)]
+    assert agreed_peak(["forward", "backward", "update"], reports).phase_bytes == {"forward": 40, "update": 20}
+
+
+def test_a_step_without_an_update_has_no_such_phase():
+    with MemoryMeter() as meter:
+        result = search_within(replace(Trained(Shape()).step(), update=None), meter, 400_000)
+    assert all("update" not in probe.peak.phase_bytes for probe in result.probes)
+    assert "loss" in result.probes[0].peak.phase_bytes
+
+
+@pytest.mark.parametrize("need", range(80, 100))
+def test_the_agreed_peak_is_within_the_tightest_budget_if_every_rank_is_within_its_own(need: int):
+    reports = [report(1000, 13, 400), report(90, 10, need), report(91, 7, need - 3)]
+    within = need <= 90
+    assert (agreed_peak(["a"], reports).phase_bytes["a"] <= 90) == within
+
+
+def test_a_rank_with_more_memory_needs_the_same_share_of_it():
+    reports = [report(110, 10, 20), report(210, 10, 160)]
+    assert agreed_peak(["a"], reports).phase_bytes["a"] == 10 + 75
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_one_row_that_does_not_fit_names_the_limit_that_was_given_and_only_what_helps(trains: bool) -> None:
+    trained = Trained(Shape())
+    trained.runner.trains = trains
+    with MemoryMeter() as meter:
+        meter.count(trained.model.parameters())
+        with pytest.raises(OneRowDoesNotFitError) as caught:
+            search_within(trained.step(), meter, meter.live_bytes + 1, max_rows=4)
+    helps = [Remedy.SHORTER_SAMPLES, Remedy.CHECKPOINT_ACTIVATIONS, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET]
+    assert list(caught.value.remedies) == [
+        each for each in helps if trains or each is not Remedy.CHECKPOINT_ACTIVATIONS
+    ]

@@ -1,0 +1,318 @@
+"""StepRunner in one process, on a model that knows nothing of FSDP."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.fake_memory import FakeMemory
+from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST, EXHAUSTED, RECOVERY, Governor
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.errors import LimitExhaustedError, Remedy
+from torchtune_adaptive.testing import FaultInjector
+
+SAMPLES = [torch.arange(16.0) * scale for scale in range(1, 9)]
+
+
+def a_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Dropout(), nn.Linear(32, 1))
+
+
+def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals]:
+    def forward_backward(samples):
+        loss = model(torch.stack(list(samples))).square().sum()
+        loss.backward()
+        return Totals(loss.detach(), len(samples))
+
+    return forward_backward
+
+
+def runner_of(model: nn.Module, rows: int, **options) -> StepRunner[Tensor]:
+    options = {"forward_backward": forward_backward_of(model), "limit": RowLimit(rows), **options}
+    return StepRunner(model, kind=SampleKind(length_of=len, stand_in=lambda s: s), **options)
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def undisturbed(rows: int) -> tuple[list[Tensor], float]:
+    model = a_model()
+    torch.manual_seed(1)
+    result = runner_of(model, rows).run(SAMPLES, step=0)
+    return gradients(model), result.loss_sum.item()
+
+
+@pytest.mark.parametrize("operation", range(1, 60, 7))
+def test_a_recovered_step_is_bitwise_one_that_never_failed(operation: int):
+    model = a_model()
+    runner = runner_of(model, 4)
+    torch.manual_seed(1)
+    with FaultInjector(runner).fail_at(rank=0, step=0, operation=operation):
+        result = runner.run(SAMPLES, step=0)
+    expected, loss_sum = undisturbed(rows=2)
+    assert all(map(torch.equal, gradients(model), expected))
+    assert result.loss_sum.item() == loss_sum
+    assert (result.target_tokens, result.microbatches, result.recoveries) == (8, 4, 1)
+    assert (runner.limit, runner.recoveries) == (RowLimit(2), 1)
+
+
+def test_a_runner_that_is_closed_runs_nothing_more():
+    runner = runner_of(a_model(), rows=2)
+    runner.close()
+    for run in (lambda: runner.run(SAMPLES, step=1), lambda: runner.attempt([SAMPLES[:2]])):
+        with pytest.raises(ValueError, match="this runner is closed"):
+            run()
+
+
+def test_losses_add_up_in_single_precision_whatever_a_microbatch_has_them_in():
+    model = a_model()
+
+    def in_half(samples):
+        model(torch.stack(list(samples))).sum().backward()
+        return Totals(torch.tensor(257.0, dtype=torch.bfloat16 if len(samples) == 1 else torch.float32), len(samples))
+
+    result = runner_of(model, 1, forward_backward=in_half).run(SAMPLES, step=0)
+    assert result.loss_sum.dtype == torch.float32
+    assert result.loss_sum.item() == 8 * 256  # what a microbatch has, it has in its own precision
+
+
+def test_the_limit_stays_for_the_steps_that_follow():
+    model = a_model()
+    runner = runner_of(model, 8)
+    with FaultInjector(runner).fail_at(rank=0, step=0, operation=5):
+        runner.run(SAMPLES, step=0)
+    model.zero_grad()
+    result = runner.run(SAMPLES, step=1)
+    assert (result.microbatches, result.recoveries, runner.recoveries) == (2, 0, 1)
+
+
+def step_within(cap_bytes: int | None) -> tuple[int, int]:
+    """The peak of a step and its recoveries."""
+    model = a_model()
+    runner = runner_of(model, 128)
+    with MemoryMeter(cap_bytes) as meter:
+        meter.count(model.parameters())
+        runner.run(16 * SAMPLES, step=0)
+    return meter.peak_bytes, runner.recoveries
+
+
+def test_a_step_that_needs_more_memory_than_there_is_runs_in_smaller_microbatches():
+    need_bytes, recoveries = step_within(None)
+    assert recoveries == 0
+    _, recoveries = step_within(int(0.8 * need_bytes))
+    assert recoveries > 0
+
+
+def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
+    model, kept, live_bytes = a_model(), [], []
+    forward_backward = forward_backward_of(model)
+
+    def keeping(samples):
+        live_bytes.append(meter.live_bytes)
+        try:
+            return forward_backward(samples)
+        except torch.OutOfMemoryError as error:
+            kept.append(error)
+            raise
+
+    runner = runner_of(model, 8, forward_backward=keeping)
+    in_backward = 30
+    with MemoryMeter() as meter, FaultInjector(runner).fail_at(rank=0, step=0, operation=in_backward):
+        runner.run(SAMPLES, step=0)
+    assert len(kept) == 1
+    assert live_bytes[1] == live_bytes[0]
+
+
+def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
+    model = a_model()
+    runner = runner_of(model, 8)
+    message = (
+        r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row of 16 tokens does not fit"
+    )
+    runner.on_change = (changes := []).append
+    with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message) as caught:
+        runner.run(SAMPLES, step=3)
+    assert [each.kind for each in changes] == [RECOVERY, RECOVERY, RECOVERY, EXHAUSTED]
+    last = changes[-1]
+    assert (last.step, last.before, last.after, last.ranks, last.rows, last.length) == (3, 1, 1, (0,), 1, 16)
+    assert last.reason == caught.value.fact
+
+
+def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():
+    reference = a_model()
+    runner_of(reference, 8).run(SAMPLES, step=3)
+    model, changes, asked = a_model(), [], []
+    runner = runner_of(model, 8)
+    runner.on_change = changes.append
+
+    def make_room() -> str | None:
+        asked.append(runner.limit.size)
+        meter.cap_bytes = None
+        return "there is more room now"
+
+    with MemoryMeter(cap_bytes=100) as meter:
+        runner.fall_back = make_room
+        result = runner.run(SAMPLES, step=3)
+    assert asked == [1]
+    assert runner.limit.size == 8
+    assert result.recoveries == runner.recoveries == len(changes) > 1
+    assert changes[-1].reason.endswith("(longest sample 16 tokens): there is more room now, step repeated")
+    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
+        assert torch.equal(mine.grad, its.grad)
+
+
+def test_where_memory_is_measured_what_there_was_is_said_too():
+    runner = runner_of(a_model(), 8)
+    message = (
+        r"1 row of 16 tokens does not fit and cannot be made smaller \(rank 0 peaked at .* B of its budget of 100 B\); "
+        r"use shorter samples, .*, or raise the memory limit"
+    )
+    with MemoryMeter(cap_bytes=100) as meter:
+        runner.watch(meter)
+        with pytest.raises(LimitExhaustedError, match=message):
+            runner.run(SAMPLES, step=3)
+
+
+def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
+    runner = runner_of(a_model(), 8, trains=False)
+    for watched in (False, True):
+        with MemoryMeter(cap_bytes=100) as meter:
+            runner.watch(meter if watched else None)
+            with pytest.raises(LimitExhaustedError, match="1 row of 16 tokens does not fit") as caught:
+                runner.run(SAMPLES, step=3)
+        expected = [Remedy.SHORTER_SAMPLES, Remedy.MORE_RANKS, *([Remedy.LARGER_BUDGET] if watched else [])]
+        assert list(caught.value.remedies) == expected
+
+
+def test_what_runs_before_training_is_in_no_step(caplog):
+    runner, changes = runner_of(a_model(), 4, stage="ask"), []
+    runner.on_change = changes.append
+    with caplog.at_level("WARNING"), FaultInjector(runner).fail_at(rank=0, step=BEFORE_THE_FIRST):
+        runner.run(SAMPLES, step=BEFORE_THE_FIRST)
+    assert caplog.messages[0].startswith("before the first step, ask: out of memory on rank 0")
+    assert [change.step for change in changes] == [0]
+
+
+def test_left_over_gradients_are_refused():
+    model = a_model()
+    runner = runner_of(model, 8)
+    runner.run(SAMPLES, step=0)
+    with pytest.raises(ValueError, match=r"gradients from before this step.*zero_grad"):
+        runner.run(SAMPLES, step=1)
+
+
+def test_a_step_without_samples_is_refused():
+    with pytest.raises(ValueError, match="at least 1 sample"):
+        runner_of(a_model(), 8).run([], step=0)
+
+
+def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice():
+    model, memory, events = a_model(), FakeMemory(), []
+    runner = runner_of(model, 8)
+    runner.on_change = events.append
+    runner.watch(memory)
+    for step in range(1, 4):
+        memory.retries += step >= 2
+        result = runner.run(SAMPLES, step=step)
+        model.zero_grad()
+        assert (result.retries, result.recoveries) == (int(step >= 2), 0)
+    assert runner.limit == RowLimit(4)
+    assert [(event.kind, event.step, event.before, event.after) for event in events] == [("thrashing", 3, 8, 4)]
+    assert (events[0].ranks, events[0].rows, events[0].peak_bytes) == ((0,), 8, 700)
+
+
+def test_retries_from_before_the_memory_is_watched_do_not_count():
+    memory = FakeMemory()
+    memory.retries = 5
+    runner = runner_of(a_model(), 8)
+    runner.watch(memory)
+    assert runner.run(SAMPLES, step=1).retries == 0
+
+
+def test_a_result_tells_the_peak_beside_the_budget_where_memory_is_watched():
+    runner = runner_of(a_model(), 8)
+    assert runner.run(SAMPLES, step=1).memory is None
+    runner.model.zero_grad()
+    runner.watch(FakeMemory())
+    assert runner.run(SAMPLES, step=2).memory == (700, 1000)
+
+
+def test_what_the_limit_has_come_to_survives_in_a_checkpoint():
+    runner = runner_of(a_model(), 8)
+    with FaultInjector(runner).fail_at(rank=0, step=0):
+        runner.run(SAMPLES, step=0)
+    resumed = runner_of(a_model(), 8)
+    resumed.load_state_dict(runner.state_dict())
+    assert (resumed.limit, resumed.recoveries) == (RowLimit(4), 1)
+
+
+def test_without_recovery_a_thrashing_step_changes_nothing():
+    model, memory = a_model(), FakeMemory()
+    runner = runner_of(model, 8, recover=False)
+    runner.watch(memory)
+    for step in range(4):
+        memory.retries += 1
+        runner.run(SAMPLES, step=step)
+        model.zero_grad()
+    assert runner.limit == RowLimit(8)
+
+
+def test_an_attempt_runs_exactly_the_microbatches_that_it_is_given():
+    model, rows = a_model(), []
+    forward_backward = forward_backward_of(model)
+    runner = runner_of(
+        model, 1, forward_backward=lambda samples: rows.append(len(samples)) or forward_backward(samples)
+    )
+    attempt = runner.attempt([SAMPLES[:1], SAMPLES[1:4]])
+    assert rows == [1, 3]
+    assert attempt.failed_ranks == ()
+    assert attempt.result.target_tokens == 4
+    assert all(gradient is not None for gradient in gradients(model))
+
+
+def test_an_attempt_that_runs_out_of_memory_shrinks_nothing_and_leaves_no_gradient():
+    model = a_model()
+    runner = runner_of(model, 128)
+    with MemoryMeter() as meter:
+        meter.count(model.parameters())
+        meter.cap_bytes = meter.live_bytes + 10_000
+        attempt = runner.attempt([SAMPLES[:1], 16 * SAMPLES])
+    assert (attempt.result, attempt.failed_ranks) == (None, (0,))
+    assert runner.limit == RowLimit(128)
+    assert gradients(model) == [None] * 4
+
+
+def test_every_attempt_tells_its_plan_before_it_begins():
+    plans, forward_backward = [], forward_backward_of(model := a_model())
+    runner = runner_of(
+        model,
+        8,
+        forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
+    )
+    runner.on_plan = lambda step, plan: plans.append((step, [len(rows) for rows in plan]))
+    with FaultInjector(runner).fail_at(rank=0, step=3, operation=5):
+        runner.run(SAMPLES, step=3)
+    assert plans == [(3, [8]), 3, (3, [4, 4]), 3, 3]
+    assert runner.current_step is None
+
+
+def test_a_governor_in_place_of_a_limit_decides_how_it_moves():
+    governor = Governor(RowLimit(8), regrow_after=1)
+    runner = runner_of(a_model(), 8, limit=governor)
+    with FaultInjector(runner).fail_at(rank=0, step=0):
+        runner.run(SAMPLES, step=0)
+    runner.model.zero_grad()
+    assert (runner.limit, governor.limit, governor.counters.recoveries) == (RowLimit(8), RowLimit(8), 1)
+    assert governor.counters.growths == 1
+
+
+def test_without_fsdp_no_collective_is_counted():
+    runner = runner_of(a_model(), 8)
+    runner.run(SAMPLES, step=0)
+    assert runner.ledger.position == 0

@@ -1,0 +1,251 @@
+"""Surfaces over rows and length, and the profile that fits them."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.laws import refuse_nothing
+from torchtune_adaptive.engine.limits import UNBOUNDED_ROWS, Surface, covering, fit_surface
+from torchtune_adaptive.engine.profile import BEYOND, MOST_CHECKS, MOST_POINTS, Profile, SampleLengths, profile
+from torchtune_adaptive.engine.search import Peak, Room, one_row_error
+from torchtune_adaptive.errors import OneRowDoesNotFitError, Remedy
+
+POINTS = [(1, 4096), (3, 4096), (12, 1024), (48, 256), (12, 256), (3, 2048)]
+surfaces = st.builds(Surface, st.floats(1e6, 1e9), st.floats(0, 1e3), st.floats(100, 1e6), st.floats(0, 50))
+
+
+@given(surfaces)
+def test_a_surface_is_found_again_from_its_points(surface: Surface) -> None:
+    found = fit_surface({at: int(surface.bytes_at(*at)) for at in POINTS})
+    for rows, length in [(2, 512), (7, 2048), (100, 64)]:
+        assert found.bytes_at(rows, length) == pytest.approx(surface.bytes_at(rows, length), rel=0.02)
+
+
+@given(st.lists(st.integers(1, 10**9), min_size=6, max_size=6))
+def test_more_rows_never_need_less_and_a_covering_surface_is_below_no_point(measured: list[int]) -> None:
+    points = dict(zip(POINTS, measured, strict=True))
+    surface = covering(fit_surface(points), points)
+    assert all(surface.bytes_at(*at) >= need * (1 - 1e-9) - 1 for at, need in points.items())
+    assert surface.bytes_at(2, 100) >= surface.bytes_at(1, 100) >= surface.bytes_at(1, 50) >= 0
+
+
+def test_rows_within_a_budget_are_those_that_need_no_more() -> None:
+    surface = Surface(1000, 10, 1, 0.01)
+    rows = surface.rows_within(5000, length=100)
+    assert surface.bytes_at(rows, 100) == pytest.approx(5000, abs=1)
+    assert Surface(1000).rows_within(1000, 100) == math.inf
+    assert Surface(1000).rows_within(999, 100) == 0
+
+
+class Device:
+    """A training step of several phases on a device of so much memory, all ranks alike.
+
+    `hidden_bytes` is what every phase needs at least, however little it runs: as a gathered layer.
+    """
+
+    def __init__(self, budget_bytes: int, *phases: Surface, resident_bytes: int = 0, hidden_bytes: int = 0) -> None:
+        self.budget_bytes, self.phases, self.resident_bytes = budget_bytes, phases, resident_bytes
+        self.hidden_bytes = hidden_bytes
+        self.out_of_memory = 0
+
+    def need(self, rows: int, length: int) -> int:
+        return max(self.hidden_bytes, *(int(phase.bytes_at(rows, length)) for phase in self.phases))
+
+    def measure(self, rows: int, length: int) -> Peak:
+        if self.need(rows, length) > self.budget_bytes and rows > 2:
+            self.out_of_memory += 1
+            return Peak({}, fits=False)
+        need = {str(i): max(self.hidden_bytes, int(p.bytes_at(rows, length))) for i, p in enumerate(self.phases)}
+        return Peak(need, fits=True)
+
+    def refuse(self, *remedies: Remedy) -> OneRowDoesNotFitError:
+        need_bytes = self.need(1, 3000)
+        return one_row_error(*remedies, length=3000, need_bytes=need_bytes, budget_bytes=self.budget_bytes, rank=0)
+
+    def profile(
+        self, longest: int, most_rows: int = 4096, shorten: bool = False, padded: bool = True, **grows: int
+    ) -> Profile:
+        return profile(
+            self.measure,
+            Room(self.budget_bytes, self.resident_bytes),
+            SampleLengths(longest, padded=padded, **grows),
+            refuse=self.refuse,
+            most_rows=most_rows,
+            shorten=shorten,
+        )
+
+
+devices = st.builds(
+    lambda layers, head, room: Device(
+        int(max(2e6, layers.bytes_at(room, 4096), head.bytes_at(room, 4096))),
+        *(layers, head, Surface(2e6)),
+        resident_bytes=int(min(layers.fixed_bytes, head.fixed_bytes)),
+    ),
+    *(surfaces, surfaces, st.floats(1.0, 50)),
+)
+
+
+@given(devices)
+@settings(max_examples=100)
+def test_a_profile_runs_out_of_memory_nowhere_and_takes_few_probes(device: Device) -> None:
+    found = device.profile(4096)
+    assert device.out_of_memory == 0
+    assert len(found.points) <= MOST_POINTS + 2
+    assert found.points[0].rows == 1
+    assert found.points[0].length == max(point.length for point in found.points)
+
+
+@given(devices, st.integers(16, 4096))
+@settings(max_examples=100)
+def test_what_a_profile_allows_fits_and_little_more_would(device: Device, length: int) -> None:
+    limit = device.profile(4096).limit
+    rows = limit.rows_at(length)
+    assert rows >= 1 or length > 4000
+    assert device.need(rows, length) <= device.budget_bytes * 1.01
+    assert rows == UNBOUNDED_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
+
+
+hiding_devices = st.builds(
+    lambda room, hidden, most_rows: (
+        Device(
+            int(room * 1e6),
+            *(Surface(0.4e6, 0, 250), Surface(0.5e6)),
+            resident_bytes=500_000,
+            hidden_bytes=int(hidden * room * 1e6),
+        ),
+        most_rows,
+    ),
+    *(st.floats(1.5, 50), st.floats(0.5, 0.95), st.sampled_from([8, 64, 512])),
+)
+"""What a gathered layer needs hides for long how rows grow."""
+
+
+@given(hiding_devices, st.integers(13, 28), st.sampled_from([{}, {"knee": 12, "shortest": 13}, {"knee": 13}]))
+@settings(max_examples=150)
+def test_what_was_hidden_while_little_was_run_does_not_run_out_of_memory_in_training(
+    found: tuple[Device, int], length: int, grows: dict[str, int]
+) -> None:
+    device, most_rows = found
+    profile = device.profile(28, most_rows, **grows)
+    rows = min(most_rows, profile.limit.rows_at(length))
+    assert device.need(rows, length) <= device.budget_bytes
+    assert len(profile.points) <= MOST_POINTS + MOST_CHECKS + 1
+    assert rows >= 1
+    # a knee leaves few lengths to measure, and much of the budget free where they were missed
+    assert grows or rows >= 0.9 * most_rows or device.need(3 * rows, length) >= 0.9 * device.budget_bytes
+
+
+def test_a_profile_that_was_far_off_is_bounded_by_what_was_measured() -> None:
+    device = Device(5_000_000, Surface(0.4e6, 0, 250), resident_bytes=500_000, hidden_bytes=4_500_000)
+    assert BEYOND in device.profile(28).surfaces
+
+
+KNEE = 700
+bent_devices = st.builds(
+    lambda per_token, per_late_token, room: Device(
+        int(1e6 + room * max(1e4, Surface(0, 0, per_token, 0, per_late_token, KNEE).bytes_at(1, 4096))),
+        *(Surface(1e6, 10, per_token, 0, per_late_token, KNEE), Surface(1e6, 0, 90), Surface(2e5)),
+        resident_bytes=200_000,
+    ),
+    *(st.floats(100, 1e6), st.floats(100, 1e6), st.floats(1.02, 50)),
+)
+"""With little more than one of the longest there may be room for, and few of the shorter proven to fit."""
+
+
+@given(bent_devices, st.integers(KNEE // 2, 4096))
+@settings(max_examples=100)
+def test_what_grows_in_another_way_from_some_length_on_is_found_without_running_out_of_memory(
+    device: Device, length: int
+) -> None:
+    """As the rows of rollouts do: first with the answer, then with the prompt alone."""
+    grows = device.phases[0]
+    shortest = 2 if grows.bytes_per_token > grows.bytes_per_late_token else KNEE + 1
+    length = max(length, shortest)
+    limit = device.profile(4096, knee=KNEE, shortest=shortest).limit
+    assert device.out_of_memory == 0
+    assert limit.rows_at(4096) >= 1
+    rows = limit.rows_at(length)
+    assert device.need(rows, length) <= device.budget_bytes * 1.01
+    assert rows == UNBOUNDED_ROWS or device.need(math.ceil(rows * 1.1) + 1, length) >= 0.97 * device.budget_bytes
+
+
+def test_what_is_resident_does_not_hide_how_rows_grow() -> None:
+    layers, head = Surface(23_000_000, 500, 930, 0.7), Surface(940_000_000, 0, 577, 0.95)
+    device = Device(int(head.bytes_at(1, 4096)), layers, head, resident_bytes=23_000_000)
+    limit = device.profile(4096).limit
+    assert [limit.rows_at(length) >= 1 for length in (16, 1000, 3000, 4000)] == [True] * 4
+    assert device.need(limit.rows_at(1000), 1000) <= device.budget_bytes
+
+
+@given(devices, st.integers(256, 4096))
+def test_the_constant_budget_fits_at_every_length(device: Device, length: int) -> None:
+    found = device.profile(4096)
+    rows = found.constant_tokens // length
+    assert rows == 0 or found.limit.fits(rows, length)
+
+
+def test_the_held_out_error_is_what_the_first_fit_missed_and_stays_free() -> None:
+    def measure(rows: int, length: int) -> Peak:
+        strange = 1.1 if length in (512, 2048) else 1.0  # the lengths that are held out
+        return Peak({"step": int(strange * (1e6 + 100 * rows * length))}, fits=True)
+
+    found = profile(measure, Room(10_000_000), SampleLengths(4096), refuse=refuse_nothing, most_rows=4096)
+    assert found.held_out_error == pytest.approx(0.1 / 1.1, rel=0.01)
+    assert found.limit_bytes == pytest.approx(10_000_000 * (1 - found.held_out_error), abs=1)
+
+
+def test_a_probe_with_allocator_retries_is_beyond_the_limit() -> None:
+    def measure(rows: int, length: int) -> Peak:
+        return Peak({"step": 1000 * rows * length}, fits=True, retries=int(rows * length > 6000))
+
+    limit = profile(measure, Room(10_000_000), SampleLengths(1024), refuse=refuse_nothing, most_rows=4096).limit
+    assert all(limit.rows_at(length) * length <= 9000 for length in (64, 256, 1024))
+
+
+def test_a_sample_too_long_for_the_device_is_halved_if_that_is_allowed() -> None:
+    device = Device(1_000_000, Surface(10_000, 0, 1000))
+    assert device.profile(3000, shorten=True).limit.rows_at(700) == 1
+    with pytest.raises(
+        OneRowDoesNotFitError,
+        match=r"one row of 3000 tokens needs 2.9 MiB .* use shorter samples, pass shorten=True, .*, or raise the",
+    ):
+        device.profile(3000)
+
+
+def test_who_lets_long_samples_be_cut_already_is_not_told_to() -> None:
+    device = Device(1000, Surface(10_000, 0, 1000))
+    with pytest.raises(
+        OneRowDoesNotFitError, match=r"; use shorter samples, checkpoint activations, train on more ranks, or"
+    ):
+        device.profile(3000, shorten=True)
+
+
+joined_devices = st.builds(
+    lambda fixed, per_token, per_sample, room: Device(
+        int(fixed + per_token * (4096 + per_sample) * room),
+        *(Surface(fixed, per_sample * per_token, per_token), Surface(fixed, 0, per_token / 2)),
+        resident_bytes=int(fixed),
+    ),
+    *(st.floats(1e6, 1e9), st.floats(100, 1e6), st.floats(0, 8), st.floats(1.1, 50)),
+)
+"""A sample costs up to 8 tokens more than its own: what flash attention's backward on a GPU takes for itself, for 128
+tokens of one layer, is as much as a few tokens need in all layers."""
+
+
+LONGEST = st.sampled_from([256, 1000, 4096])
+
+
+@given(joined_devices, st.lists(st.integers(4, 256), min_size=1, max_size=999), LONGEST)
+@settings(max_examples=100)
+def test_a_profile_without_padding_knows_what_samples_cost_besides_their_tokens(
+    device: Device, lengths: list[int], longest: int
+):
+    limit = device.profile(longest, padded=False).limit
+    assert device.out_of_memory == 0
+    need = max(phase.bytes_at(len(lengths), max(lengths), sum(lengths)) for phase in device.phases)
+    if limit.fits(len(lengths), max(lengths), sum(lengths)):
+        assert need <= device.budget_bytes * 1.01
+    else:
+        assert need >= device.budget_bytes * 0.97

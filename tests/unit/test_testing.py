@@ -1,0 +1,129 @@
+"""Faults where they are asked for, and nowhere else. In one process; with peers: tests/distributed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torchtune_adaptive import LimitExhaustedError, RowLimit, SampleKind, StepRunner, Totals
+from torchtune_adaptive.testing import FaultInjector, memory_cap
+
+SAMPLES = [torch.arange(4.0)] * 4
+
+
+def runner_of(rows: int = 4) -> StepRunner[Tensor]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+
+    def forward_backward(samples):
+        loss = model(torch.stack(list(samples))).square().sum()
+        loss.backward()
+        return Totals(loss.detach(), len(samples))
+
+    return StepRunner(
+        model, forward_backward, limit=RowLimit(rows), kind=SampleKind(length_of=len, stand_in=lambda sample: sample)
+    )
+
+
+def recoveries(runner: StepRunner[Tensor], steps: int) -> list[int]:
+    seen = []
+    for step in range(steps):
+        seen.append(runner.run(SAMPLES, step=step).recoveries)
+        runner.model.zero_grad()
+    return seen
+
+
+def test_only_the_named_step_fails_and_the_run_goes_on():
+    runner = runner_of()
+    with FaultInjector(runner).fail_at(rank=0, step=2, operation=3) as faults:
+        assert recoveries(runner, 4) == [0, 0, 1, 0]
+    assert faults.fired == 1
+    assert runner.limit == RowLimit(2)
+
+
+def test_only_the_named_rank_fails(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("torchtune_adaptive.testing.world_size", lambda: 2)
+    runner = runner_of()
+    with FaultInjector(runner).fail_at(rank=1, step=0) as faults:
+        assert recoveries(runner, 1) == [0]
+    assert faults.fired == 0
+
+
+def test_the_operation_that_fails_does_not_run():
+    runner = runner_of()
+    with FaultInjector(runner).count(rank=0, step=0) as faults:
+        runner.run(SAMPLES, step=0)
+    operations = faults.operations
+    assert operations[0] == "aten.stack.default"
+    assert "aten.pow.Tensor_Scalar" in operations
+    again = runner_of()
+    at = operations.index("aten.pow.Tensor_Scalar") + 1
+    with FaultInjector(again).fail_at(rank=0, step=0, operation=at).fail_at(rank=0, step=0, operation=at) as faults:
+        again.run(SAMPLES, step=0)
+    assert faults.fired == 2  # the second in the repeated step
+    assert again.limit == RowLimit(1)
+
+
+def test_a_fault_that_comes_back_leaves_nothing_smaller_to_try():
+    runner = runner_of()
+    message = r"step 7: out of memory on rank 0 .* 1 row of 4 tokens does not fit"
+    with FaultInjector(runner).fail_at(rank=0, step=7, times=3), pytest.raises(LimitExhaustedError, match=message):
+        runner.run(SAMPLES, step=7)
+
+
+def test_a_storage_that_grows_is_an_operation():
+    storage, resize = torch.empty(0).untyped_storage(), torch.UntypedStorage.resize_
+
+    def growing(samples):
+        storage.resize_(64)
+        storage.resize_(0)
+        return Totals(torch.ones(()), len(samples))
+
+    runner = StepRunner(
+        nn.Linear(1, 1), growing, limit=RowLimit(4), kind=SampleKind(length_of=len, stand_in=lambda sample: sample)
+    )
+    with FaultInjector(runner).count(rank=0, step=0) as faults:
+        runner.run(SAMPLES, step=0)
+    assert faults.operations.count("resize_") == 1  # shrinking needs no memory
+    assert torch.UntypedStorage.resize_ is resize
+
+
+def test_probes_belong_to_no_step_and_do_not_fail():
+    runner = runner_of()
+    with FaultInjector(runner).fail_at(rank=0, step=0) as faults:
+        assert runner.attempt([SAMPLES]).failed_ranks == ()
+    assert faults.fired == 0
+
+
+def test_what_was_around_the_passes_is_there_inside_and_after():
+    runner, seen = runner_of(), []
+    around = runner.around_pass = lambda inside: seen.append(inside) or memory_cap(None)
+    with FaultInjector(runner).fail_at(rank=0, step=0):
+        runner.run(SAMPLES, step=0)
+    assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
+    assert runner.around_pass is around
+
+
+def test_a_rank_that_does_not_exist_is_refused():
+    with pytest.raises(ValueError, match="no rank 1 among 1"):
+        FaultInjector(runner_of()).fail_at(rank=1, step=0)
+
+
+@pytest.mark.parametrize("wrong", [{"operation": 0}, {"times": 0}])
+def test_counting_from_zero_is_refused(wrong: dict[str, int]):
+    with pytest.raises(ValueError, match="count from 1"):
+        FaultInjector(runner_of()).fail_at(rank=0, step=0, **wrong)
+
+
+def test_a_cap_on_memory_makes_steps_smaller_and_ends_with_its_block():
+    many = [torch.arange(4.0)] * 4096
+    runner = runner_of(rows=4096)
+    with memory_cap(None, runner.model.parameters()) as memory:
+        assert memory.peak_bytes == 20
+        runner.run(many, step=0)
+    runner.model.zero_grad()
+    with memory_cap(memory.peak_bytes // 2):
+        assert runner.run(many, step=1).recoveries > 0
+    runner.model.zero_grad()
+    assert runner.run(many, step=2).recoveries == 0

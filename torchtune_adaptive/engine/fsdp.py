@@ -1,0 +1,326 @@
+"""FSDP2's insides: whether a step can be run again, and how FSDP2 is returned to its state between two steps.
+
+This is the only file that knows them. Everything private that it touches is in one list, `_TOUCHED`, which is compared
+with the installed torch at import: a version that lacks a name is refused there, not in the first recovery.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.dependencies import refuse_torch
+from torchtune_adaptive.engine.ranks import world_size
+
+try:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+except ImportError as error:
+    refuse_torch(str(error))
+
+__all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
+
+_TOUCHED: dict[Any, str] = {
+    FSDPModule: "_get_fsdp_state reshard set_custom_all_gather set_custom_reduce_scatter set_requires_all_reduce",
+    FSDPState: "_comm_ctx _lazy_init",
+    FSDPCommContext: "post_forward_order",
+    FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
+    "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward",
+    FSDPParam: "_extensions_data _unsharded_param grad_offload_event sharded_param to_sharded "
+    "unsharded_accumulated_grad",
+    DDPMeshInfo: "mesh replicate_mesh_dim replicate_process_group shard_mesh_dim",
+    AllGather.__call__: "async_op group input_tensor output_tensor",
+    ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
+}
+"""Names by class, parameters by function."""
+_RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
+"""From torch 2.13 on. torch 2.11 has to be reset by hand, and has one group of parameters for each module."""
+_TOUCHED_BY_VERSION: dict[Any, str] = (
+    {FSDPState: "_fsdp_param_groups"}
+    if _RESETS_ITSELF
+    else {
+        FSDPState: "_device_handle _fsdp_param_group _modules_to_run_forward _state_ctx _training_state",
+        FSDPCommContext: "all_gather_state reduce_scatter_state",
+        FSDPParamGroup: "_all_gather_result _all_reduce_state _post_reduce_event _reshard_after_forward_event "
+        "_training_state",
+    }
+)
+
+
+def missing_names(touched: dict[Any, str]) -> list[str]:
+    """Names that the installed torch does not have."""
+    return [
+        f"{owner.__qualname__}.{name}" if isinstance(owner, type) else f"{name} in {owner.__qualname__}()"
+        for owner, names in touched.items()
+        for name in names.split()
+        if name not in _names_of(owner)
+    ]
+
+
+def _names_of(owner: Any) -> set[str]:
+    """Attributes of a class, those that only its methods mention included; parameters of a function."""
+    if not isinstance(owner, type):
+        return set(inspect.signature(owner).parameters)
+    members = [inspect.unwrap(getattr(each, "fget", None) or each) for each in vars(owner).values() if callable(each)]
+    mentioned = {name for each in members if hasattr(each, "__code__") for name in each.__code__.co_names}
+    return mentioned | {*dir(owner), *owner.__annotations__}
+
+
+if missing := missing_names(_TOUCHED) + missing_names(_TOUCHED_BY_VERSION):
+    refuse_torch(f"FSDP2 has no {', '.join(missing)}")
+
+
+def replace_collectives(
+    root: FSDPModule,
+    gather_through: Callable[[AllGather], AllGather],
+    scatter_through: Callable[[ReduceScatter], ReduceScatter],
+    reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
+) -> Callable[[], None]:
+    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back, except where
+    somebody else has put his around ours since.
+
+    The reduction over replicas has no setter: what it runs on is replaced, the group of the module's mesh.
+    """
+    replacements: list[tuple[Any, str, object, object]] = []
+    meshes = set()
+    for module in _modules(root):
+        for group in _groups(module):
+            gather, scatter, mesh = group._all_gather_comm, group._reduce_scatter_comm, group.mesh_info
+            module.set_custom_all_gather(gather_through(gather))
+            module.set_custom_reduce_scatter(scatter_through(scatter))
+            replacements.append((group, "_all_gather_comm", gather, group._all_gather_comm))
+            replacements.append((group, "_reduce_scatter_comm", scatter, group._reduce_scatter_comm))
+            if isinstance(mesh, DDPMeshInfo) and id(mesh) not in meshes:  # groups of one module may share it
+                meshes.add(id(mesh))
+                own = mesh.replicate_process_group
+                mesh.replicate_process_group = reduce_through(own, scatter)
+                replacements.append((mesh, "replicate_process_group", own, mesh.replicate_process_group))
+
+    def put_back() -> None:
+        for owner, name, own, ours in replacements:
+            if getattr(owner, name) is ours:
+                setattr(owner, name, own)
+
+    return put_back
+
+
+def why_recovery_is_off(model: nn.Module) -> str | None:
+    """Why a step of this model cannot be run again after running out of memory; None if it can."""
+    if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
+        return (
+            "hooks use gradients during backward (for example, an optimizer in the backward), so backward updates "
+            "weights"
+        )
+    if world_size() == 1:
+        return None
+    if not isinstance(model, FSDPModule):
+        return (
+            "the model is not wrapped by fully_shard or by FSDP2's replicate (torch.distributed._composable."
+            "replicate_with_fsdp), so its collectives are unknown"
+        )
+    groups = groups_of(model)
+    reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
+    if reasons:
+        return reasons[0]
+    sharded = {id(parameter.sharded_param) for group in groups for parameter in group.fsdp_params}
+    if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
+        return "some parameters are not distributed by fully_shard (tensor parallel)"
+    return None
+
+
+def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
+    mesh = group.mesh_info
+    known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))
+    if any(cast(DTensor, parameter.sharded_param).device_mesh.ndim > known for parameter in group.fsdp_params):
+        return "its mesh has dimensions other than shards and replicas (tensor parallel)"
+    if mesh.mesh.size() != world_size():
+        return "it is sharded over only some of the ranks"
+    if group._all_reduce_hook is not None:
+        return "it has an all-reduce hook, whose collectives are unknown"
+    return why_unsteady([group])
+
+
+def _modules(root: Any) -> Iterator[FSDPModule]:
+    """Modules with a state of their own: of those that `fully_shard` took together, the first."""
+    seen = set()
+    for module in root.modules() if root is not None else ():
+        if isinstance(module, FSDPModule) and (state := id(module._get_fsdp_state())) not in seen:
+            seen.add(state)
+            yield module
+
+
+def groups_of(root: FSDPModule) -> list[FSDPParamGroup]:
+    return [group for module in _modules(root) for group in _groups(module)]
+
+
+def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
+    """The parameter groups of one module: none or one, or (but for torch 2.11) one for each of its meshes."""
+    state: Any = module._get_fsdp_state()
+    if _RESETS_ITSELF:
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def has_replicas(root: FSDPModule) -> bool:
+    """Whether gradients are summed over replicas too: a mesh of two dimensions, or `replicate()`."""
+    return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
+
+
+def reduce_over_replicas(root: FSDPModule, now: bool) -> None:
+    """Whether the next backward sums gradients over replicas, or leaves its sums for a later one to add."""
+    root.set_requires_all_reduce(now)
+
+
+def partially_summed(root: FSDPModule) -> list[str]:
+    """Modules whose gradients still wait to be summed over replicas: the next backward would add them to its own."""
+    return [group._module_fqn or "the model" for group in groups_of(root) if group._partial_reduce_output is not None]
+
+
+def abandon(root: FSDPModule) -> None:
+    """After a step that broke off: the next backward sums over replicas, and adds nothing of that step. Waits for
+    nothing, since peers may be gone."""
+    reduce_over_replicas(root, True)
+    for group in groups_of(root):
+        group._partial_reduce_output = None
+        for parameter in group.fsdp_params:
+            _drop_whole_gradient(parameter)
+
+
+def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
+    """Raises where gradients wait to be scattered, which `set_requires_gradient_sync(False)` puts off."""
+    for parameter in (each for group in groups for each in group.fsdp_params):
+        whole = getattr(parameter, "_unsharded_param", None)
+        if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+            raise ValueError(
+                "gradients of an earlier backward were not reduce-scattered (set_requires_gradient_sync(False)) and "
+                "would be added to this step's: reduce-scatter them in the last backward before a step"
+            )
+
+
+def _drop_whole_gradient(parameter: FSDPParam) -> None:
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+    # From torch 2.15 on this only reads the gradient above.
+    if not isinstance(vars(FSDPParam).get("unsharded_accumulated_grad"), property):
+        cast(Any, parameter).unsharded_accumulated_grad = None
+
+
+def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
+    """Why a microbatch communicates otherwise than another, as the user has told FSDP; None if it does not."""
+    for group in groups:
+        if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
+            continue
+        if not group.reduce_grads:
+            return "set_requires_gradient_sync(False) delays the reduce-scatter of gradients"
+        return "set_reshard_after_backward(False) keeps parameters gathered for the next microbatch"
+    return None
+
+
+def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
+    """A flag for each weight, whether it is trained: others have no gradient to communicate."""
+    return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
+
+
+def prepare(root: FSDPModule) -> None:
+    """Before a step: does what FSDP leaves to the first forward, and ends what ran outside of steps."""
+    # Cannot be repeated where it fails halfway, so it must not happen inside of a microbatch.
+    root._get_fsdp_state()._lazy_init()
+    if not is_idle(root):  # an evaluation, say, may have ended anywhere
+        reset(root)
+
+
+def awaits_backward(root: FSDPModule) -> bool:
+    """Whether a forward has left the order that its backward would prefetch in. Cheap: asked after every microbatch."""
+    return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
+
+
+def is_idle(root: FSDPModule) -> bool:
+    """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching, no partial sum."""
+    begun = awaits_backward(root) or partially_summed(root)
+    return not begun and all(group.is_sharded for group in groups_of(root))
+
+
+def settle(root: FSDPModule) -> None:
+    """Brings FSDP back to idle after a pass that has run to its end, but had no backward that would have done it.
+
+    Unlike `reset` it waits for nothing: parameters are freed in the order of the stream that has used them.
+    """
+    if not awaits_backward(root):
+        return
+    for module in _modules(root):
+        module.reshard()
+        for group in _groups(module):
+            group._post_forward_indices.clear()
+    root._get_fsdp_state()._comm_ctx.post_forward_order.clear()
+
+
+def reset(root: FSDPModule) -> None:
+    """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
+    if _RESETS_ITSELF:
+        root.reset_iter_state()
+    else:
+        _reset_iter_state(root)
+    # Off, if the step has ended before its last microbatch; a backward outside of steps counts on it.
+    reduce_over_replicas(root, True)
+    for group in groups_of(root):
+        _reset_parameters(group)
+
+
+def _reset_iter_state(root: Any) -> None:
+    """For torch 2.11: FSDPModule.reset_iter_state, which is public from torch 2.13 on."""
+    state = root._get_fsdp_state()
+    # Nothing is in flight after that, so the events that FSDP would wait for can simply be dropped. It cannot
+    # block forever: peers need nothing from this rank to issue what this rank has issued already.
+    state._device_handle.synchronize()
+    comm = state._comm_ctx
+    comm.all_gather_state = None
+    comm.post_forward_order.clear()
+    comm.reduce_scatter_state = None
+    for each in state._state_ctx.all_states:
+        each._modules_to_run_forward.clear()
+        each._training_state = TrainingState.IDLE
+    for group in groups_of(root):
+        _reset_group(group)
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_group(group: FSDPParamGroup) -> None:
+    if group._all_gather_result is not None:
+        work = group._all_gather_result.all_gather_work
+        if work is not None:
+            work.wait()
+        group._all_gather_result = None
+    group._post_reduce_event = None
+    group._all_reduce_state = None
+    # What was left for the last microbatch to sum over replicas: the next pass would add it to its own.
+    group._partial_reduce_output = None
+    group._reshard_after_forward_event = None
+    group._post_forward_indices.clear()
+    group._training_state = TrainingState.IDLE
+
+
+def _reset_parameters(group: FSDPParamGroup) -> None:
+    """What reset_iter_state leaves behind: unsharded gradients, which the next pass would add to its own."""
+    for parameter in group.fsdp_params:
+        # Also where the group claims to be sharded: some of its parameters may have been allocated already.
+        parameter.to_sharded()
+        _drop_whole_gradient(parameter)
+        # A gradient may still be on its way to the host.
+        if parameter.grad_offload_event is not None:
+            parameter.grad_offload_event.synchronize()
+            parameter.grad_offload_event = None
+        # What a weight with an all-gather of its own (NF4, say) has kept from before it for after it.
+        if hasattr(parameter, "_extensions_data"):
+            parameter._extensions_data.clear()
+    # Not by the group's own method, which skips all of this where it believes to be sharded.
+    group._sharded_state = ShardedState.SHARDED

@@ -1,0 +1,314 @@
+"""Moves the limit of a run: down when memory runs out or thrashes, up again when that has passed.
+
+Pure: every rank feeds it what all ranks know of a step, and so comes to the same limit.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TypedDict
+
+from torchtune_adaptive.engine.limits import Limit, Microbatch
+from torchtune_adaptive.errors import LimitExhaustedError
+from torchtune_adaptive.wording import count_of, ranks_named
+
+RECOVERY = "recovery"
+THRASHING = "thrashing"
+TRIAL = "trial"
+GROWTH = "growth"
+EXHAUSTED = "exhausted"
+"""Kinds of change. A recovery shrinks the limit; so does thrashing, on trial; growth takes a step of either back. An
+exhausted limit stays as it is: memory ran out, and there is no smaller one, so the run ends."""
+
+BEFORE_THE_FIRST = -1
+"""The step number of whatever runs before training."""
+
+
+def in_step(step: int, stage: str = "") -> str:
+    """Where a line of the log begins: `step 3, policy`."""
+    when = "before the first step" if step == BEFORE_THE_FIRST else f"step {step}"
+    return f"{when}, {stage}" if stage else when
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """One decision about the limit, the same on all ranks."""
+
+    kind: str
+    step: int
+    """The step in which it happened, or after which; 0 before the first."""
+    stage: str | None = None
+    """The stage of the step; None where steps have only one."""
+    reason: str
+    """The line of the log."""
+    unit: str
+    before: int
+    """The size of the limit, in `unit`."""
+    after: int
+    ranks: tuple[int, ...] | None = None
+    """The ranks that caused it."""
+    rows: int | None = None
+    """Rows of the largest microbatch that caused it."""
+    length: int | None = None
+    """Tokens of its longest sample."""
+    lost_seconds: float | None = None
+    """What the attempt at the step took that did not count, on this rank."""
+    peak_bytes: int | None = None
+    """The peak of the rank that came closest to its own budget."""
+    budget_bytes: int | None = None
+    """The budget of that rank."""
+
+
+TRIAL_STEPS = 4
+"""Steps whose speed decides between two limits; the first after a change is not one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletedStep:
+    """What all ranks know of a step that counted."""
+
+    target_tokens: int
+    seconds: float
+    """Seconds that the slowest rank took."""
+    retrying: Mapping[int, Microbatch]
+    """Ranks whose allocator had to flush its cache in this step, each with its largest microbatch."""
+
+    @property
+    def rate(self) -> float:
+        return self.target_tokens / self.seconds
+
+
+@dataclass
+class Counters:
+    """What a run has been through."""
+
+    recoveries: int = 0
+    thrashings: int = 0
+    growths: int = 0
+
+
+class LimitState(TypedDict):
+    """What a checkpoint keeps of a limit: numbers, and the unit that they count."""
+
+    unit: str
+    size: int | None
+    wait: int
+    quiet_steps: int
+    before_growth: int | None
+    tolerated: list[int]
+    counters: dict[str, int]
+
+
+@dataclass
+class _Trial:
+    """A smaller limit, in use until its speed is known."""
+
+    larger: Limit
+    rate_before: float
+    rates: list[float] = field(default_factory=list)
+
+
+class Governor:
+    """The limit in use, which is never above the allowed one.
+
+    `regrow_after` steps without trouble are followed by one step up, on probation for as long: if that fails, it is
+    taken back, and the next try waits for twice as many. 0: never.
+    """
+
+    def __init__(self, allowed: Limit, *, regrow_after: int, stage: str = "") -> None:
+        self.limit = allowed
+        self.counters = Counters()
+        self._stage = stage
+        self._allowed = allowed
+        self._size: int | None = None  # None: as allowed
+        self._regrow_after = regrow_after
+        self._wait = regrow_after
+        self._quiet_steps = 0
+        self._before_growth: int | None = None  # the size to go back to while on probation
+        self._trial: _Trial | None = None
+        self._thrashing_rates: list[float] = []
+        self._thrashed_before = False
+        self._tolerated: set[int] = set()  # sizes that are best in spite of the retries
+
+    @classmethod
+    def of(cls, limit: Limit | Governor, *, regrow_after: int, stage: str) -> Governor:
+        """The one that is given, or one for the limit."""
+        return limit if isinstance(limit, Governor) else cls(limit, regrow_after=regrow_after, stage=stage)
+
+    def allow(self, limit: Limit) -> None:
+        """Allows no more than this limit from now on, and less where the run has come down to less."""
+        self._allowed = limit
+        self._use(self._size)
+
+    def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
+        """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none."""
+        what, before = self._failure(failed, step), self.limit
+        try:
+            after = _shrunk(before, failed)
+        except LimitExhaustedError as error:
+            raise LimitExhaustedError(f"{what}: {error.fact}", *error.remedies) from None
+        self.counters.recoveries += 1
+        remark = self._step_down(after)
+        largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
+        change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
+        if largest.rows == 1:  # may have met what larger ones have left behind, or who shares the device
+            how = "a single row failed and is retried once"
+            change = f"{how}, other rows in microbatches of at most {self.limit}, step repeated"
+        return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
+
+    def exhausted(self, failed: Mapping[int, Microbatch], step: int, why: str) -> Change:
+        """What ends the run, after these microbatches failed, by rank."""
+        return self._note(EXHAUSTED, step, why, self.limit, failed)
+
+    def start_over(self, failed: Mapping[int, Microbatch], step: int, how: str) -> Change:
+        """All that is allowed, after these microbatches failed: from now on they need less, and `how` says why."""
+        before = self.limit
+        self.counters.recoveries += 1
+        self._change(None)
+        return self._note(RECOVERY, step, f"{self._failure(failed, step)}: {how}, step repeated", before, failed)
+
+    def completed(self, step: int, seen: CompletedStep) -> Change | None:
+        """Takes note of a step that counted, and changes the limit where that is due."""
+        thrashing = bool(seen.retrying) and self._thrashed_before
+        self._thrashed_before = bool(seen.retrying)
+        self._quiet_steps = 0 if seen.retrying else self._quiet_steps + 1
+        if self._trial is not None:
+            return self._judge(self._trial, step, seen.rate)
+        if seen.retrying:
+            self._thrashing_rates = [*self._thrashing_rates, seen.rate][-TRIAL_STEPS:]
+        if thrashing and self.limit.size not in self._tolerated:
+            return self._try_smaller(step, seen.retrying)
+        return self._grow_if_due(step)
+
+    def state(self) -> LimitState:
+        """What a checkpoint keeps."""
+        return {
+            "unit": self.limit.unit,
+            "size": self._size,
+            "wait": self._wait,
+            "quiet_steps": self._quiet_steps,
+            "before_growth": self._before_growth,
+            "tolerated": sorted(self._tolerated),
+            "counters": asdict(self.counters),
+        }
+
+    def restore(self, state: LimitState) -> None:
+        """Restores a saved state. If the kind of limit has changed, only the counters carry over."""
+        self.counters = Counters(**state["counters"])
+        if state["unit"] != self.limit.unit:
+            return
+        self._wait = max(self._regrow_after, state["wait"]) if self._regrow_after else 0
+        self._quiet_steps = state["quiet_steps"]
+        self._before_growth = state["before_growth"]
+        self._tolerated = set(state["tolerated"])
+        self._use(state["size"])
+
+    def _use(self, size: int | None) -> None:
+        self._size = size
+        self.limit = self._allowed if size is None or size >= self._allowed.size else self._allowed.resized(size)
+
+    def _change(self, size: int | None) -> None:
+        """Starts anew with another limit, whatever was going on."""
+        self._use(size)
+        # All of this was observed under the limit before: quiet steps, growth, a trial and rates of retries.
+        self._quiet_steps = 0
+        self._before_growth = None
+        self._trial = None
+        self._thrashing_rates = []
+        self._thrashed_before = False
+
+    def _step_down(self, after: Limit) -> str:
+        """Takes this limit or, on probation, the one before if that is smaller; returns what to add to the log line."""
+        if self._before_growth is None:
+            self._change(after.size)
+            return ""
+        self._wait *= 2
+        self._change(min(after.size, self._before_growth))
+        return f"; {self._wait} steps until the next try"
+
+    def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
+        """The step has counted already, so it is not run again."""
+        what = f"{self._at(step)}: the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
+        before, rates = self.limit, self._thrashing_rates
+        self.counters.thrashings += 1
+        try:
+            after = _shrunk(before, retrying)
+        except LimitExhaustedError:
+            self._tolerated.add(before.size)
+            return self._note(
+                THRASHING, step, f"{what}, and {before} is already the smallest limit: continuing", before, retrying
+            )
+        proven = self._before_growth is not None
+        remark = self._step_down(after)
+        if not proven:
+            self._trial = _Trial(before, statistics.median(rates))
+            remark = ", on trial"
+        return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
+
+    def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
+        """After enough steps, the faster of the two limits stays."""
+        trial.rates.append(rate)
+        if len(trial.rates) <= TRIAL_STEPS:
+            return None
+        smaller, now = self.limit, statistics.median(trial.rates[1:])
+        faster = smaller if now >= trial.rate_before else trial.larger
+        if faster is trial.larger:
+            self._tolerated.add(faster.size)
+        self._change(faster.size)
+        speeds = f"{smaller}: {now:.0f} target tokens/s, {trial.larger}: {trial.rate_before:.0f}"
+        return self._note(TRIAL, step, f"{self._at(step)}: {speeds}; keeping {self.limit}", smaller)
+
+    def _grow_if_due(self, step: int) -> Change | None:
+        due = self._regrow_after if self._before_growth is not None else self._wait
+        if not self._regrow_after or self._quiet_steps < due:
+            return None
+        if self._before_growth is not None:  # probation has passed
+            self._before_growth, self._wait = None, self._regrow_after
+        before, quiet = self.limit, self._quiet_steps
+        self._quiet_steps = 0
+        if before.size >= self._allowed.size:
+            self._use(None)
+            return None
+        self._change(min(before.next_size, self._allowed.size))
+        self._before_growth = before.size
+        self.counters.growths += 1
+        reason = f"{self._at(step)}: {count_of(quiet, 'step')} without trouble: {before} -> {self.limit}, on probation"
+        return self._note(GROWTH, step, reason, before)
+
+    def _failure(self, failed: Mapping[int, Microbatch], step: int) -> str:
+        return f"{self._at(step)}: out of memory on {ranks_named(failed)} (longest sample {_longest(failed)} tokens)"
+
+    def _at(self, step: int) -> str:
+        return in_step(step, self._stage)
+
+    def _note(
+        self, kind: str, step: int, reason: str, before: Limit, by: Mapping[int, Microbatch] | None = None
+    ) -> Change:
+        change = Change(
+            kind=kind,
+            step=max(0, step),
+            stage=self._stage or None,
+            reason=reason,
+            unit=before.unit,
+            before=before.size,
+            after=self.limit.size,
+        )
+        if not by:
+            return change
+        largest = max(by.values(), key=lambda microbatch: microbatch.room_tokens)
+        return replace(change, ranks=tuple(by), rows=largest.rows, length=largest.length)
+
+
+def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit:
+    """The next smaller limit, below each of these except for those that are one row; raises if there is none."""
+    smaller = limit
+    for microbatch in microbatches.values():
+        if smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch)):
+            smaller = smaller.after_oom(*microbatch)
+    return smaller
+
+
+def _longest(by: Mapping[int, Microbatch]) -> int:
+    return max(microbatch.length for microbatch in by.values())

@@ -1,0 +1,525 @@
+"""Keeps a rank that has failed in step with its peers: it issues the collectives that they still expect of it.
+
+A rank that stops in the middle of a step leaves its peers waiting in a collective. The ledger stands between
+FSDP2 and its collectives, counts them, knows from an earlier microbatch what follows each position, and
+issues the rest with zeros. What a microbatch communicates besides, nobody could finish for a rank that has failed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune_adaptive.engine import fsdp
+from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
+from torchtune_adaptive.engine.memory import wraps_tensors
+from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, is_aside, rank, world_size
+from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
+from torchtune_adaptive.wording import count_of
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+
+Reduction: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
+
+
+class Communicator(Protocol):
+    """What issues a collective for FSDP: an all-gather or a reduce-scatter, which are called with other arguments."""
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dist.Work | None: ...
+
+
+class AllReduce:
+    """The sum of sharded gradients over the replicas of a shard, for which FSDP has no class."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, with all that a partner without the data needs to take part in it."""
+
+    kind: type[AllGather] | type[ReduceScatter] | type[AllReduce]
+    numel: int
+    """Elements on the unsharded side; of an all-reduce, of the shard."""
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
+    # Some reductions compare by identity; which one it is follows from the dtype and the group.
+    op: Reduction | None = field(compare=False)
+    # Not compared: peers cannot see which object issues it.
+    comm: Communicator = field(compare=False)
+
+
+class Counter(Protocol):
+    """Whoever counts: it is told of a collective and issues it."""
+
+    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
+        """Collective: counts, and calls."""
+
+
+class _Counted:
+    """A collective of FSDP that tells whoever counts before it communicates."""
+
+    def __init__(self, counter: Counter, comm: Communicator) -> None:
+        self._counter, self._comm = counter, comm
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._comm.allocate(size, dtype=dtype, device=device)
+
+
+class CountedAllGather(_Counted, AllGather):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Collective: FSDP's own all-gather."""
+        whole = output_tensor
+        this = Collective(AllGather, whole.numel(), whole.dtype, whole.device, group, None, self._comm)
+        call = partial(self._comm, output_tensor=whole, input_tensor=input_tensor, group=group)
+        return self._counter.issue(this, call, async_op)
+
+
+class CountedReduceScatter(_Counted, ReduceScatter):
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Reduction,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Collective: FSDP's own reduce-scatter."""
+        whole = input_tensor
+        this = Collective(ReduceScatter, whole.numel(), whole.dtype, whole.device, group, op, self._comm)
+        call = partial(self._comm, output_tensor=output_tensor, input_tensor=whole, group=group, op=op)
+        return self._counter.issue(this, call, async_op)
+
+
+class CountedReplicas:
+    """The group of a shard's replicas, which counts its all-reduces and is that group to all else.
+
+    FSDP has setters for its other two collectives. This one it issues by `dist.all_reduce`, which asks nothing of a
+    group but to be compared, hashed and called: so no function of torch's has to be replaced, and no other model sees
+    anything of it.
+    """
+
+    def __init__(self, counter: Counter, group: dist.ProcessGroup, comm: Communicator) -> None:
+        self._counter, self._group, self._comm = counter, group, comm
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._group, name)
+
+    def __hash__(self) -> int:
+        return hash(self._group)
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self._group == other)
+
+    def allreduce(self, tensors: list[torch.Tensor], options: dist.AllreduceOptions) -> dist.Work | None:
+        """Collective: the group's own all-reduce, of one tensor."""
+        [shard] = tensors
+        op = options.reduceOp
+        this = Collective(AllReduce, shard.numel(), shard.dtype, shard.device, self._group, op, self._comm)
+
+        def call(async_op: bool) -> dist.Work:
+            options.asyncOp = async_op
+            return self._group.allreduce(tensors, options)
+
+        return self._counter.issue(this, call, async_op=options.asyncOp)
+
+
+def issue_zeros(collective: Collective, counter: Counter) -> None:
+    """Collective: takes part in it without any data."""
+    group, comm = collective.group, collective.comm
+    # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
+    whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
+    whole.zero_()
+    if collective.kind is AllReduce:
+        counter.issue(collective, partial(dist.all_reduce, whole, collective.op, group), async_op=False)
+        return
+    shard = whole.chunk(group.size())[group.rank()]
+    if collective.kind is AllGather:
+        call = partial(comm, output_tensor=whole, input_tensor=shard, group=group)
+    else:
+        sums = torch.empty_like(shard)
+        call = partial(comm, output_tensor=sums, input_tensor=whole, group=group, op=collective.op)
+    counter.issue(collective, call, async_op=False)
+
+
+class Schedule(NamedTuple):
+    """What one microbatch communicates, on every rank alike."""
+
+    collectives: tuple[Collective, ...]
+    messages: tuple[int, ...]
+    """How many messages the process groups count for each of them."""
+
+
+@dataclass
+class CollectiveRecord:
+    """What the microbatches of a stage communicate."""
+
+    trained: tuple[bool, ...]
+    """Flags of the weights that are trained while it holds."""
+    schedules: dict[bool, Schedule] = field(default_factory=dict)
+    """One schedule for the last microbatch of a step, one for all others. They differ only where gradients are summed
+    over replicas, which can wait for the last; elsewhere every microbatch counts as last."""
+    varies: bool = False
+    unsteady: str | None = None
+    """Why microbatches communicate differently, where FSDP was told so."""
+    foreign: int = 0
+    """Messages of one microbatch that are not FSDP's."""
+    names: tuple[str, ...] = ()
+    """What asked for them."""
+    listened: bool = False
+    """Whether a microbatch was listened to for those names."""
+
+
+_NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}
+_SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
+"""Operations of those namespaces that only wait, or wrap what has been waited for."""
+_MOST_NAMES = 3
+_OTHERS_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
+"""Where a call does not come from, for whoever wants to change it: torch, this package, what has no file."""
+
+
+class MessageCount:
+    """How many messages this rank has taken part in, as its process groups count them anyway.
+
+    Reading a number in C++ for every group is all that it costs. Nothing is hooked, so neither what autograd's threads
+    communicate nor what compiled code does is missed, and nothing runs in another way for being watched. Messages of
+    two ranks only are counted by gloo, and not by NCCL.
+    """
+
+    def __init__(self) -> None:
+        self._counters: tuple[Callable[[], int], ...] = ()
+
+    def look_for_groups(self) -> None:
+        """Counts for the groups that exist now, but those that are set aside."""
+        self._counters = tuple(_counters())
+
+    def __call__(self) -> int:
+        return sum(counter() for counter in self._counters)
+
+
+def _counters() -> Iterator[Callable[[], int]]:
+    for group in distributed_c10d._world.pg_map:
+        if group.size() == 1 or is_aside(group):
+            continue
+        # One for each kind of device, say gloo for the host and NCCL for GPUs, unless one serves all.
+        for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
+            counter: Callable[[], int] = backend._get_sequence_number_for_group  # type: ignore[attr-defined]
+            try:
+                counter()
+            except RuntimeError:  # a backend that does not count, say one of imaginary ranks
+                continue
+            yield counter
+
+
+class Listener(TorchDispatchMode):
+    """Tells the name of every operation that communicates, and the line that asked for it, before it runs.
+
+    Under a dispatch mode what is compiled runs eagerly, so this listens to one microbatch, or to one that is run only
+    to be thrown away.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+            return NotImplemented
+        if getattr(func, "namespace", "") in _NAMESPACES and func._opname not in _SILENT:
+            self._tell(f"{func.namespace}::{func._opname}{_caller()}")
+        return func(*args, **(kwargs or {}))
+
+
+def _caller() -> str:
+    """` at model.py:57`, the innermost line that is neither torch's nor ours; nothing if there is none."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_OTHERS_CODE):
+        frame = frame.f_back  # type: ignore[assignment]
+    return "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
+    """Messages by name where they were heard, else by number: another thread or another rank may know them."""
+    if not names:
+        return f"{count_of(messages, 'message')} each"
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
+def refusal(what: str) -> RecoveryUnsupportedError:
+    return RecoveryUnsupportedError(
+        f"out of memory on rank {rank()}, and microbatches communicate outside FSDP ({what}): a failed rank cannot "
+        "take part, so its peers would hang; communicate after the step, for example in the update",
+        Remedy.SMALLER_LIMIT,
+    )
+
+
+class CollectiveLedger:
+    """Counts FSDP's collectives since the step began, and issues those that are still to come.
+
+    `position` is where this rank is in the step; at the end of a step all ranks are at the same position. The stages of
+    a step share one ledger, which keeps a record for each of them. A stage owns the models that it runs: only those are
+    prepared, settled and reset for it, so gradients that another stage has finished stay as they are.
+    """
+
+    def __init__(self, *roots: object, watches: bool = True) -> None:
+        """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
+
+        Without `watches` it only sees to it that gradients are summed over replicas once a step, and that a pass
+        without a backward leaves nothing gathered.
+        """
+        self.position = 0
+        self._microbatches = 0
+        self._records: dict[str, CollectiveRecord] = {}  # by stage
+        self._record = CollectiveRecord(trained=())  # of the stage that runs
+        self._number = -1  # of the running microbatch
+        self._current: list[Collective] = []  # what it has communicated
+        self._already_issued = 0  # collectives that running a stand-in leaves out
+        self._issuing = False
+        self._messages = MessageCount()
+        self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
+        self._begun_at = (0, 0)  # messages and position when the running microbatch began
+        self._roots = [root for root in roots if isinstance(root, FSDPModule)]
+        self._watches = watches and bool(self._roots) and world_size() > 1
+        self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
+        self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
+        self._use(self._roots)
+        self._put_back = [
+            fsdp.replace_collectives(
+                root,
+                partial(CountedAllGather, self),
+                partial(CountedReduceScatter, self),
+                partial(CountedReplicas, self),
+            )
+            for root in self._roots
+            if self._watches
+        ]
+
+    def close(self) -> None:
+        """Puts FSDP's own collectives back."""
+        for put_back in self._put_back:
+            put_back()
+        self._watches = False
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Cleans up after an aborted step, so that a later backward does not add to its gradients."""
+        for root in self._roots:
+            fsdp.abandon(root)
+
+    def forget(self, stage: str) -> None:
+        """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""
+        self._records.pop(stage, None)
+
+    def _use(self, models: Sequence[object]) -> None:
+        """From here on, the stage that runs owns these models."""
+        self._owned = [root for root in self._roots if root in models]
+        self._groups = [group for root in self._owned for group in self._groups_of[root]]
+        self._replicated = [root for root in self._owned if root in self._with_replicas]
+
+    def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
+        """Starts counting a step of a stage that runs these models, from a state in which every microbatch
+        communicates the same."""
+        self.position = 0
+        self._microbatches, self._number = microbatches, -1
+        if self._watches:
+            self._messages.look_for_groups()
+        self._use(models)
+        for root in self._owned:
+            fsdp.prepare(root)
+        trained, record = fsdp.trainable(self._groups), self._records.get(stage)
+        if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
+            record = self._records[stage] = CollectiveRecord(trained)
+        self._record = record
+        fsdp.check_scattered(self._groups)
+
+    def begin_microbatch(self, number: int) -> None:
+        """Before each microbatch of a step, which count from 0. Only in the last are gradients summed over replicas."""
+        if number != self._number:  # else it goes on, as a stand-in
+            self._messages_of = []
+        self._current, self._number = [], number
+        for root in self._replicated:
+            fsdp.reduce_over_replicas(root, self._is_last(number))
+        self._begun_at = self._messages(), self.position
+
+    def end_microbatch(self) -> None:
+        """Records what a microbatch communicates, or compares with the record."""
+        self._settle()
+        self._compare(complete=True)
+        self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
+        if self._replicated and self._is_last(self._number):
+            self._check_summed()
+
+    def _check_summed(self) -> None:
+        """After the last microbatch of a step: FSDP sums over replicas only what has a gradient in that one."""
+        left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
+        if left_over:
+            raise UnrecoverableError(
+                f"{', '.join(left_over)}: an earlier microbatch of this step produced gradients, but the last one, "
+                "which sums gradients over replicas, did not; use the same parameters in every microbatch, or shard "
+                "without replicas"
+            )
+
+    def break_off_microbatch(self) -> None:
+        """Compares what a microbatch has communicated until it ran out of memory with the record."""
+        self._compare(complete=False)
+
+    def _compare(self, *, complete: bool) -> None:
+        record, seen, last = self._record, tuple(self._current), self._is_last(self._number)
+        schedule = record.schedules.get(last) or Schedule(seen, tuple(self._messages_of))
+        if complete:
+            record.schedules[last] = schedule
+        if seen != (schedule.collectives if complete else schedule.collectives[: len(seen)]):
+            record.varies = True
+            return
+        messages, position = self._begun_at
+        # Of FSDP's messages only those that were issued: a microbatch that failed has not come to the rest. And the
+        # maximum, since one that failed early may have been quiet until then.
+        of_fsdp = schedule.messages[: self.position - position]
+        record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
+
+    def _is_last(self, number: int) -> bool:
+        """Whether a microbatch communicates what the last of a step does; without replicas, every one does."""
+        return not self._replicated or number == self._microbatches - 1
+
+    @property
+    def foreign_messages(self) -> int:
+        """What a microbatch of this stage communicates besides FSDP, in messages; 0 until they were listened to."""
+        return self._record.foreign if self._record.listened else 0
+
+    def refuse_recovery(self, messages: int) -> str:
+        """From now on, running out of memory in this stage is fatal. Returns why, and what to do about it."""
+        self._record.foreign = messages
+        return (
+            f"microbatches communicate outside FSDP ({what_is_foreign(messages, self._record.names)}), and a rank that "
+            "is out of memory cannot take part (communicate after the step, for example in the update)"
+        )
+
+    def listening(self) -> AbstractContextManager[object]:
+        """Open it around a microbatch: where one before it has communicated besides FSDP, this one is listened to."""
+        if not self._record.foreign or self._record.listened:
+            return nullcontext()
+        self._record.listened = True
+        return Listener(self._note)
+
+    def _note(self, name: str) -> None:
+        if not self._issuing and name not in self._record.names:
+            self._record.names += (name,)
+
+    def _refuse(self, name: str) -> None:
+        if not self._issuing:
+            raise refusal(what_is_foreign(0, (name,)))
+
+    def _settle(self) -> None:
+        """Brings FSDP back to idle after a pass without a backward, which would leave parameters gathered.
+
+        The next pass would communicate less than the record says, and whoever writes into parameters find none.
+        """
+        for root in self._owned:
+            fsdp.settle(root)
+
+    def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
+        """Collective: runs `call`, and counts it from the moment that peers can match it."""
+        if not self._watches:  # closed, with another ledger's around it
+            return call(async_op=async_op)
+        self._current.append(collective)
+        if self._already_issued > 0:
+            self._already_issued -= 1
+            return None
+        # gloo handles tensors inside wait(), which may run out of memory after peers matched the collective.
+        # NCCL's wait() handles none, and its synchronous path uses another stream than its asynchronous one.
+        wait_here = not async_op and backend_for(collective.device.type, collective.group) == "gloo"
+        learns = self._is_last(self._number) not in self._record.schedules
+        copies = wait_here and collective.device.type != "cpu"  # gloo's own, on the card
+        before, position = self._messages() if learns or copies else 0, self.position
+
+        def is_lost() -> bool:
+            # gloo numbers an all-gather before it finds no room for its copies: no other can take its place
+            return copies and self.position == position and self._messages() != before
+
+        self._issuing = True
+        try:
+            with explaining_failures("an FSDP collective", is_lost):
+                work = call(async_op=async_op or wait_here)
+                self.position += 1
+                if learns:
+                    self._messages_of.append(self._messages() - before)
+                if wait_here:
+                    assert work is not None, "an asynchronous collective returns its work"
+                    work.wait()
+                    return None
+            return work
+        finally:
+            self._issuing = False
+
+    def drain(self, run_stand_in: Callable[[], object]) -> None:
+        """Collective: issues all that is left of this step, so that every peer finishes it.
+
+        A microbatch without a record is run as `run_stand_in`, a forward and backward of any size.
+        """
+        if not self._watches:
+            return
+        unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
+        if self._record.varies or unsteady:
+            raise RecoveryUnsupportedError(
+                "out of memory, and microbatches issue different collectives"
+                f"{f' ({unsteady})' if unsteady else ''}, so the remaining ones of this step cannot be completed",
+                Remedy.SMALLER_LIMIT,
+            )
+        if self._record.foreign:
+            raise refusal(what_is_foreign(self._record.foreign, self._record.names))
+        # The position alone says what peers expect next: microbatches that lie before it are over everywhere. Zeros
+        # will do: they go into this attempt's gradients, which all ranks throw away at the agreement.
+        begins_at = 0
+        for number in range(self._microbatches):
+            schedule = self._record.schedules.get(self._is_last(number))
+            if schedule is None:
+                schedule = self._record_by_stand_in(number, max(0, self.position - begins_at), run_stand_in)
+            for collective in schedule.collectives[max(0, self.position - begins_at) :]:
+                issue_zeros(collective, self)
+            begins_at += len(schedule.collectives)
+
+    def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
+        """Collective: finishes a microbatch unlike any before, leaving out what of it has been issued already."""
+        # The failed pass has issued the first of these, and peers have matched them: a second time nobody would.
+        self._already_issued = issued
+        self.begin_microbatch(number)
+        try:
+            with Listener(self._refuse):  # before it is issued: peers may be waiting for something else
+                run_stand_in()
+        finally:
+            self._already_issued = 0
+        self._settle()
+        schedule = Schedule(tuple(self._current), tuple(self._messages_of))
+        self._record.schedules[self._is_last(number)] = schedule
+        return schedule
+
+    def reset(self) -> None:
+        """Returns the models of the stage that runs to their state between two steps, without their gradients."""
+        for root in self._owned:
+            fsdp.reset(root)

@@ -1,0 +1,166 @@
+"""Device memory where there is no device: counts what training on a CPU keeps alive, and can run out of it.
+
+A CPU has no allocator that could be asked for its peak, or told to stop. The meter watches every operation in
+their place, so that searching and recovering work, and can be tested, on a laptop.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum, auto
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
+from torchtune_adaptive.errors import ConfigError, Remedy
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+
+class MemoryMeter(TorchDispatchMode):
+    """Counts the bytes of all storages that were allocated inside of it, or given to it, and still live.
+
+    Raises torch.OutOfMemoryError when an allocation exceeds `cap_bytes`, which may change at any time. The
+    operation has run by then, but what it was refused does not count: the peak is what was had, as on a device.
+
+    Memory that a kernel uses only inside of itself is not seen. And autograd, under any dispatch mode, adds
+    to gradients out of place: accumulating without FSDP, the peak is one parameter higher than it would be.
+    """
+
+    counts_fakes = False
+    """Whether tensors without data count as if they had some. DTensor makes some to find out about shapes."""
+
+    def __init__(self, cap_bytes: int | None = None) -> None:
+        super().__init__()
+        self.cap_bytes = cap_bytes
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._storages: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
+        self._resize: Callable[[UntypedStorage, int], object] | None = None
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Adds tensors from before, say parameters and optimizer state. Never runs out of memory."""
+        for tensor in tensors:
+            for plain in plain_tensors(tensor):
+                self._update(plain.untyped_storage(), may_be_new=True)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        if self.cap_bytes is None:
+            raise ConfigError("a CPU has no memory limit to search within", Remedy.CAP_MEMORY)
+        return self.cap_bytes
+
+    @property
+    def retries(self) -> int:
+        """None: there is no cache that could be flushed."""
+        return 0
+
+    @contextmanager
+    def unlimited(self) -> Iterator[None]:
+        """Suspends the cap, so that a need above it is measured."""
+        cap_bytes, self.cap_bytes = self.cap_bytes, None
+        try:
+            yield
+        finally:
+            self.cap_bytes = cap_bytes
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        effect = _effect_of(func)
+        if effect is _Effect.NONE:
+            return result
+        before, peak_before = self.live_bytes, self.peak_bytes
+        for tensor in (result,) if type(result) is Tensor else tree_iter(result):
+            if isinstance(tensor, Tensor) and (self.counts_fakes or not isinstance(tensor, FakeTensor)):
+                self._update(tensor.untyped_storage(), may_be_new=effect is not _Effect.CHANGES_SIZE)
+        if self.live_bytes > before and effect is not _Effect.MATCHED:
+            try:
+                self._check(0, str(func))
+            except torch.OutOfMemoryError:
+                self.peak_bytes = peak_before
+                del result, tensor  # or the traceback would keep them for as long as it lives
+                raise
+        return result
+
+    def __enter__(self) -> MemoryMeter:
+        # FSDP allocates parameters by growing their storages, which is not an operation.
+        resize = self._resize = UntypedStorage.resize_
+
+        def counted_resize(storage: UntypedStorage, size: int) -> object:
+            extra_bytes = size - storage.size()
+            if extra_bytes > 0:
+                self._check(extra_bytes, "UntypedStorage.resize_")
+            result = resize(storage, size)
+            self._update(storage, may_be_new=extra_bytes > 0)
+            return result
+
+        UntypedStorage.resize_ = counted_resize  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        UntypedStorage.resize_ = self._resize  # type: ignore[method-assign, assignment]
+        super().__exit__(*error)
+
+    def _check(self, extra_bytes: int, what: str) -> None:
+        wanted = self.live_bytes + extra_bytes
+        if self.cap_bytes is not None and wanted > self.cap_bytes:
+            raise torch.OutOfMemoryError(
+                f"{what} would raise the memory in use to {wanted} bytes, but the limit is {self.cap_bytes} bytes"
+            )
+
+    def _update(self, storage: UntypedStorage, *, may_be_new: bool) -> None:
+        """Takes note of a storage that is new or has changed its size."""
+        key, size = storage._cdata, storage.size()
+        known = self._storages.get(key)
+        if known is not None:
+            self._storages[key] = size, known[1]
+            self.live_bytes += size - known[0]
+        elif may_be_new:
+            self._storages[key] = size, weakref.ref(storage, lambda _: self._forget(key))
+            self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def _forget(self, key: int) -> None:
+        self.live_bytes -= self._storages.pop(key)[0]
+
+
+class _Effect(Enum):
+    """What an operation may do to the storages of the tensors that it returns."""
+
+    NONE = auto()
+    CHANGES_SIZE = auto()
+    ALLOCATES = auto()
+    MATCHED = auto()
+    """Allocates, and peers have taken part by the time it has run, so it must not fail."""
+
+
+@cache
+def _effect_of(func: OpOverload) -> _Effect:
+    if func.namespace == "c10d":  # a collective returns its arguments
+        return _Effect.NONE
+    if func.namespace == "_c10d_functional":
+        return _Effect.MATCHED
+    if func is torch.ops.aten.lift_fresh.default:
+        # torch.tensor() allocates where no mode sees it, and then hands over what it made.
+        return _Effect.ALLOCATES
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    if any(alias is None for alias in aliases):
+        return _Effect.ALLOCATES
+    return _Effect.CHANGES_SIZE if any(alias is not None and alias.is_write for alias in aliases) else _Effect.NONE

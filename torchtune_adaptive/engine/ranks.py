@@ -1,0 +1,284 @@
+"""What the ranks of a step tell each other. Without a process group, one rank is the world.
+
+Replicas of a sharded model are compared here too: FSDP2 never checks that they start equal, and if they differ, they
+stay different.
+"""
+
+import math
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from torchtune_adaptive.engine.oom import is_oom
+from torchtune_adaptive.errors import RanksPartedError, Remedy, UnrecoverableError
+from torchtune_adaptive.rehearsal import REHEARSAL
+
+Value = TypeVar("Value")
+
+ONE_RING = 64
+"""Ranks that agree in one ring; more do so in two steps."""
+LET_GO_S = 0.2
+"""How long gloo's threads are given: they need microseconds, and milliseconds on a crowded machine."""
+
+
+_ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
+_REACHING_ALL: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup | None, ...]] = WeakKeyDictionary()
+"""By the group of all ranks."""
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
+    """The backend that carries tensors of a device in a group, say "nccl"; None where the group has none."""
+    config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
+    return dict(entry.split(":") for entry in config.split(",")).get(device_type)
+
+
+def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Says that no microbatch communicates on this group, whenever it is used: by a thread that saves, for example."""
+    _ASIDE.add(group)
+    return group
+
+
+def gloo_group_aside(members: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """Collective over its members, by default all ranks: a group of its own for what is said between microbatches."""
+    options: dict[str, Any] = {} if members is None else {"use_local_synchronization": True}
+    return aside(cast(dist.ProcessGroup, dist.new_group(members, backend="gloo", **options)))
+
+
+def is_aside(group: dist.ProcessGroup) -> bool:
+    return group in _ASIDE
+
+
+@contextmanager
+def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterator[None]:
+    """Turns any error of a collective into one that says what it means, except running out of memory before the
+    collective `is_lost`."""
+    try:
+        yield
+    except Exception as error:
+        if is_oom(error):
+            if not is_lost():
+                raise
+            raise RanksPartedError(
+                f"{what} ran out of memory on rank {rank()} inside gloo, which cannot issue it again: restart from the "
+                "last checkpoint, if there is one; NCCL does not need this memory"
+            ) from error
+        failed = f"{what} failed on rank {rank()} ({error})"
+        # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays
+        # undone.
+        if "unhandled cuda error" in str(error):
+            raise RanksPartedError(
+                f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
+                Remedy.ROOM_FOR_NCCL,
+            ) from error
+        raise RanksPartedError(
+            f"{failed}; another rank has exited or the network has failed, so the ranks are out of step: restart, from "
+            "the last checkpoint if there is one"
+        ) from error
+
+
+class Agreement:
+    """A table with one row of numbers a rank, which every rank can read after one collective.
+
+    It runs on the host, so on CUDA it does not wait for the GPU.
+    """
+
+    def __init__(self, columns: int) -> None:
+        """Collective: the first creates gloo groups, where the training group cannot carry what is on the host or has
+        too many ranks."""
+        self._columns = columns
+        # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
+        # exists from the start, and is read and written as Python numbers. A view of it cannot change its size, which
+        # would move it from under the tensor.
+        self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
+        self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
+        self._groups = _groups_that_reach_all() if dist.is_initialized() else ()
+
+    def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
+        """Collective: the rows of all ranks, in order of rank."""
+        width, cells = self._columns, self._cells
+        if REHEARSAL.on:  # all ranks are alike
+            return [tuple(map(float, row))] * world_size()
+        cells[:] = array("d", bytes(8 * len(cells)))
+        cells[rank() * width : (rank() + 1) * width] = array("d", row)
+        if world_size() > 1:
+            with explaining_failures("the agreement at the end of a step"):
+                for group in self._groups:  # rows do not overlap: the sum is the table
+                    dist.all_reduce(self._tensor, group=group)
+        return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
+
+
+def _groups_that_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
+    """Collective: sums over one of these after the other are sums over all ranks. Whoever agrees shares them: a group
+    is a connection to each of its ranks."""
+    world = dist.group.WORLD
+    assert world is not None, "there is a group of all ranks"
+    if world not in _REACHING_ALL:
+        _REACHING_ALL[world] = _made_to_reach_all()
+    return _REACHING_ALL[world]
+
+
+def _made_to_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
+    """Collective.
+
+    gloo passes a sum around a ring, so its time grows with the ranks. Of many, each sums over its row of a grid, then
+    over its column: 1,024 ranks take 124 rounds so, and 2,046 in one ring.
+    """
+    ranks = world_size()
+    columns = next(each for each in range(math.isqrt(ranks), 0, -1) if ranks % each == 0)
+    if ranks <= ONE_RING or columns == 1:
+        carries_host = backend_for("cpu") == "gloo"
+        return (None,) if carries_host else (gloo_group_aside(),)
+    row, column = divmod(rank(), columns)
+    members = [row * columns + each for each in range(columns)], list(range(column, ranks, columns))
+    return tuple(gloo_group_aside(each) for each in members)
+
+
+def let_go() -> None:
+    """Gives gloo's threads time to drop what they carried, for which they need the interpreter's lock.
+
+    A thread that still waits for the lock when the interpreter ends aborts the process, after all is done: FSDP keeps
+    the group, and with it these threads, beyond destroy_process_group (pytorch #179291).
+    """
+    if dist.is_initialized() and backend_for("cpu") == "gloo":
+        time.sleep(LET_GO_S)
+
+
+def from_all_ranks(value: Value) -> list[Value]:
+    """Collective: every rank's value, in order of rank."""
+    told = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(told, value)
+    return told
+
+
+def from_rank_0(value: Value) -> Value:
+    """Collective: rank 0's value, on every rank."""
+    told = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(told)
+    return told[0]
+
+
+def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
+    """Collective: the sum of a tensor over all ranks, on the training communicator."""
+    total = value.clone()
+    if world_size() > 1:
+        with explaining_failures("the reduction of the loss"):
+            dist.all_reduce(total)
+    return total
+
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WEIGHTS = 251
+"""Numbers in a row of what is summed; prime, so that the rows of a matrix begin at different places."""
+_ROWS_AT_ONCE = 4096
+"""Eight megabytes, once they are 64 bits each."""
+_MODULUS = 2**52
+"""Every number below it is one of float64, in which the ranks agree."""
+
+
+def compare_replicas(models: Iterable[nn.Module]) -> None:
+    """Collective, where there are replicas: raises on all ranks if those of any shard differ in a bit."""
+    of_holders: dict[object, list[DTensor]] = {}
+    for parameter in (each for model in models for each in model.parameters()):
+        # not those of which each rank has a part of its own, as most are under tensor parallelism
+        if isinstance(parameter, DTensor) and (dims := _replicated_dims(parameter)):
+            of_holders.setdefault((parameter.device_mesh, dims), []).append(parameter)
+    if not of_holders:
+        return
+    row = [each for held in of_holders.values() for each in (_first_holder(held[0]), checksum(held))]
+    table = Agreement(len(row)).gather(row)
+    for column in range(0, len(row), 2):
+        for rank, told in enumerate(table):
+            first, found = int(told[column]), told[column + 1]
+            if found != table[first][column + 1]:
+                raise _unlike(rank, first)
+
+
+def _unlike(rank: int, first: int) -> UnrecoverableError:
+    return UnrecoverableError(
+        f"the weights on rank {rank} differ from those on rank {first}, which holds the same shard: replicas get the "
+        "same gradients, so they would never become equal; load the same weights on all ranks, or call "
+        "torchtune_adaptive.make_replicas_alike(model.parameters()) before the first step"
+    )
+
+
+def make_replicas_alike(parameters: Iterable[Tensor]) -> None:
+    """Collective, where there are replicas: gives all of them the values of the first.
+
+    For what is initialised after sharding, from random generators that differ from rank to rank.
+    """
+    for parameter in parameters:
+        for group in _replica_groups(parameter):
+            with explaining_failures("the synchronization of replicas"):
+                dist.broadcast(_local(parameter), group=group, group_src=0)
+
+
+def _replica_groups(parameter: Tensor) -> Iterator[dist.ProcessGroup]:
+    """The groups whose ranks hold the same shard of a parameter."""
+    if isinstance(parameter, DTensor):
+        for dim in _replicated_dims(parameter):
+            yield parameter.device_mesh.get_group(dim)
+
+
+def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
+    """Dimensions of a parameter's mesh along which all ranks hold the same."""
+    size = parameter.device_mesh.size
+    return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
+
+
+def _first_holder(parameter: DTensor) -> int:
+    """The first of the ranks that hold the same shard as this one."""
+    mesh = parameter.device_mesh
+    here = mesh.get_coordinate()
+    assert here is not None, "a rank trains what is on its own mesh"
+    same = _replicated_dims(parameter)
+    return int(mesh.mesh[tuple(slice(None) if dim in same else at for dim, at in enumerate(here))].min())
+
+
+def checksum(parameters: Iterable[Tensor]) -> int:
+    """A checksum of this rank's shards, bit by bit: NaN equals itself, and -0.0 is not 0.0."""
+    total = 0
+    for parameter in parameters:
+        local = _local(parameter).contiguous()
+        if type(local) is Tensor and local.numel():  # what wraps tensors has no bits of its own
+            bits = local.view(_BITS[local.element_size()]).flatten()
+            total = (31 * total + _weighted_sum(bits)) % _MODULUS
+    return total
+
+
+def _weighted_sum(bits: Tensor) -> int:
+    """Other numbers, or the same ones in another order, have another sum.
+
+    In pieces: torch makes a copy of what it sums in another type, and this may run where memory is tight.
+    """
+    weights = torch.arange(1, _ROWS_AT_ONCE + 1, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    rows = len(bits) // _WEIGHTS
+    for piece in bits[: rows * _WEIGHTS].view(rows, _WEIGHTS).split(_ROWS_AT_ONCE):
+        of_columns, of_rows = (piece.sum(dim, dtype=torch.int64) for dim in (0, 1))
+        # each row and each column counts by its place, and each piece by that of what comes after it
+        total = 31 * total + (of_columns * weights[:_WEIGHTS]).sum() + 7 * (of_rows * weights[: len(piece)]).sum()
+    rest = bits[rows * _WEIGHTS :].to(torch.int64)
+    return int(31 * total + (rest * weights[: len(rest)]).sum())
+
+
+def _local(parameter: Tensor) -> Tensor:
+    detached = parameter.detach()
+    return detached.to_local() if isinstance(detached, DTensor) else detached

@@ -1,0 +1,239 @@
+"""What the ranks tell each other about an attempt at a step, and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchtune_adaptive.engine.governor import CompletedStep
+from torchtune_adaptive.engine.limits import Microbatch
+from torchtune_adaptive.engine.plans import Load, Plan
+from torchtune_adaptive.engine.ranks import Agreement, sum_over_ranks
+from torchtune_adaptive.errors import UnrecoverableError
+from torchtune_adaptive.memory_sizes import format_apart
+
+
+class Totals(NamedTuple):
+    """What a microbatch contributes to its step, or to a stage of it."""
+
+    loss_sum: Tensor
+    """The loss summed over the target tokens: a detached tensor without dimensions."""
+    target_tokens: int
+    sums: Mapping[str, Tensor] = MappingProxyType({})
+    """Further sums over the samples, by name: tensors like `loss_sum`. Every microbatch has the same names."""
+
+    def widened(self) -> Totals:
+        """Totals in single precision at least: ranks add them up, and one that learns nothing may have them as bf16."""
+        sums = {name: _wide(value) for name, value in self.sums.items()}
+        return Totals(_wide(self.loss_sum), self.target_tokens, sums)
+
+    def plus(self, other: Totals) -> Totals:
+        """The totals of both; raises where one has sums that the other has not."""
+        sums = {name: self.sums[name] + other.sums[name] for name in self.sums.keys() | other.sums.keys()}
+        return Totals(self.loss_sum + other.loss_sum, self.target_tokens + other.target_tokens, sums)
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+class Fullest(NamedTuple):
+    """The rank that came closest to its own budget."""
+
+    peak_bytes: int
+    budget_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """A step whose gradients are complete on every rank and belong to each of its samples exactly once."""
+
+    loss_sum: Tensor
+    """The loss summed over the target tokens of all ranks."""
+    target_tokens: int
+    """Target tokens of all ranks together."""
+    microbatches: int
+    """Microbatches of each rank, in the attempt that counts."""
+    recoveries: int
+    """How often the step was run again."""
+    load: Load
+    """The load of all ranks: their tokens and cost in sum, their largest microbatch."""
+    retries: int = 0
+    """Cache flushes of the allocators of all ranks."""
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sums of all microbatches on all ranks, by name."""
+    imbalance: float = 1.0
+    """Cost of the rank that had most to do, padding included, over the mean of the ranks."""
+    memory: Fullest | None = None
+    """None where nothing measures it."""
+    asked_to_stop: bool = False
+    """Whether some rank was asked to end the run: all of them know it at the same step."""
+
+
+class Attempt(NamedTuple):
+    """One attempt at a step, the same on all ranks."""
+
+    result: StepResult | None
+    """None where some rank ran out of memory: there are no gradients then."""
+    failed_ranks: tuple[int, ...]
+    asked_to_stop: bool = False
+
+
+class Report(NamedTuple):
+    """What a rank says about its attempt. Numbers only: they travel as one row of a table."""
+
+    failed: float = 0
+    """1 where it ran out of memory."""
+    rows: float = 0
+    """Rows of the microbatch that ran out of memory; of the largest one where the allocator only retried."""
+    length: float = 0
+    joined_tokens: float = 0
+    """Tokens of that microbatch where nothing is padded; 0 where it is."""
+    position: float = 0
+    target_tokens: float = 0
+    loss_sum: float = 0
+    upcoming_microbatches: float = 0
+    """Microbatches that this rank needs for the next step, where it knows them already."""
+    tokens: float = 0
+    padded_tokens: float = 0
+    most_rows: float = 0
+    most_tokens: float = 0
+    cost: float = 0
+    seconds: float = 0
+    """Seconds since the last step that counted."""
+    retries: float = 0
+    peak_bytes: float = 0
+    budget_bytes: float = 0
+    """0 where nothing measures memory."""
+    asked_to_stop: float = 0
+    foreign_messages: float = 0
+    """What a microbatch communicates besides FSDP."""
+
+    @property
+    def microbatch(self) -> Microbatch:
+        return Microbatch(int(self.rows), int(self.length), int(self.joined_tokens) or None)
+
+
+class Reports(tuple[Report, ...]):
+    """One of every rank, in order of rank, the same on all of them."""
+
+    @property
+    def failed(self) -> dict[int, Microbatch]:
+        """Microbatches that ran out of memory, by rank."""
+        return {rank: report.microbatch for rank, report in enumerate(self) if report.failed}
+
+    @property
+    def completed(self) -> CompletedStep:
+        return CompletedStep(
+            target_tokens=self.target_tokens,
+            seconds=max(report.seconds for report in self),
+            retrying={rank: report.microbatch for rank, report in enumerate(self) if report.retries},
+        )
+
+    @property
+    def fullest(self) -> Fullest | None:
+        measured = [Fullest(int(each.peak_bytes), int(each.budget_bytes)) for each in self if each.budget_bytes]
+        return max(measured, key=lambda each: each.peak_bytes / each.budget_bytes, default=None)
+
+    @property
+    def shortage(self) -> str | None:
+        """What the rank with the least memory had, of those that ran out of it; None where nothing measures that."""
+        of_failed = {rank: each for rank, each in enumerate(self) if each.failed and each.budget_bytes}
+        if not of_failed:
+            return None
+        rank = min(of_failed, key=lambda rank: of_failed[rank].budget_bytes)
+        budget, peak = format_apart(self[rank].budget_bytes, self[rank].peak_bytes)
+        return f"rank {rank} peaked at {peak} of its budget of {budget}"
+
+    @property
+    def target_tokens(self) -> int:
+        return int(sum(report.target_tokens for report in self))
+
+    @property
+    def imbalance(self) -> float:
+        costs = [report.cost for report in self]
+        # summed exactly, so that it is never less than 1, and 1 where all have the same to do
+        return max(costs) * len(costs) / math.fsum(costs) if any(costs) else 1.0
+
+    @property
+    def upcoming_microbatches(self) -> int:
+        return int(max(report.upcoming_microbatches for report in self))
+
+    @property
+    def foreign_messages(self) -> int:
+        return int(max(report.foreign_messages for report in self))
+
+    @property
+    def asked_to_stop(self) -> bool:
+        return any(report.asked_to_stop for report in self)
+
+    @property
+    def load(self) -> Load:
+        return Load(
+            tokens=int(sum(report.tokens for report in self)),
+            padded_tokens=int(sum(report.padded_tokens for report in self)),
+            most_rows=int(max(report.most_rows for report in self)),
+            most_tokens=int(max(report.most_tokens for report in self)),
+            cost=sum(report.cost for report in self),
+        )
+
+    def check_positions(self) -> None:
+        """Raises where the ranks have issued different numbers of collectives."""
+        positions = [int(report.position) for report in self]
+        if len(set(positions)) > 1:
+            raise UnrecoverableError(
+                f"the ranks issued different numbers of collectives in one step ({positions}, by rank), so they "
+                "exchanged the wrong data; use the same model and the same number of samples on all ranks"
+            )
+
+
+def exchange(agreement: Agreement, report: Report) -> Reports:
+    """Collective: the reports of all ranks."""
+    return Reports(Report(*row) for row in agreement.gather(report))
+
+
+def result_of(totals: Totals | None, reports: Reports, microbatches: int, recoveries: int) -> StepResult:
+    """Collective: for sums, and on CUDA for the loss, which did not ride on the agreement."""
+    assert totals is not None, "a step in which a rank ran out of memory has no result"
+    names = sorted(totals.sums)
+    mine = [totals.sums[name] for name in names]
+    if totals.loss_sum.device.type == "cpu":
+        loss_sum = totals.loss_sum.new_tensor(sum(report.loss_sum for report in reports))
+        sums = list(sum_over_ranks(torch.stack(mine))) if mine else []
+    else:
+        loss_sum, *sums = sum_over_ranks(torch.stack([totals.loss_sum, *mine]))
+    return StepResult(
+        loss_sum=loss_sum,
+        target_tokens=reports.target_tokens,
+        microbatches=microbatches,
+        recoveries=recoveries,
+        load=reports.load,
+        retries=int(sum(report.retries for report in reports)),
+        imbalance=reports.imbalance,
+        sums=dict(zip(names, sums, strict=True)),
+        memory=reports.fullest,
+        asked_to_stop=reports.asked_to_stop,
+    )
+
+
+def troubling(
+    plan: Plan, lengths: Sequence[int], failed: int | None, retries: int, *, padded: bool = True
+) -> Microbatch:
+    """The microbatch that ran out of memory; where the allocator retried, the largest; else nothing."""
+    if failed is not None:
+        return _size_of(plan[failed], lengths, padded)
+    if retries:
+        return max((_size_of(rows, lengths, padded) for rows in plan), key=lambda size: size.room_tokens)
+    return Microbatch(0, 0)
+
+
+def _size_of(rows: Sequence[int], lengths: Sequence[int], padded: bool) -> Microbatch:
+    """The size of a microbatch of these samples; an empty one counts as one row, for its stand-in."""
+    own = [lengths[index] for index in rows] or [1]
+    return Microbatch(len(own), max(own), None if padded else sum(own))

@@ -1,0 +1,165 @@
+"""Faults for tests, of ours and of a training loop of yours: a chosen operation fails, or a rank has less memory."""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchtune_adaptive.engine.memory import CudaMemory, MemorySource, wraps_tensors
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.ranks import rank as this_rank
+from torchtune_adaptive.engine.ranks import world_size
+from torchtune_adaptive.engine.step import AroundPass, KindOfPass, StepRunner
+from torchtune_adaptive.memory_sizes import MemorySize
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+
+class _At(NamedTuple):
+    """Where faults are due: in the microbatches or in the drains of one step."""
+
+    step: int
+    inside: KindOfPass
+
+
+class FaultInjector:
+    """Makes operations inside a StepRunner run out of memory.
+
+        with FaultInjector(runner).fail_at(rank=1, step=3, operation=40) as faults:
+            train()
+        assert faults.fired == (rank == 1)
+
+    The chosen operation raises torch.OutOfMemoryError in place of running, or what `error` makes of a text: not every
+    backend has a type of its own for it. Operations are what torch's dispatcher sees,
+    collectives among them, and every storage that grows in place: that is how FSDP allocates parameters, and no
+    dispatcher sees it. They are counted from 1 in every step, over all its microbatches, and after a failure from 1
+    again, so that a second `fail_at` of the same step fails in the repeated one.
+
+    Every rank may be given the same calls: only the named one fails. Without a process group the rank is 0.
+    """
+
+    def __init__(self, runner: StepRunner[Any], *, error: Callable[[str], Exception] = torch.OutOfMemoryError) -> None:
+        self.fired = 0
+        """How many operations have failed on this rank."""
+        self.operations: list[str] = []
+        """What was counted last on this rank: the names of the operations, in order."""
+        self._runner = runner
+        self._error = error
+        self._due: defaultdict[_At, deque[int]] = defaultdict(deque)
+        self._counting: _At | None = None
+        self._around_before: AroundPass | None = None
+
+    def fail_at(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
+        """An operation of this step's microbatches fails, in so many attempts at the step, one after the other."""
+        return self._plan(rank, _At(step, "microbatch"), operation, times)
+
+    def fail_in_drain(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
+        """An operation of the drain fails, by which a rank that has failed keeps its peers company."""
+        return self._plan(rank, _At(step, "drain"), operation, times)
+
+    def count(self, *, rank: int, step: int) -> FaultInjector:
+        """Nothing fails in this step; `operations` says what there was to fail."""
+        return self.fail_at(rank=rank, step=step, operation=sys.maxsize)
+
+    def _plan(self, rank: int, at: _At, operation: int, times: int) -> FaultInjector:
+        if operation < 1 or times < 1:
+            raise ValueError(f"operations and times count from 1, not operation={operation}, times={times}")
+        if not 0 <= rank < world_size():
+            raise ValueError(f"there is no rank {rank} among {world_size()}: ranks count from 0")
+        if rank == this_rank():
+            self._due[at].extend([operation] * times)
+        return self
+
+    def __enter__(self) -> FaultInjector:
+        self._around_before = self._runner.around_pass
+        self._runner.around_pass = self._around
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._around_before is not None
+        self._runner.around_pass = self._around_before
+
+    @contextmanager
+    def _around(self, inside: KindOfPass) -> Iterator[None]:
+        assert self._around_before is not None
+        step = self._runner.current_step  # None in a probe, which belongs to no step
+        at = None if step is None else _At(step, inside)
+        # Watching changes how autograd accumulates gradients, so passes in which nothing is to fail stay as they are.
+        watching = self._watching(at) if at is not None and self._due[at] else nullcontext()
+        with self._around_before(inside), watching:
+            yield
+
+    @contextmanager
+    def _watching(self, at: _At) -> Iterator[None]:
+        if at != self._counting:
+            self._counting, self.operations = at, []
+        grow = torch.UntypedStorage.resize_
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
+            if size > storage.size():
+                self.tick("resize_")
+            return grow(storage, size)
+
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
+        try:
+            with _Watch(self):
+                yield
+        finally:
+            torch.UntypedStorage.resize_ = grow  # type: ignore[method-assign]
+
+    def tick(self, operation: str) -> None:
+        """One more operation; raises if it is to fail."""
+        assert self._counting is not None
+        self.operations.append(operation)
+        due = self._due[self._counting]
+        if due and len(self.operations) == due[0]:
+            due.popleft()
+            self.fired += 1
+            self.operations = []
+            raise self._error(f"injected: {operation} in step {self._counting.step}")
+
+
+class _Watch(TorchDispatchMode):
+    def __init__(self, faults: FaultInjector) -> None:
+        super().__init__()
+        self._faults = faults
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+            return func(*args, **(kwargs or {}))  # without data, so it takes no memory that could run out
+        self._faults.tick(str(func))
+        if any(wraps_tensors(kind) for kind in types):  # DTensor and its like come back with what they do inside
+            return NotImplemented
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterator[MemorySource]:
+    """This process runs out of memory above so many bytes; None: it is only measured.
+
+    `resident` is what is there already, say parameters. If it is on a GPU, or if there is none of it and this machine
+    has a GPU, CUDA's allocator enforces the cap; otherwise a MemoryMeter does.
+    """
+    here = list(resident)
+    on_gpu = any(tensor.is_cuda for tensor in here) if here else torch.cuda.is_available()
+    if not on_gpu:
+        meter = MemoryMeter(cap_bytes)
+        meter.count(here)
+        with meter:
+            yield meter
+        return
+    fraction = torch.cuda.get_per_process_memory_fraction()
+    try:
+        yield CudaMemory(None if cap_bytes is None else MemorySize(cap_bytes, is_fraction=False))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction)

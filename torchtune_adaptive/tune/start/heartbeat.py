@@ -1,0 +1,189 @@
+"""Which rank has stopped answering: each beats into the store that all of them share, and looks after one other.
+
+A thread beats, so a rank that is only busy is heard: it may save, compile or wait for its dataset for as long as it
+likes. What is not heard is a process that is stopped, or a machine that hangs, and so would never end what its peers
+wait for.
+"""
+
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from torchtune_adaptive.engine.ranks import from_rank_0
+from torchtune_adaptive.wording import ranks_named
+
+BEATS_PER_TIMEOUT = 16
+LONGEST_INTERVAL_S = 5.0
+FROM_SILENT_TO_TOLD = 5
+"""Intervals: until the silence is looked at, one look too many, two to be sure, and one until all have heard of it."""
+LEFT = "left"
+"""The last beat of a rank that has ended as it should."""
+SILENT = "silent"
+
+
+class Silent(NamedTuple):
+    """Ranks that were not heard of for too long."""
+
+    ranks: tuple[int, ...]
+    """Silent ranks; empty where it is the store that does not answer, which is rank 0's or its launcher's."""
+    where: str
+    seconds: float
+    """The time-out, within which it was found."""
+
+    def __str__(self) -> str:
+        if not self.ranks:
+            return (
+                f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has not responded for "
+                f"{self.seconds:.0f} s"
+            )
+        has = "has" if len(self.ranks) == 1 else "have"
+        return f"{ranks_named(self.ranks)} ({self.where}) {has} not responded for {self.seconds:.0f} s"
+
+
+class Silence:
+    """For how long something has not changed, in the time that was spent looking at it.
+
+    Who was away longer than between two looks, because the whole machine slept, say, counts that as two looks: what he
+    watches may have been away just as long, and gets the time to beat again.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        self._longest_s = 2 * interval_s
+        self._value: object = None
+        self._looked_at_s: float | None = None
+        self._unchanged_s = 0.0
+
+    def seconds(self, value: object, now_s: float) -> float:
+        passed = 0.0 if self._looked_at_s is None else min(now_s - self._looked_at_s, self._longest_s)
+        self._unchanged_s = self._unchanged_s + passed if value == self._value else 0.0
+        self._value, self._looked_at_s = value, now_s
+        return self._unchanged_s
+
+
+def own_connection(attempt: str, timeout_s: float) -> Any:
+    """A connection of its own to the group's store: on the group's, the main thread's waits would hold up the beats.
+
+    `attempt` keeps apart what other attempts at this run may have left there.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):  # type: ignore[attr-defined]
+        timeout = timedelta(seconds=timeout_s)
+        store = dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
+    return dist.PrefixStore(attempt, store)  # type: ignore[attr-defined]
+
+
+class Heartbeat:
+    """Beats for this rank until it is stopped, and tells of a silent one, on every rank that is not."""
+
+    def __init__(
+        self,
+        timeout_s: float,
+        on_silence: Callable[[Silent], None],
+        connect: Callable[[str, float], Any] = own_connection,
+    ) -> None:
+        """Collective. `on_silence` is called in a thread, and is to end the process: its peers end as well."""
+        self._interval_s = min(LONGEST_INTERVAL_S, timeout_s / BEATS_PER_TIMEOUT)
+        self._timeout_s, self._limit_s = timeout_s, timeout_s - FROM_SILENT_TO_TOLD * self._interval_s
+        self._on_silence = on_silence
+        self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
+        self._connect = partial(connect, from_rank_0(uuid.uuid4().hex), timeout_s)
+        self._store = self._connect()
+        self._store.set(_where(self._rank), f"pid {os.getpid()} on {socket.gethostname()}")
+        self._where_first = self._store.get(_where(0)).decode()
+        self._stopping = threading.Event()
+        self._says_so = True
+        self._rounds = 0
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_the_store)]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self, *, as_it_should: bool = True) -> None:
+        """The rank ends, and may be silent from now on. Where it has failed, its peers may wait for it, and are to
+        find it silent."""
+        self._says_so = as_it_should
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join(2 * self._interval_s)  # no longer: the store may be gone, and with it its answer
+
+    def _beat(self) -> None:
+        silence = Silence(self._interval_s)
+        while not self._stopping.wait(self._interval_s):
+            # One broken connection is no reason to fall silent. Where the store is gone, this fails again and again,
+            # and the other thread sees that there are no more rounds.
+            with suppress(RuntimeError):
+                self._beat_once(silence)
+                continue
+            with suppress(RuntimeError):
+                self._store = self._connect()
+        if self._says_so:
+            with suppress(RuntimeError):
+                self._store.set(_beat_of(self._rank), LEFT)
+
+    def _beat_once(self, silence: Silence) -> None:
+        self._store.set(_beat_of(self._rank), str(self._rounds + 1))
+        self._rounds += 1
+        if self._store.check([SILENT]):
+            self._tell([int(rank) for rank in self._text(SILENT).split()])
+        beat = self._text(_beat_of((self._rank + 1) % self._ranks))
+        if beat != LEFT and silence.seconds(beat, time.monotonic()) > self._limit_s:
+            self._find_silent()
+
+    def _watch_the_store(self) -> None:
+        silence = Silence(self._interval_s)
+        # Nobody else has to hear of it, so this look is the last, and comes within the time.
+        limit_s = self._timeout_s - 2 * self._interval_s
+        while not self._stopping.wait(self._interval_s):
+            if silence.seconds(self._rounds, time.monotonic()) > limit_s:
+                self._on_silence(Silent((), self._where_first, self._timeout_s))
+                return
+
+    def _find_silent(self) -> None:
+        """Looks at all ranks twice: where one has stopped, a whole machine may have."""
+        before = self._beats()
+        for _ in range(2):  # whoever looks after this rank is to hear it meanwhile
+            if self._stopping.wait(self._interval_s):
+                return
+            self._rounds += 1
+            self._store.set(_beat_of(self._rank), str(self._rounds))
+        pairs = enumerate(zip(before, self._beats(), strict=True))
+        silent = [rank for rank, (was, beat) in pairs if was == beat != LEFT and rank != self._rank]
+        if silent:
+            self._store.set(SILENT, " ".join(map(str, silent)))
+            # until all have heard of it, and none takes this rank's end for it
+            if not self._stopping.wait(self._interval_s):
+                self._tell(silent)
+
+    def _beats(self) -> list[str]:
+        """The last beat of every rank: one question to the store once all have beaten."""
+        keys = [_beat_of(rank) for rank in range(self._ranks)]
+        if self._store.check(keys):
+            return [beat.decode() for beat in self._store.multi_get(keys)]
+        return [self._text(key) for key in keys]
+
+    def _tell(self, ranks: list[int]) -> None:
+        if self._rank not in ranks:  # it was away, and is back: its peers are gone
+            where = ", ".join(dict.fromkeys(self._text(_where(rank)) for rank in ranks))
+            self._on_silence(Silent(tuple(ranks), where, self._timeout_s))
+
+    def _text(self, key: str) -> str:
+        """What the store has; nothing where it has nothing yet, for which `get` would wait."""
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _beat_of(rank: int) -> str:
+    return f"beat/{rank}"
+
+
+def _where(rank: int) -> str:
+    return f"where/{rank}"
