@@ -16,33 +16,24 @@ from pathlib import Path
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError
 from torchtune_adaptive.tune.start.this_run import THIS_RUN
 
-HEAD_START_S = 0.8
-"""How long other ranks wait for rank 0 to report what all of them may have met."""
-FOR_THE_CAUSE_S = 1.5
-"""How long a rank that may only have lost a peer waits for that peer to say why."""
 UNTIL_ENDED_S = 10.0
 """How long a rank without a message waits to be ended by the launcher, so that the rank that spoke ends first."""
 NOBODY_READS = 141
 """The exit status that shells give to a command whose pipe was closed."""
 INTERRUPTED = 130
 """The exit status that shells give to a command ended by Ctrl-C."""
-_POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 
 
-def speaks_first(wait_s: float) -> bool:
-    """Whether this rank is the first of its machine to report a failure, after giving others `wait_s` to do so.
+def speaks_first() -> bool:
+    """Whether this rank is the first of its machine to report a failure.
 
-    The first to make a file in the launcher's own directory speaks. Without such a launcher ranks
-    cannot know of each other, and each that outlives the wait speaks.
+    The first to make a file in the launcher's own directory speaks. It is the one that failed: its peers lose their
+    connections to it later, when its process ends. Without such a launcher ranks cannot know of each other, and each
+    speaks.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return True
     told = _told_file(os.environ)
-    until = time.monotonic() + wait_s
-    while time.monotonic() < until and not (told and told.exists()):
-        time.sleep(_POLL_S)
-    return told is None or makes_first(told)
+    return told is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or makes_first(told)
 
 
 def makes_first(file: Path) -> bool:

@@ -28,7 +28,6 @@ from torchtune_adaptive.errors import (
     Remedy,
     RunFinished,
     RunStopped,
-    UnrecoverableError,
 )
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.components import in_a_line
@@ -38,8 +37,6 @@ from torchtune_adaptive.tune.console import SHOW_CONFIG, outlive_readers, show_d
 from torchtune_adaptive.tune.start import run_file
 from torchtune_adaptive.tune.start.command_line import read_command_line
 from torchtune_adaptive.tune.start.endings import (
-    FOR_THE_CAUSE_S,
-    HEAD_START_S,
     INTERRUPTED,
     end_silently,
     end_with_the_launcher,
@@ -166,13 +163,10 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
             work()
         except AdaptiveError as error:
             stop_listening()
-            consequence = isinstance(error, UnrecoverableError)
-            wait_s = FOR_THE_CAUSE_S if consequence else HEAD_START_S * (_rank() != 0)
-            _end_with(error, in_keys(error, remedies), wait_s)
+            _end_with(error, in_keys(error, remedies))
         except Exception:
             stop_listening()
-            # a connection that breaks is what a rank sees of a peer that has ended
-            if not speaks_first(FOR_THE_CAUSE_S):
+            if not speaks_first():
                 end_silently()
             raise
     except KeyboardInterrupt:  # it may also come while another error is told
@@ -181,8 +175,8 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
         let_go()
 
 
-def _end_with(error: AdaptiveError, message: str, wait_s: float) -> None:
-    if not speaks_first(wait_s):
+def _end_with(error: AdaptiveError, message: str) -> None:
+    if not speaks_first():
         end_silently()
     if isinstance(error, RanksPartedError):  # the same command goes on: nothing has to be changed
         message = f"{message}; {saved_and_what_next()}"
@@ -200,7 +194,7 @@ def _end_with(error: AdaptiveError, message: str, wait_s: float) -> None:
 
 def _end_interrupted() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if speaks_first(wait_s=0):  # all ranks are told at once, and the launcher waits for them
+    if speaks_first():  # all ranks are told at once, and the launcher waits for them
         print("\ninterrupted", file=sys.stderr, flush=True)
     sys.unraisablehook = lambda _: None
     sys.exit(INTERRUPTED)

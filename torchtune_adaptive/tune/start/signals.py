@@ -141,7 +141,7 @@ def _hears_first(environment: Mapping[str, str]) -> bool:
 
 
 def _end_at_once(asked_by: signal.Signals) -> None:
-    if speaks_first(wait_s=0):
+    if speaks_first():
         first = THIS_RUN.signal
         # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
         which = "again" if first in (None, asked_by) else f"after {first.name}"

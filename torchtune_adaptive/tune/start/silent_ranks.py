@@ -42,7 +42,7 @@ def message(silent: Silent) -> str:
 
 def _end(silent: Silent) -> None:
     """Ends the run from a thread: the main thread is in a collective that will never end."""
-    if speaks_first(wait_s=0):
+    if speaks_first():
         with suppress(OSError):
             print(f"\nerror: {message(silent)}; {saved_and_what_next()}", file=sys.stderr, flush=True)
         THIS_RUN.try_to_note(run_file.STOPPED, str(silent))
