@@ -154,7 +154,7 @@ def test_a_file_of_python_that_a_page_names_is_there() -> None:
         for page in PAGES
         for name in re.findall(r"`(?:[^`]* )?((?:\w+/)+\w+\.py)", page.read_text(encoding="utf-8"))
     }
-    assert {"step/runner.py", "tools/keys.py"} <= named
+    assert {"engine/step.py", "tools/keys.py"} <= named
     places = (ROOT, ROOT / "torchtune_adaptive")
     assert {name for name in named if not any((place / name).is_file() for place in places)} == set()
 
