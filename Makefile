@@ -13,7 +13,7 @@ PYTEST := pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorde
 export OMP_NUM_THREADS := 1
 
 # supported besides the torch of constraints.txt; the CUDA builds take 6 GB each
-VERSIONS ?= 2.11.0 2.13.0 2.14.1
+VERSIONS ?= 2.13.0 2.14.1
 
 .PHONY: demo demo-rehearse demo-dpo demo-ppo test test-all coverage test-gpu test-null published lint faults versions soak crash bench bench-gpu docs dist clean
 

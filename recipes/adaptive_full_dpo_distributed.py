@@ -67,8 +67,9 @@ class AdaptiveFullDPODistributed:
 
         self.data = build_pairs(settings, tokenizer, place.mesh)
         # held by its stage alone, so that it is gone with that
-        self.stages = build_stages(self.model, self.build_reference(), loss_fn, self.data, settings, place.device)
-        journal.follow(*self.stages.values())
+        self.stages = build_stages(
+            self.model, self.build_reference(), loss_fn, self.data, settings, place.device, journal.event
+        )
         self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,

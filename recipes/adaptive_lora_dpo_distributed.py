@@ -65,8 +65,7 @@ class AdaptiveLoraDPODistributed:
 
         self.data = build_pairs(settings, tokenizer, place.mesh)
         reference = None if is_known(settings, self.data.dataset) else self.model
-        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device)
-        journal.follow(*self.stages.values())
+        self.stages = build_stages(self.model, reference, loss_fn, self.data, settings, place.device, journal.event)
         self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,

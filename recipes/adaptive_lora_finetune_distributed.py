@@ -57,8 +57,7 @@ class AdaptiveLoraFinetuneDistributed:
         loss_fn = build_loss(settings, self.model)
 
         self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place)
-        journal.follow(self.runner)
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, journal.event)
         self._profiler = build_profiler(settings.config, place.device)
         self.parts = Parts(
             settings=settings,

@@ -64,8 +64,7 @@ class AdaptivePPOFullFinetuneDistributed:
         self.loss = build_ppo_loss(settings)
         self.data = build_prompts(settings, tokenizer, self._place.mesh)
         self.sampling = sampling_of(tokenizer, ppo, self.progress.seed)
-        self.stages = build_stages(self.models, self.loss, self.sampling, settings, ppo, device)
-        journal.follow(*self.stages.runners.values())
+        self.stages = build_stages(self.models, self.loss, self.sampling, settings, ppo, device, journal.event)
         self._profiler = build_profiler(settings.config, device)
         self.parts = RolloutParts(
             settings=settings,

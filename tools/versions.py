@@ -1,7 +1,7 @@
 """Tests beside every supported torch, and the table of docs/versions.md.
 
 make versions                            # makes the environments, then
-python -m tools.versions 2.11.0 2.13.0   # these, each in .venv/torch-VERSION, and the torch of this environment
+python -m tools.versions 2.13.0 2.14.1   # these, each in .venv/torch-VERSION, and the torch of this environment
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torchtune_adaptive.engine.ranks import make_replicas_alike
     from torchtune_adaptive.engine.reports import StepResult, Totals
     from torchtune_adaptive.engine.search import SearchResult
-    from torchtune_adaptive.engine.step import SampleKind, StepRunner
+    from torchtune_adaptive.engine.step import Recovery, SampleKind, Stages, StepRunner
     from torchtune_adaptive.errors import (
         AdaptiveError,
         ConfigError,
@@ -31,10 +31,12 @@ __all__ = [
     "MemoryMeter",
     "OneRowDoesNotFitError",
     "Profile",
+    "Recovery",
     "RecoveryUnsupportedError",
     "RowLimit",
     "SampleKind",
     "SearchResult",
+    "Stages",
     "StepResult",
     "StepRunner",
     "TokenLimit",

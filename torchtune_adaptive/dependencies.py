@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NoReturn
 
-TORCH = "2.11, or 2.13 to 2.15"
+TORCH = "2.13 to 2.15"
 TORCHAO = "0.13 to 0.15"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torchtune_adaptive.engine.memory import CudaMemory, MemorySource, wraps_ten
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
-from torchtune_adaptive.engine.step import AroundPass, KindOfPass, StepRunner
+from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.memory_sizes import MemorySize
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class FaultInjector:
         self._error = error
         self._due: defaultdict[_At, deque[int]] = defaultdict(deque)
         self._counting: _At | None = None
-        self._around_before: AroundPass | None = None
+        self._open = ExitStack()
 
     def fail_at(self, *, rank: int, step: int, operation: int = 1, times: int = 1) -> FaultInjector:
         """An operation of this step's microbatches fails, in so many attempts at the step, one after the other."""
@@ -79,22 +79,19 @@ class FaultInjector:
         return self
 
     def __enter__(self) -> FaultInjector:
-        self._around_before = self._runner.around_pass
-        self._runner.around_pass = self._around
+        self._open.enter_context(self._runner.wrapping(self._around))
         return self
 
     def __exit__(self, *error: object) -> None:
-        assert self._around_before is not None
-        self._runner.around_pass = self._around_before
+        self._open.close()
 
     @contextmanager
     def _around(self, inside: KindOfPass) -> Iterator[None]:
-        assert self._around_before is not None
         step = self._runner.current_step  # None in a probe, which belongs to no step
         at = None if step is None else _At(step, inside)
         # Watching changes how autograd accumulates gradients, so passes in which nothing is to fail stay as they are.
         watching = self._watching(at) if at is not None and self._due[at] else nullcontext()
-        with self._around_before(inside), watching:
+        with watching:
             yield
 
     @contextmanager

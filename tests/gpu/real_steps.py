@@ -24,11 +24,12 @@ from torchtune import training
 
 from tests import ranks
 from tests.recipes.running import demo_config
+from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import TrainingStep
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.memory_sizes import MemorySize
 from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
@@ -100,14 +101,14 @@ class RealStep:
             self.model, self.loss_fn, Batching(TEXT, self.collate), self.settings, self.device
         )
 
-    def runner(self, rows: int) -> StepRunner[Sample]:
+    def runner(self, rows: int, on_change: Callable[[Change], object] = lambda _: None) -> StepRunner[Sample]:
         """Collective: what the recipe runs its steps with."""
         return StepRunner(
             self.model,
             self.forward_backward,
             limit=RowLimit(rows),
             kind=SampleKind(length_of=TEXT.length_of, stand_in=TEXT.stand_in),
-            regrow_after=0,
+            recovery=Recovery(self.model, regrow_after=0, on_change=on_change),
         )
 
     def to_search(self, tokens: int) -> TrainingStep[Sample]:

@@ -28,7 +28,7 @@ from tests.gpu.real_steps import (
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.oom import release
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.tune.parts.samples import TEXT, Sample
 
 ROWS = 8
@@ -46,7 +46,7 @@ LEFT_OVER_BYTES = {"cpu": 2**20, "cuda": 64 * 2**20}
 """What the failing rank may have less of: buffers of its last collectives, which the streams of gloo hold a while."""
 
 
-class Recovery(NamedTuple):
+class Repeated(NamedTuple):
     """A step under a limit, compared with one that had all memory."""
 
     failed_at: tuple[int, ...]
@@ -62,7 +62,7 @@ class Recovery(NamedTuple):
 class Recoveries(NamedTuple):
     deterministic: bool
     """Whether undisturbed steps are bitwise equal here, in each of the splits."""
-    steps: list[Recovery]
+    steps: list[Repeated]
 
 
 class Watched:
@@ -77,7 +77,7 @@ class Watched:
             self._forward_backward,
             limit=RowLimit(ROWS),
             kind=SampleKind(length_of=TEXT.length_of, stand_in=TEXT.stand_in),
-            regrow_after=0,
+            recovery=Recovery(step.model, regrow_after=0),
         )
 
     def _forward_backward(self, samples: Sequence[Sample]):
@@ -85,7 +85,7 @@ class Watched:
         try:
             return self._step.forward_backward(samples)
         except torch.OutOfMemoryError:
-            self.failed_at.append(self.runner.ledger.position)
+            self.failed_at.append(self.runner.recovery.ledger.position)
             raise
 
     def run(self, samples: Sequence[Sample]) -> int:
@@ -152,9 +152,9 @@ def _on_host(gradient: torch.Tensor | None) -> torch.Tensor | None:
     return None if gradient is None else gradient.cpu()
 
 
-def compared(watched: Watched, recoveries: int, found: Gradients, expected: dict[int, Gradients]) -> Recovery:
+def compared(watched: Watched, recoveries: int, found: Gradients, expected: dict[int, Gradients]) -> Repeated:
     rows = watched.runner.limit.rows
-    return Recovery(
+    return Repeated(
         failed_at=tuple(watched.failed_at),
         recoveries=recoveries,
         rows=rows,

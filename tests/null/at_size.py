@@ -167,7 +167,8 @@ def crowded(layers: int, memory: int, rows: int, flush_s: float, microbatch_s: f
     """Kernels take no time here, so each flush and each microbatch is given some."""
     set_memory(memory)
     with at_size(layers) as step:
-        runner, source, changes = step.runner(rows), CudaMemory(), list[str]()
+        source, changes = CudaMemory(), list[str]()
+        runner = step.runner(rows, lambda change: changes.append(change.kind))
 
         @contextmanager
         def slowly(_: KindOfPass) -> Iterator[None]:
@@ -175,8 +176,7 @@ def crowded(layers: int, memory: int, rows: int, flush_s: float, microbatch_s: f
             yield
             time.sleep(flush_s * (source.retries - before) + microbatch_s)
 
-        runner.around_pass = slowly
         runner.watch(source)
-        runner.on_change = lambda change: changes.append(change.kind)
-        flushes = run(step, runner, [[worst(TOKENS)] * rows] * 8)
+        with runner.wrapping(slowly):
+            flushes = run(step, runner, [[worst(TOKENS)] * rows] * 8)
         return Crowded(flushes, changes, runner.limit.size)

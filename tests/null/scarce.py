@@ -148,7 +148,7 @@ class Bench:
             recoveries,
             left_over_bytes=others[0] - first if recoveries else 0,
             kept_bytes=settled(before) - before,
-            position=self.stages[stage].ledger.position,
+            position=self.stages[stage].recovery.ledger.position,
         )
 
 

@@ -43,10 +43,10 @@ def test_tune_prints_no_notice_of_a_dependency(tmp_path: Path) -> None:
 
 
 def test_a_name_that_fsdp2_does_not_have_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert fsdp.missing_names(fsdp._TOUCHED) == fsdp.missing_names(fsdp._TOUCHED_BY_VERSION) == []
+    assert fsdp.missing_names(fsdp._TOUCHED) == []
     monkeypatch.delattr(FSDPModule, "set_custom_all_gather")
     assert fsdp.missing_names(fsdp._TOUCHED) == ["FSDPModule.set_custom_all_gather"]
-    assert fsdp.missing_names({fsdp._reset_group: "group event"}) == ["event in _reset_group()"]
+    assert fsdp.missing_names({fsdp._reset_parameters: "group event"}) == ["event in _reset_parameters()"]
 
 
 @pytest.mark.parametrize("arguments", [None, []])
@@ -71,7 +71,7 @@ def test_any_form_of_a_version_is_understood(installed: str, works: bool, monkey
 
 
 def test_a_recipe_refuses_a_torch_without_it_in_one_line_and_a_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = r"torch .* does not work with torchtune-adaptive \(FSDP2 has no x\): install torch 2.11, or 2.13 to 2.15"
+    told = r"torch .* does not work with torchtune-adaptive \(FSDP2 has no x\): install torch 2.13 to 2.15"
     for program, error in (("adaptive_full_finetune_distributed.py", SystemExit), ("train.py", ImportError)):
         monkeypatch.setattr(sys, "argv", [f"/somewhere/{program}"])
         with pytest.raises(error, match=told):

@@ -98,11 +98,16 @@ def test_probes_belong_to_no_step_and_do_not_fail():
 
 def test_what_was_around_the_passes_is_there_inside_and_after():
     runner, seen = runner_of(), []
-    around = runner.around_pass = lambda inside: seen.append(inside) or memory_cap(None)
-    with FaultInjector(runner).fail_at(rank=0, step=0):
-        runner.run(SAMPLES, step=0)
-    assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
-    assert runner.around_pass is around
+    with runner.wrapping(lambda inside: seen.append(inside) or memory_cap(None)):
+        with FaultInjector(runner).fail_at(rank=0, step=0):
+            runner.run(SAMPLES, step=0)
+        assert seen == ["microbatch", "drain", "microbatch", "microbatch"]
+        runner.model.zero_grad()
+        runner.run(SAMPLES, step=1)
+        assert seen[4:] == ["microbatch", "microbatch"]
+    runner.model.zero_grad()
+    runner.run(SAMPLES, step=2)
+    assert len(seen) == 6
 
 
 def test_a_rank_that_does_not_exist_is_refused():

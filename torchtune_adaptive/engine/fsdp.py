@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from torchtune_adaptive.dependencies import refuse_torch
 from torchtune_adaptive.engine.ranks import world_size
@@ -20,7 +21,7 @@ from torchtune_adaptive.engine.ranks import world_size
 try:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam, ShardedState
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext, FSDPParamGroup
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -30,8 +31,9 @@ except ImportError as error:
 __all__ = ["AllGather", "FSDPModule", "ReduceScatter"]
 
 _TOUCHED: dict[Any, str] = {
-    FSDPModule: "_get_fsdp_state reshard set_custom_all_gather set_custom_reduce_scatter set_requires_all_reduce",
-    FSDPState: "_comm_ctx _lazy_init",
+    FSDPModule: "_get_fsdp_state reset_iter_state reshard set_custom_all_gather set_custom_reduce_scatter "
+    "set_requires_all_reduce",
+    FSDPState: "_comm_ctx _fsdp_param_groups _lazy_init",
     FSDPCommContext: "post_forward_order",
     FSDPParamGroup: "_all_gather_comm _all_reduce_hook _module_fqn _partial_reduce_output _post_forward_indices "
     "_reduce_scatter_comm _sharded_state fsdp_params is_sharded mesh_info reduce_grads reshard_after_backward",
@@ -42,18 +44,6 @@ _TOUCHED: dict[Any, str] = {
     ReduceScatter.__call__: "async_op group input_tensor op output_tensor",
 }
 """Names by class, parameters by function."""
-_RESETS_ITSELF = hasattr(FSDPModule, "reset_iter_state")
-"""From torch 2.13 on. torch 2.11 has to be reset by hand, and has one group of parameters for each module."""
-_TOUCHED_BY_VERSION: dict[Any, str] = (
-    {FSDPState: "_fsdp_param_groups"}
-    if _RESETS_ITSELF
-    else {
-        FSDPState: "_device_handle _fsdp_param_group _modules_to_run_forward _state_ctx _training_state",
-        FSDPCommContext: "all_gather_state reduce_scatter_state",
-        FSDPParamGroup: "_all_gather_result _all_reduce_state _post_reduce_event _reshard_after_forward_event "
-        "_training_state",
-    }
-)
 
 
 def missing_names(touched: dict[Any, str]) -> list[str]:
@@ -75,7 +65,7 @@ def _names_of(owner: Any) -> set[str]:
     return mentioned | {*dir(owner), *owner.__annotations__}
 
 
-if missing := missing_names(_TOUCHED) + missing_names(_TOUCHED_BY_VERSION):
+if missing := missing_names(_TOUCHED):
     refuse_torch(f"FSDP2 has no {', '.join(missing)}")
 
 
@@ -122,11 +112,12 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
         )
     if world_size() == 1:
         return None
+    if isinstance(model, DistributedDataParallel):
+        return "DistributedDataParallel communicates inside the backward: pass the module in it"
+    if is_whole(model):
+        return None
     if not isinstance(model, FSDPModule):
-        return (
-            "the model is not wrapped by fully_shard or by FSDP2's replicate (torch.distributed._composable."
-            "replicate_with_fsdp), so its collectives are unknown"
-        )
+        return "fully_shard has wrapped parts of the model but not the model itself, so its collectives are unknown"
     groups = groups_of(model)
     reasons = [reason for group in groups if (reason := _why_group_is_unsupported(group))]
     if reasons:
@@ -135,6 +126,12 @@ def why_recovery_is_off(model: nn.Module) -> str | None:
     if any(isinstance(p, DTensor) and id(p) not in sharded for p in model.parameters()):
         return "some parameters are not distributed by fully_shard (tensor parallel)"
     return None
+
+
+def is_whole(model: nn.Module) -> bool:
+    """Whether every rank holds all of the model, so that a microbatch has nothing to communicate."""
+    sharded = any(isinstance(each, FSDPModule) for each in model.modules())
+    return not sharded and not any(isinstance(each, DTensor) for each in model.parameters())
 
 
 def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
@@ -163,11 +160,8 @@ def groups_of(root: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
-    """The parameter groups of one module: none or one, or (but for torch 2.11) one for each of its meshes."""
-    state: Any = module._get_fsdp_state()
-    if _RESETS_ITSELF:
-        return list(state._fsdp_param_groups)
-    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    """The parameter groups of one module: none, or one for each of its meshes."""
+    return list(cast(Any, module._get_fsdp_state())._fsdp_param_groups)
 
 
 def has_replicas(root: FSDPModule) -> bool:
@@ -265,48 +259,11 @@ def settle(root: FSDPModule) -> None:
 
 def reset(root: FSDPModule) -> None:
     """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
-    if _RESETS_ITSELF:
-        root.reset_iter_state()
-    else:
-        _reset_iter_state(root)
+    root.reset_iter_state()
     # Off, if the step has ended before its last microbatch; a backward outside of steps counts on it.
     reduce_over_replicas(root, True)
     for group in groups_of(root):
         _reset_parameters(group)
-
-
-def _reset_iter_state(root: Any) -> None:
-    """For torch 2.11: FSDPModule.reset_iter_state, which is public from torch 2.13 on."""
-    state = root._get_fsdp_state()
-    # Nothing is in flight after that, so the events that FSDP would wait for can simply be dropped. It cannot
-    # block forever: peers need nothing from this rank to issue what this rank has issued already.
-    state._device_handle.synchronize()
-    comm = state._comm_ctx
-    comm.all_gather_state = None
-    comm.post_forward_order.clear()
-    comm.reduce_scatter_state = None
-    for each in state._state_ctx.all_states:
-        each._modules_to_run_forward.clear()
-        each._training_state = TrainingState.IDLE
-    for group in groups_of(root):
-        _reset_group(group)
-    state._state_ctx.iter_forward_root = None
-    state._state_ctx.post_backward_final_callback_queued = False
-
-
-def _reset_group(group: FSDPParamGroup) -> None:
-    if group._all_gather_result is not None:
-        work = group._all_gather_result.all_gather_work
-        if work is not None:
-            work.wait()
-        group._all_gather_result = None
-    group._post_reduce_event = None
-    group._all_reduce_state = None
-    # What was left for the last microbatch to sum over replicas: the next pass would add it to its own.
-    group._partial_reduce_output = None
-    group._reshard_after_forward_event = None
-    group._post_forward_indices.clear()
-    group._training_state = TrainingState.IDLE
 
 
 def _reset_parameters(group: FSDPParamGroup) -> None:

@@ -131,11 +131,7 @@ class Governor:
         self._thrashing_rates: list[float] = []
         self._thrashed_before = False
         self._tolerated: set[int] = set()  # sizes that are best in spite of the retries
-
-    @classmethod
-    def of(cls, limit: Limit | Governor, *, regrow_after: int, stage: str) -> Governor:
-        """The one that is given, or one for the limit."""
-        return limit if isinstance(limit, Governor) else cls(limit, regrow_after=regrow_after, stage=stage)
+        self._row_retried_in: int | None = None  # the last step in which a single row failed
 
     def allow(self, limit: Limit) -> None:
         """Allows no more than this limit from now on, and less where the run has come down to less."""
@@ -143,31 +139,34 @@ class Governor:
         self._use(self._size)
 
     def out_of_memory(self, failed: Mapping[int, Microbatch], step: int) -> Change:
-        """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none."""
+        """Takes the next smaller limit, after these microbatches failed, by rank; raises if there is none.
+
+        A single row may have met what larger microbatches have left behind, or a process that shares the device: the
+        first time in a step that only single rows fail, the limit stays as it is.
+        """
         what, before = self._failure(failed, step), self.limit
         try:
             after = _shrunk(before, failed)
         except LimitExhaustedError as error:
             raise LimitExhaustedError(f"{what}: {error.fact}", *error.remedies) from None
         self.counters.recoveries += 1
-        remark = self._step_down(after)
         largest = max(failed.values(), key=lambda microbatch: microbatch.room_tokens)
-        change = f"microbatch {before.size_of(*largest)} -> {self.limit}, step repeated"
-        if largest.rows == 1:  # may have met what larger ones have left behind, or who shares the device
-            how = "a single row failed and is retried once"
-            change = f"{how}, other rows in microbatches of at most {self.limit}, step repeated"
-        return self._note(RECOVERY, step, f"{what}: {change}{remark}", before, failed)
+        if largest.rows == 1 and self._row_retried_in != step:
+            self._row_retried_in = step
+            remark = self._step_down(self._size)
+            change = f"a single row failed and is retried once, other rows in microbatches of at most {self.limit}"
+        else:
+            remark = self._step_down(after.size)
+            change = f"microbatch {before.size_of(*largest)} -> {self.limit}"
+        return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
 
     def exhausted(self, failed: Mapping[int, Microbatch], step: int, why: str) -> Change:
         """What ends the run, after these microbatches failed, by rank."""
         return self._note(EXHAUSTED, step, why, self.limit, failed)
 
-    def start_over(self, failed: Mapping[int, Microbatch], step: int, how: str) -> Change:
-        """All that is allowed, after these microbatches failed: from now on they need less, and `how` says why."""
-        before = self.limit
-        self.counters.recoveries += 1
+    def start_over(self) -> None:
+        """Uses all that is allowed: microbatches need less from now on."""
         self._change(None)
-        return self._note(RECOVERY, step, f"{self._failure(failed, step)}: {how}, step repeated", before, failed)
 
     def completed(self, step: int, seen: CompletedStep) -> Change | None:
         """Takes note of a step that counted, and changes the limit where that is due."""
@@ -219,13 +218,13 @@ class Governor:
         self._thrashing_rates = []
         self._thrashed_before = False
 
-    def _step_down(self, after: Limit) -> str:
-        """Takes this limit or, on probation, the one before if that is smaller; returns what to add to the log line."""
+    def _step_down(self, size: int | None) -> str:
+        """Takes this size or, on probation, the one before if that is smaller; returns what to add to the log line."""
         if self._before_growth is None:
-            self._change(after.size)
+            self._change(size)
             return ""
         self._wait *= 2
-        self._change(min(after.size, self._before_growth))
+        self._change(self._before_growth if size is None else min(size, self._before_growth))
         return f"; {self._wait} steps until the next try"
 
     def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
@@ -241,7 +240,7 @@ class Governor:
                 THRASHING, step, f"{what}, and {before} is already the smallest limit: continuing", before, retrying
             )
         proven = self._before_growth is not None
-        remark = self._step_down(after)
+        remark = self._step_down(after.size)
         if not proven:
             self._trial = _Trial(before, statistics.median(rates))
             remark = ", on trial"

@@ -288,7 +288,7 @@ class CollectiveLedger:
     """
 
     def __init__(self, *roots: object, watches: bool = True) -> None:
-        """Watches the collectives of models sharded by FSDP2; of anything else, or None, nothing.
+        """Watches the collectives of models sharded by FSDP2. Whole models have none.
 
         Without `watches` it only sees to it that gradients are summed over replicas once a step, and that a pass
         without a backward leaves nothing gathered.
@@ -305,7 +305,7 @@ class CollectiveLedger:
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
         self._begun_at = (0, 0)  # messages and position when the running microbatch began
         self._roots = [root for root in roots if isinstance(root, FSDPModule)]
-        self._watches = watches and bool(self._roots) and world_size() > 1
+        self._watches = watches and world_size() > 1
         self._groups_of = {root: fsdp.groups_of(root) if self._watches else [] for root in self._roots}
         self._with_replicas = {root for root in self._roots if world_size() > 1 and fsdp.has_replicas(root)}
         self._use(self._roots)
@@ -493,6 +493,8 @@ class CollectiveLedger:
             )
         if self._record.foreign:
             raise refusal(what_is_foreign(self._record.foreign, self._record.names))
+        if not self._groups:  # whole models, whose microbatches communicate nothing
+            return
         # The position alone says what peers expect next: microbatches that lie before it are over everywhere. Zeros
         # will do: they go into this attempt's gradients, which all ranks throw away at the agreement.
         begins_at = 0

@@ -333,7 +333,7 @@ class Prober:
             name = self._phases[self._reports[where].peaks.index(need_bytes)][0]
         runner = self._steps[name].runner
         return one_row_error(
-            *(remedies if runner.trains else without_backward(remedies)),
+            *(without_backward(remedies) if runner.trains is False else remedies),
             length=runner.kind.length_of(self._samples[name]),
             need_bytes=need_bytes,
             budget_bytes=self._reports[where].room.budget_bytes,

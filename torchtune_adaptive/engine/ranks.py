@@ -123,6 +123,51 @@ class Agreement:
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 
+class EqualCounts:
+    """Whether all ranks have the same number of samples, at no collective and no cost while the number stays the same.
+
+    A rank whose number has changed writes it into the store that all share, and looks there once every rank has begun
+    the step: who has changed nothing has written nothing. Ranks that differ would wait for each other in different
+    collectives until the group's timeout.
+    """
+
+    _made = 0
+
+    def __init__(self) -> None:
+        self._name = f"torchtune_adaptive/samples/{EqualCounts._made}"  # made in the same order on every rank
+        EqualCounts._made += 1
+        self._count, self._changes, self._changed = 0, 0, False
+
+    def announce(self, count: int) -> None:
+        """Before the first collective of a step."""
+        if count != self._count and world_size() > 1 and not REHEARSAL.on:
+            self._count, self._changes, self._changed = count, self._changes + 1, True
+            _store().set(self._key(rank()), str(count))
+
+    def check(self) -> None:
+        """After a collective of that step, which every rank has to have begun."""
+        if not self._changed:
+            return
+        self._changed = False
+        if torch.cuda.is_initialized():  # the host is ahead of what the GPU has communicated
+            torch.cuda.synchronize()
+        store, keys = _store(), [self._key(each) for each in range(world_size())]
+        counts = [store.get(key).decode() if store.check([key]) else "as many as before" for key in keys]
+        if set(counts) != {str(self._count)}:
+            raise UnrecoverableError(
+                f"the ranks have different numbers of samples in one step ({', '.join(counts)}, by rank), so they "
+                "would wait for each other in different collectives: pass the same number on every rank, or use a "
+                "TokenLimit and a SampleKind with a filler"
+            )
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{self._changes}/{rank}"
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
 def _groups_that_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
     """Collective: sums over one of these after the other are sums over all ranks. Whoever agrees shares them: a group
     is a connection to each of its ranks."""
@@ -191,6 +236,18 @@ _ROWS_AT_ONCE = 4096
 """Eight megabytes, once they are 64 bits each."""
 _MODULUS = 2**52
 """Every number below it is one of float64, in which the ranks agree."""
+
+
+def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Collective: the mean over all ranks, as FSDP has it, where every rank holds the whole model."""
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # some other rank may have one
+            parameter.grad = torch.zeros_like(parameter)
+        with explaining_failures("the mean of the gradients"):
+            dist.all_reduce(parameter.grad)
+        parameter.grad /= world_size()
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:

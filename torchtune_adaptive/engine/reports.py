@@ -114,6 +114,8 @@ class Report(NamedTuple):
     asked_to_stop: float = 0
     foreign_messages: float = 0
     """What a microbatch communicates besides FSDP."""
+    averages: float = 0
+    """1 where it has gradients of a whole model, of which all ranks are to take the mean."""
 
     @property
     def microbatch(self) -> Microbatch:
@@ -172,6 +174,10 @@ class Reports(tuple[Report, ...]):
     @property
     def asked_to_stop(self) -> bool:
         return any(report.asked_to_stop for report in self)
+
+    @property
+    def averages(self) -> bool:
+        return any(report.averages for report in self)
 
     @property
     def load(self) -> Load:

@@ -106,7 +106,9 @@ def _limits(timeline: Timeline) -> dict[str, list[Record]]:
         sets = event.get("kind") in (EPOCH, *MARKS) and is_number(event.get("after")) and event["after"] > 0
         if sets and not before_training:
             what = "bytes" if event.get("unit") == "bytes" else f"most {event.get('unit')} in a microbatch"
-            found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(event)
+            survived = event["kind"] == EXHAUSTED and event is not timeline.events[-1]  # room was made in another way
+            shown = {**event, "kind": RECOVERY} if survived else event
+            found.setdefault(": ".join(filter(None, (event.get("stage"), what))), []).append(shown)
     return found
 
 

@@ -10,13 +10,13 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_module
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.ranks import PATIENCE, RankFailed, run_on_ranks
 from torchtune_adaptive.engine.fsdp import why_recovery_is_off
-from torchtune_adaptive.engine.ledger import CollectiveLedger
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import AdaptiveError, LimitExhaustedError, UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
@@ -108,7 +108,11 @@ def run_out_of_memory_without_recovery() -> str:
         raise torch.OutOfMemoryError("mine")
 
     runner = StepRunner(
-        model, out_of_memory, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]), recover=False
+        model,
+        out_of_memory,
+        limit=RowLimit(2),
+        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
+        recovery=Recovery(model, enabled=False),
     )
     with pytest.raises(torch.OutOfMemoryError, match="mine"):
         runner.run(samples_of(dist.get_rank(), 2), step=0)
@@ -118,17 +122,16 @@ def test_without_recovery_out_of_memory_passes_through():
     run_on_ranks(2, run_out_of_memory_without_recovery)
 
 
-class Miscounting(CollectiveLedger):
-    """Counts one collective more in every microbatch of rank 1."""
-
-    def begin_microbatch(self, number: int) -> None:
-        super().begin_microbatch(number)
-        self.position += dist.get_rank()
-
-
 def issue_one_collective_too_many() -> str:
-    model = build(ModelConfig())
-    runner = runner_of_two_rows(model, ledger=Miscounting(model))
+    runner, ledger = None, None
+
+    def miscounting(samples):
+        ledger.position += dist.get_rank()
+        return train(samples)
+
+    train = forward_backward_of(model := build(ModelConfig()))
+    runner = runner_of_two_rows(model, forward_backward=miscounting)
+    ledger = runner.recovery.ledger
     with pytest.raises(UnrecoverableError) as raised:
         runner.run(samples_of(dist.get_rank(), 2), step=0)
     return str(raised.value)
@@ -200,7 +203,8 @@ def reasons() -> dict[str, str | None]:
         "tensor parallel inside": why_recovery_is_off(
             fully_shard(distribute_module(linear(), two_dimensional["b"]), mesh=two_dimensional["a"])
         ),
-        "not sharded": why_recovery_is_off(linear()),
+        "whole": why_recovery_is_off(linear()),
+        "hooks of DDP": why_recovery_is_off(DistributedDataParallel(linear())),
         "root not sharded": why_recovery_is_off(inner_only),
         "tensor parallel": why_recovery_is_off(distribute_module(linear(), flat)),
         "optimizer in backward": why_recovery_is_off(hooked),
@@ -210,21 +214,22 @@ def reasons() -> dict[str, str | None]:
 
 def test_models_whose_steps_cannot_be_repeated_are_refused_with_a_reason():
     for found in run_on_ranks(2, reasons):
-        assert [found.pop(name) for name in ("sharded", "hybrid", "replicated")] == [None] * 3
+        assert [found.pop(name) for name in ("sharded", "hybrid", "replicated", "whole")] == [None] * 4
         assert "dimensions other than shards and replicas" in found["tensor parallel inside"]
         assert "some of the ranks" in found["some ranks"]
         assert "an optimizer in the backward" in found["optimizer in backward"]
         assert "all-reduce hook" in found["all-reduce hook"]
+        assert "pass the module in it" in found["hooks of DDP"]
         assert all(found.values())
 
 
-def construct_on_an_unsharded_model() -> None:
-    model = build(ModelConfig(sharded=False))
+def construct_on_a_model_in_ddp() -> None:
+    model = DistributedDataParallel(build(ModelConfig(sharded=False)))
     StepRunner(
         model, forward_backward_of(model), limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
     )
 
 
 def test_asking_for_recovery_where_it_is_off_is_an_error_with_a_remedy():
-    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: a step of this model .*; pass recover=False"):
-        run_on_ranks(2, construct_on_an_unsharded_model)
+    with pytest.raises(RankFailed, match=r"RecoveryUnsupportedError: a step of this model .*; pass Recovery"):
+        run_on_ranks(2, construct_on_a_model_in_ddp)

@@ -28,7 +28,7 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import aside
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES = 4
@@ -244,16 +244,15 @@ def one_stage_of_two_speaks() -> tuple[bool, bool, list[str]]:
         dist.all_reduce(torch.ones(1))
         return train(samples)
 
-    first = StepRunner(
-        model, train, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]), stage="score"
-    )
+    recovery, kind = Recovery(model), SampleKind(length_of=len, stand_in=lambda s: s[:2])
+    first = StepRunner(model, train, limit=RowLimit(2), kind=kind, recovery=recovery, stage="score")
     second = StepRunner(
         model,
         speak,
         limit=RowLimit(2),
-        kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
+        kind=kind,
+        recovery=recovery,
         stage="train",
-        ledger=first.ledger,
     )
     with hearing_warnings() as heard, FaultInjector(first).fail_at(rank=1, step=2, operation=100):
         for step in range(3):

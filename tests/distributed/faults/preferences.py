@@ -17,6 +17,7 @@ from torchtune.rlhf.loss import DPOLoss
 from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
+from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
@@ -108,9 +109,9 @@ def settings_of(config: ModelConfig, rows: int, samples: int) -> Settings:
     return Settings(device="cpu", dtype="fp32", output_dir="out", epochs=1, shuffle=True, adaptive=adaptive, **sizes)
 
 
-def stages_of(models: Models, settings: Settings) -> Stages:
+def stages_of(models: Models, settings: Settings, on_change: Callable[[Change], object] = lambda _: None) -> Stages:
     """Collective: as the recipes have them."""
-    return build_stages(*models, LOSS, DATA, settings, HOST)
+    return build_stages(*models, LOSS, DATA, settings, HOST, on_change)
 
 
 def pairs_of_the_step(pairs: int) -> list[Sample]:

@@ -239,10 +239,11 @@ class RolloutBench:
             self._settings,
             self._ppo,
             HOST,
+            lambda _: None,
         )
         if self.case.layer_by_layer:
             self.stages.go_layer_by_layer()
-        self._fresh, self._put_back = self.stages.state_dict(), self.stages.ledger.close
+        self._fresh, self._put_back = self.stages.state_dict(), self.stages.runners.training.recovery.ledger.close
         return self.stages.runners[self.case.stage]
 
     def _start(self) -> None:

@@ -15,10 +15,10 @@ from torchtune.modules.peft import disable_adapter
 
 from tests.distributed.faults.failing import fail_there, operations_of, over_ranks
 from tests.distributed.models import Gradients, ModelConfig, build, gradients_of, same_gradients, samples_of
-from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLES_PER_STEP = 4
@@ -198,6 +198,7 @@ class StageBench:
 
     def _renew(self) -> None:
         self.work = self.case.work(self.case.model)
+        self.changes: list[Change] = []
 
     def undisturbed(self, rows: int) -> Outcome:
         """Collective: plain FSDP2, without anything of ours; `rows` in the stage that is to fail."""
@@ -244,7 +245,7 @@ class StageBench:
         """Collective: of the stage that is to fail, and of all others; of models that have never run, if so said."""
         if self.case.first_pass:
             self._renew()
-        ledger = CollectiveLedger(*self.work.models)
+        recovery = Recovery(*self.work.models, on_change=self.changes.append)
         self._runners = {
             name: StepRunner(
                 stage.models[0],
@@ -253,8 +254,7 @@ class StageBench:
                 kind=SampleKind(
                     length_of=lambda sample: len(sample[1]), stand_in=lambda sample: (sample[0], sample[1][:2])
                 ),
-                ledger=ledger,
-                frozen=stage.models[1:],
+                recovery=recovery,
                 stage=name,
             )
             for name, stage in self.work.stages.items()

@@ -50,9 +50,7 @@ class Both:
         self.policy, self.reference = models = models_of(config)
         self.changes: list[Change] = []
         settings = settings_of(config, rows=3, samples=6)
-        self.stages = stages_of(models, settings)
-        for runner in self.stages.values():
-            runner.on_change = self.changes.append
+        self.stages = stages_of(models, settings, self.changes.append)
 
     def step(self, pairs: Sequence[Sample], step: int = 1) -> StepResult:
         """Collective: both stages."""

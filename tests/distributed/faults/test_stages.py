@@ -11,10 +11,9 @@ from tests.distributed.faults.sweeps import sweep
 from tests.distributed.models import ModelConfig, build
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import fsdp
-from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.testing import FaultInjector
 
 SAMPLED = 3  # operations of the stage that fails
@@ -30,15 +29,13 @@ def test_a_stage_that_runs_out_of_memory_is_run_again_and_leaves_what_plain_fsdp
 def sums_of_a_step() -> tuple[list[float], list[float], str]:
     bench = StageBench(StageCase("sums", preferring_at_once, TRAIN, ModelConfig(dropout=0.0)))
     runner = bench.new_runner()
-    told: list[Change] = []
-    runner.on_change = told.append
     with FaultInjector(runner).fail_at(rank=1, step=3, operation=300):
         result = runner.run(bench.samples, step=3)
     mine = bench.work.stages[TRAIN].run(bench.samples)
     expected = torch.stack([mine.loss_sum, mine.sums["margin"]])
     dist.all_reduce(expected)
-    assert told[0].stage == TRAIN
-    return [result.loss_sum.item(), result.sums["margin"].item()], expected.tolist(), told[0].reason
+    assert bench.changes[0].stage == TRAIN
+    return [result.loss_sum.item(), result.sums["margin"].item()], expected.tolist(), bench.changes[0].reason
 
 
 def test_sums_are_those_of_all_ranks_and_messages_name_the_stage():
@@ -58,7 +55,11 @@ def left_gathered(recover: bool) -> tuple[bool, bool]:
     ask([tokens])
     plain = not fsdp.is_idle(model)
     runner = StepRunner(
-        model, ask, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda sample: sample), recover=recover
+        model,
+        ask,
+        limit=RowLimit(2),
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample),
+        recovery=Recovery(model, enabled=recover),
     )
     runner.run([tokens, tokens], step=0)
     return plain, not fsdp.is_idle(model)

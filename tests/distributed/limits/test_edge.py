@@ -1,13 +1,16 @@
 """At the edge of memory, all ranks change the limit together, by what the step's one agreement tells them."""
 
+from collections.abc import Sequence
+
+import pytest
 import torch.distributed as dist
 
 from tests.distributed.counting import ALL_REDUCE, CountCollectives
 from tests.distributed.models import ModelConfig, build, forward_backward_of, samples_of
 from tests.fake_memory import FakeMemory
-from tests.ranks import run_on_ranks
+from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 
 
 def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]]]:
@@ -18,9 +21,8 @@ def thrash_on_rank_1() -> tuple[list[int], int, list[tuple[str, tuple[int, ...]]
         forward_backward_of(model),
         limit=RowLimit(4),
         kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-        regrow_after=3,
+        recovery=Recovery(model, regrow_after=3, on_change=lambda event: events.append((event.kind, event.ranks))),
     )
-    runner.on_change = lambda event: events.append((event.kind, event.ranks))
     runner.watch(memory)
     rows = []
     with CountCollectives() as counted:
@@ -58,3 +60,32 @@ def peak_of_the_fullest_rank() -> tuple[int, int]:
 
 def test_with_different_budgets_the_fullest_rank_is_the_one_that_is_closest_to_its_own():
     assert run_on_ranks(2, peak_of_the_fullest_rank) == [(400, 500)] * 2
+
+
+def uneven_samples(*counts: Sequence[int]) -> None:
+    """Collective: a loop whose ranks have these numbers of samples, step by step."""
+    model = build(ModelConfig(dropout=0.0))
+    kind = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+    runner = StepRunner(model, forward_backward_of(model), limit=RowLimit(2), kind=kind)
+    for step, count in enumerate(counts[dist.get_rank()]):
+        runner.run(samples_of(dist.get_rank(), count), step=step)
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "told"),
+    [
+        ([8], [6], r"\(8, 6, by rank\)"),
+        ([8, 8], [8, 6], r"\(as many as before, 6, by rank\)"),
+        ([8, 10], [8, 8], r"\(10, as many as before, by rank\)"),
+    ],
+)
+def test_different_numbers_of_samples_end_the_step_at_once_and_are_named(
+    first: list[int], second: list[int], told: str
+) -> None:
+    with pytest.raises(RankFailed, match=f"different numbers of samples in one step {told}"):
+        run_on_ranks(2, uneven_samples, first, second, timeout_s=30)
+
+
+def test_a_number_of_samples_that_changes_on_all_ranks_is_none_of_that() -> None:
+    run_on_ranks(2, uneven_samples, [8, 8, 4, 8], [8, 8, 4, 8])

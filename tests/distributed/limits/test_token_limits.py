@@ -45,7 +45,7 @@ def without_labels(sample: Tensor) -> Tensor:
 
 
 def runner_of(model: nn.Module, limit: Limit, *, joined: bool = False, **options) -> StepRunner[Tensor]:
-    asked = {name: options.pop(name) for name in ("filler", "length_of") if name in options}
+    asked = {name: options.pop(name) for name in ("filler", "length_of", "cost_of") if name in options}
     kind = SampleKind(
         **{"length_of": len, "stand_in": lambda sample: sample[:2], "filler": without_labels, "padded": not joined}
         | asked

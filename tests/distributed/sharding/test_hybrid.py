@@ -21,7 +21,7 @@ from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
@@ -149,7 +149,7 @@ def step_beside_another_mesh(alike: bool) -> str:
         forward_backward_of(policy),
         limit=RowLimit(4),
         kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        frozen=(frozen,),
+        recovery=Recovery(policy, frozen),
     )
     try:
         runner.run(samples_of(dist.get_rank(), 2), step=1)
@@ -177,10 +177,8 @@ def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> Step
             raise KeyError("not a number")
         return nullcontext()
 
-    around, runner.around_pass = runner.around_pass, broken
-    with pytest.raises(KeyError):
+    with runner.wrapping(broken), pytest.raises(KeyError):
         runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
-    runner.around_pass = around
     return runner
 
 

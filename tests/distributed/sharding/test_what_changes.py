@@ -20,7 +20,7 @@ from tests.distributed.sharding.test_hybrid import (
 from tests.ranks import RankFailed, run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import RecoveryUnsupportedError
 from torchtune_adaptive.testing import FaultInjector
 
@@ -44,10 +44,10 @@ def positions_of_a_step(spread: Callable[[nn.Module], nn.Module]) -> tuple[int, 
     """Collectives that a step counts, and what gathers after the runner has been closed."""
     runner = runner_of(spread(plain_model()))
     runner.run(samples_of(dist.get_rank(), SAMPLES), step=1)
-    position = runner.ledger.position
+    position = runner.recovery.ledger.position
     runner.close()
     state = runner.model[-1]._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    groups = state._fsdp_param_groups
     return position, type(groups[0]._all_gather_comm).__name__
 
 
@@ -109,10 +109,10 @@ class Accumulating:
             self.forward_backward,
             limit=RowLimit(2),
             kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
+            recovery=Recovery(self.model, on_attempt=self.begin),
         )
-        self.runner.on_plan = self.begin
 
-    def begin(self, step: object, plan: Sequence[object]) -> None:
+    def begin(self, stage: str, step: int, plan: Sequence[object]) -> None:
         self.number, self.microbatches = 0, len(plan)
 
     def forward_backward(self, samples: Sequence[Tensor]) -> Totals:

@@ -13,7 +13,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import Agreement
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 
 
 def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
@@ -32,7 +32,7 @@ def stock_and_adaptive(recover: bool) -> tuple[Counter[str], Counter[str]]:
         forward_backward,
         limit=RowLimit(2),
         kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        recover=recover,
+        recovery=Recovery(model, enabled=recover),
     )
     with CountCollectives() as adaptive:
         runner.run(samples, step=0)
@@ -58,7 +58,7 @@ def reduced_totals() -> tuple[float, int, float, int]:
         forward_backward,
         limit=RowLimit(2),
         kind=SampleKind(length_of=len, stand_in=lambda s: s[:2]),
-        recover=False,
+        recovery=Recovery(model, enabled=False),
     )
     result = runner.run(samples, step=0)
     return result.loss_sum.item(), result.target_tokens, float(expected[0].float()), int(expected[1])
@@ -76,10 +76,10 @@ def plain_step_after_close() -> tuple[int, int]:
         model, forward_backward, limit=RowLimit(2), kind=SampleKind(length_of=len, stand_in=lambda s: s[:2])
     )
     runner.run(samples, step=0)
-    counted = runner.ledger.position
+    counted = runner.recovery.ledger.position
     runner.close()
     forward_backward(samples)
-    return counted, runner.ledger.position
+    return counted, runner.recovery.ledger.position
 
 
 def test_close_puts_the_collectives_of_fsdp_back():

@@ -124,7 +124,7 @@ class Storm:
         self._last_plan: Plan = ()
         for name, runner in stages.items():
             runner.run = partial(self._run, name, runner.run)
-            runner.on_plan = self._on_plan
+            runner.recovery.on_attempt = self._on_attempt
         first = next(iter(stages.values()))
         self._watch, first.watch = first.watch, self._watch_too
         self._open = ExitStack()
@@ -141,7 +141,7 @@ class Storm:
         self._memory = memory
         self._watch(memory)
 
-    def _on_plan(self, _: int, plan: Plan) -> None:
+    def _on_attempt(self, stage: str, step: int, plan: Plan) -> None:
         self._last_plan = plan
 
     def _run(self, name: str, run: Any, samples: Sequence[Any], *, step: int, **options: Any) -> Any:

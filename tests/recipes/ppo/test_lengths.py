@@ -78,8 +78,7 @@ def set_up(folder: Path, port: int, *overrides: str) -> tuple[Any, list[Cut]]:
     recipe = load_ppo()(ppo_config(folder, *VARIED, *overrides))
     recipe.setup()
     cuts: list[Cut] = []
-    for stage, runner in recipe.stages.runners.items():
-        runner.on_plan = lambda step, plan, stage=stage: cuts.append(Cut(stage, step, plan))
+    recipe.stages.runners.training.recovery.on_attempt = lambda *attempt: cuts.append(Cut(*attempt))
     return recipe, cuts
 
 

@@ -303,15 +303,36 @@ def test_one_step_is_told_in_the_singular():
     assert ": 1 step without trouble: 4 rows -> 8 rows" in run.events[1].reason
 
 
-@pytest.mark.parametrize(("limit", "smaller"), [(TokenLimit(8192), "512 tokens"), (RowLimit(8), "1 row")], ids=str)
-def test_a_sample_that_failed_alone_is_tried_once_more_and_the_line_says_so(limit: Limit, smaller: str):
-    governor, failed = Governor(limit, regrow_after=0), {1: Microbatch(1, 600)}
-    assert governor.out_of_memory(failed, step=3).reason == (
+ALONE = {1: Microbatch(1, 600)}
+
+
+@pytest.mark.parametrize(
+    ("limit", "smaller"), [(TokenLimit(8192), TokenLimit(512)), (RowLimit(8), RowLimit(1))], ids=str
+)
+def test_a_row_that_fails_alone_is_tried_once_more_before_any_other_pays_for_it(limit: Limit, smaller: Limit):
+    governor = Governor(limit, regrow_after=0)
+    assert governor.out_of_memory(ALONE, step=3).reason == (
         "step 3: out of memory on rank 1 (longest sample 600 tokens): a single row failed and is retried once, "
-        f"other rows in microbatches of at most {smaller}, step repeated"
+        f"other rows in microbatches of at most {limit}, step repeated"
     )
+    assert governor.limit == limit
+    governor.out_of_memory(ALONE, step=3)
+    assert governor.limit == smaller
     with pytest.raises(LimitExhaustedError, match="1 row of 600 tokens"):
-        governor.out_of_memory(failed, step=3)
+        governor.out_of_memory(ALONE, step=3)
+
+
+def test_a_row_that_fails_alone_on_probation_takes_the_growth_back():
+    run = Run()
+    run.out_of_memory()
+    run.quiet(AFTER)
+    assert run.rows == 8
+    run.governor.out_of_memory(ALONE, run.step)
+    assert run.rows == 4
+    run.quiet(AFTER)
+    assert run.rows == 4
+    run.quiet(AFTER)
+    assert run.rows == 8
 
 
 def test_what_cannot_shrink_raises_and_counts_no_recovery():
@@ -326,10 +347,5 @@ def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again()
     for _ in range(3):
         run.out_of_memory()
     assert run.rows == 1
-    change = run.governor.start_over({3: run.microbatch()}, 7, "half of the model is gone")
+    run.governor.start_over()
     assert run.rows == 8
-    assert run.governor.counters.recoveries == 4
-    assert (change.kind, change.before, change.after, change.ranks) == (RECOVERY, 1, 8, (3,))
-    assert change.reason == (
-        "step 7: out of memory on rank 3 (longest sample 100 tokens): half of the model is gone, step repeated"
-    )

@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, UnrecoverableError
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -117,7 +117,7 @@ class InBackward:
             forward_backward,
             limit=RowLimit(1),
             kind=SampleKind(length_of=len, stand_in=lambda sample: sample[:2]),
-            recover=False,
+            recovery=Recovery(self.model, enabled=False),
         )
         return TrainingStep(
             runner=runner,

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.fake_memory import FakeMemory
-from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST, EXHAUSTED, RECOVERY, Governor
+from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST, EXHAUSTED, RECOVERY
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.errors import LimitExhaustedError, Remedy
 from torchtune_adaptive.testing import FaultInjector
 
@@ -33,8 +33,11 @@ def forward_backward_of(model: nn.Module) -> Callable[[Sequence[Tensor]], Totals
 
 
 def runner_of(model: nn.Module, rows: int, **options) -> StepRunner[Tensor]:
-    options = {"forward_backward": forward_backward_of(model), "limit": RowLimit(rows), **options}
-    return StepRunner(model, kind=SampleKind(length_of=len, stand_in=lambda s: s), **options)
+    """What is neither of a runner nor of its step is an option of its recovery."""
+    forward_backward, stage = options.pop("forward_backward", forward_backward_of(model)), options.pop("stage", "")
+    kind = SampleKind(length_of=len, stand_in=lambda s: s)
+    recovery = Recovery(model, **options)
+    return StepRunner(model, forward_backward, kind=kind, limit=RowLimit(rows), recovery=recovery, stage=stage)
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
@@ -130,12 +133,10 @@ def test_somebody_who_keeps_the_error_does_not_keep_the_failed_pass():
 
 
 def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
-    model = a_model()
-    runner = runner_of(model, 8)
+    runner = runner_of(a_model(), 8, on_change=(changes := []).append)
     message = (
         r"step 3: out of memory on rank 0 \(longest sample 16 tokens\): a microbatch of 1 row of 16 tokens does not fit"
     )
-    runner.on_change = (changes := []).append
     with MemoryMeter(cap_bytes=100), pytest.raises(LimitExhaustedError, match=message) as caught:
         runner.run(SAMPLES, step=3)
     assert [each.kind for each in changes] == [RECOVERY, RECOVERY, RECOVERY, EXHAUSTED]
@@ -144,27 +145,19 @@ def test_one_row_that_does_not_fit_ends_the_run_with_its_length():
     assert last.reason == caught.value.fact
 
 
-def test_where_one_row_does_not_fit_a_stage_may_come_to_need_less():
-    reference = a_model()
-    runner_of(reference, 8).run(SAMPLES, step=3)
-    model, changes, asked = a_model(), [], []
-    runner = runner_of(model, 8)
-    runner.on_change = changes.append
-
-    def make_room() -> str | None:
-        asked.append(runner.limit.size)
-        meter.cap_bytes = None
-        return "there is more room now"
-
+def test_a_caller_that_makes_room_runs_the_same_step_again():
+    expected, loss_sum = undisturbed(rows=8)
+    runner = runner_of(model := a_model(), 8)
+    torch.manual_seed(1)
     with MemoryMeter(cap_bytes=100) as meter:
-        runner.fall_back = make_room
-        result = runner.run(SAMPLES, step=3)
-    assert asked == [1]
-    assert runner.limit.size == 8
-    assert result.recoveries == runner.recoveries == len(changes) > 1
-    assert changes[-1].reason.endswith("(longest sample 16 tokens): there is more room now, step repeated")
-    for mine, its in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad, its.grad)
+        with pytest.raises(LimitExhaustedError):
+            runner.run(SAMPLES, step=0)
+        assert runner.limit == RowLimit(1)
+        meter.cap_bytes = None
+        runner.start_over()
+        result = runner.run(SAMPLES, step=0)
+    assert (runner.limit, result.loss_sum.item()) == (RowLimit(8), loss_sum)
+    assert all(map(torch.equal, gradients(model), expected))
 
 
 def test_where_memory_is_measured_what_there_was_is_said_too():
@@ -180,7 +173,14 @@ def test_where_memory_is_measured_what_there_was_is_said_too():
 
 
 def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
-    runner = runner_of(a_model(), 8, trains=False)
+    model = a_model()
+
+    def ask(samples):
+        with torch.no_grad():
+            return Totals(model(torch.stack(list(samples))).sum(), len(samples))
+
+    runner = runner_of(model, 8, forward_backward=ask)
+    runner.run(SAMPLES, step=2)
     for watched in (False, True):
         with MemoryMeter(cap_bytes=100) as meter:
             runner.watch(meter if watched else None)
@@ -191,8 +191,8 @@ def test_a_stage_without_a_backward_is_not_told_to_checkpoint_its_activations():
 
 
 def test_what_runs_before_training_is_in_no_step(caplog):
-    runner, changes = runner_of(a_model(), 4, stage="ask"), []
-    runner.on_change = changes.append
+    changes = []
+    runner = runner_of(a_model(), 4, stage="ask", on_change=changes.append)
     with caplog.at_level("WARNING"), FaultInjector(runner).fail_at(rank=0, step=BEFORE_THE_FIRST):
         runner.run(SAMPLES, step=BEFORE_THE_FIRST)
     assert caplog.messages[0].startswith("before the first step, ask: out of memory on rank 0")
@@ -214,8 +214,7 @@ def test_a_step_without_samples_is_refused():
 
 def test_thrashing_is_seen_in_the_memory_that_is_watched_and_nothing_is_trained_twice():
     model, memory, events = a_model(), FakeMemory(), []
-    runner = runner_of(model, 8)
-    runner.on_change = events.append
+    runner = runner_of(model, 8, on_change=events.append)
     runner.watch(memory)
     for step in range(1, 4):
         memory.retries += step >= 2
@@ -254,7 +253,7 @@ def test_what_the_limit_has_come_to_survives_in_a_checkpoint():
 
 def test_without_recovery_a_thrashing_step_changes_nothing():
     model, memory = a_model(), FakeMemory()
-    runner = runner_of(model, 8, recover=False)
+    runner = runner_of(model, 8, enabled=False)
     runner.watch(memory)
     for step in range(4):
         memory.retries += 1
@@ -293,26 +292,28 @@ def test_every_attempt_tells_its_plan_before_it_begins():
     runner = runner_of(
         model,
         8,
+        stage="policy",
         forward_backward=lambda samples: plans.append(runner.current_step) or forward_backward(samples),
+        on_attempt=lambda stage, step, plan: plans.append((stage, step, [len(rows) for rows in plan])),
     )
-    runner.on_plan = lambda step, plan: plans.append((step, [len(rows) for rows in plan]))
     with FaultInjector(runner).fail_at(rank=0, step=3, operation=5):
         runner.run(SAMPLES, step=3)
-    assert plans == [(3, [8]), 3, (3, [4, 4]), 3, 3]
+    assert plans == [("policy", 3, [8]), 3, ("policy", 3, [4, 4]), 3, 3]
     assert runner.current_step is None
-
-
-def test_a_governor_in_place_of_a_limit_decides_how_it_moves():
-    governor = Governor(RowLimit(8), regrow_after=1)
-    runner = runner_of(a_model(), 8, limit=governor)
-    with FaultInjector(runner).fail_at(rank=0, step=0):
-        runner.run(SAMPLES, step=0)
-    runner.model.zero_grad()
-    assert (runner.limit, governor.limit, governor.counters.recoveries) == (RowLimit(8), RowLimit(8), 1)
-    assert governor.counters.growths == 1
 
 
 def test_without_fsdp_no_collective_is_counted():
     runner = runner_of(a_model(), 8)
     runner.run(SAMPLES, step=0)
-    assert runner.ledger.position == 0
+    assert runner.recovery.ledger.position == 0
+
+
+def test_a_runner_whose_recovery_does_not_know_its_model_is_refused():
+    with pytest.raises(ValueError, match=r"pass it to Recovery\(\.\.\.\)"):
+        StepRunner(
+            a_model(),
+            forward_backward_of(a_model()),
+            kind=SampleKind(length_of=len, stand_in=lambda s: s),
+            limit=RowLimit(1),
+            recovery=Recovery(a_model()),
+        )

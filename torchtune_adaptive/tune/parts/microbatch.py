@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +16,14 @@ from torch.nn.functional import pad
 from torchtune import training
 from torchtune.training import OffloadActivations
 
+from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import check_length, longest_taken
 from torchtune_adaptive.tune.parts.data import Batching, Data
 from torchtune_adaptive.tune.parts.loss import Logits, scoring_only, zero_of
@@ -141,13 +141,18 @@ def build_step_runner(
     data: Data,
     settings: Settings,
     place: Place,
+    on_change: Callable[[Change], object],
 ) -> StepRunner[Sample]:
     """Collective: what runs a step, in microbatches of `batch_size` rows to begin with."""
     batching = batching_of(data, model, settings, place.device)
     forward_backward = build_forward_backward(model, loss_fn, batching, settings, place.device)
-    build = runners_of(settings, recover=recovers(settings))
-    kind, limit = batching.kind.for_steps(), RowLimit(settings.batch_size)
-    return build(model, forward_backward, kind=kind, limit=limit, cost_of=cost_of(model))
+    return StepRunner(
+        model,
+        forward_backward,
+        kind=batching.kind.for_steps(model),
+        limit=RowLimit(settings.batch_size),
+        recovery=build_recovery(settings, on_change, model),
+    )
 
 
 def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
@@ -157,13 +162,14 @@ def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.
     return Batching(kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label))
 
 
-def runners_of(settings: Settings, *, recover: bool) -> partial[StepRunner[Any]]:
-    """What makes the runners of a step, one for each of its stages, out of a model and what runs a microbatch of it."""
-    return partial(
-        StepRunner,
-        recover=recover,
+def build_recovery(settings: Settings, on_change: Callable[[Change], object], *models: nn.Module) -> Recovery:
+    """Collective: what the stages of a step share, as the config says."""
+    return Recovery(
+        *models,
+        enabled=recovers(settings),
         regrow_after=settings.adaptive.regrow_after,
         asked_to_stop=THIS_RUN.asked_to_stop,
+        on_change=on_change,
     )
 
 

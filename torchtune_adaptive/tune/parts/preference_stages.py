@@ -21,18 +21,17 @@ from torch.nn.functional import cross_entropy, pad
 from torchtune.modules.peft import disable_adapter
 from torchtune.training import OffloadActivations, get_act_offloading_ctx_manager
 
-from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.engine.step import Stages
+from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.config.signatures import COMPONENT
-from torchtune_adaptive.tune.parts.cost import cost_of
 from torchtune_adaptive.tune.parts.culprits import check_length
 from torchtune_adaptive.tune.parts.data import Batching, Data
-from torchtune_adaptive.tune.parts.microbatch import batching_of, recovers, runners_of
+from torchtune_adaptive.tune.parts.microbatch import batching_of, build_recovery
 from torchtune_adaptive.tune.parts.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.parts.samples import Kind, Sample
 from torchtune_adaptive.tune.parts.unpadded.documents import batch_to_device, longest_of, taking_long_rows
@@ -218,6 +217,7 @@ def build_stages(
     data: Data,
     settings: Settings,
     device: torch.device,
+    on_change: Callable[[Change], object],
 ) -> Stages[Sample]:
     """Collective: what runs both stages, in microbatches of `batch_size` pairs to begin with; without a reference, one.
 
@@ -226,19 +226,20 @@ def build_stages(
     batching = batching_of(data, policy, settings, device)
     score = Scorer(batching=batching, device=device)
     refer, train = passes_of(policy, policy if reference is None else reference, loss_fn, score, settings)
-    frozen = [] if reference in (None, policy) else [reference]
-    if settings.adaptive.precompute_reference and frozen:  # which is gone before training begins
-        ledgers = CollectiveLedger(*frozen), CollectiveLedger(policy)
+    share = partial(build_recovery, settings, on_change)
+    if reference in (None, policy):
+        trained = asked = share(policy)
+    elif settings.adaptive.precompute_reference:  # the reference is gone before training begins
+        trained, asked = share(policy), share(reference)
     else:
-        ledgers = (CollectiveLedger(policy, *frozen),) * 2
-    kind, limit = batching.kind.for_steps(), RowLimit(settings.batch_size)
-    build = partial(runners_of(settings, recover=recovers(settings)), kind=kind, limit=limit)
-    training = build(policy, train, cost_of=cost_of(policy), stage=POLICY, ledger=ledgers[1])
-    if reference is None:
-        return Stages({POLICY: training})
-    cost = cost_of(reference)
-    referring = build(reference, refer, cost_of=cost, stage=REFERENCE, ledger=ledgers[0], trains=False)
-    return Stages({REFERENCE: referring, POLICY: training})
+        trained = asked = share(policy, reference)
+
+    def runner_of(model: nn.Module, run: PairPass, stage: str, recovery: Recovery) -> StepRunner[Sample]:
+        kind, limit = batching.kind.for_steps(model), RowLimit(settings.batch_size)
+        return StepRunner(model, run, kind=kind, limit=limit, recovery=recovery, stage=stage)
+
+    stages = {} if reference is None else {REFERENCE: runner_of(reference, refer, REFERENCE, asked)}
+    return Stages({**stages, POLICY: runner_of(policy, train, POLICY, trained)})
 
 
 @contextmanager

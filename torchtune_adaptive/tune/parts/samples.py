@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchtune.data import CROSS_ENTROPY_IGNORE_IDX
 
 from torchtune_adaptive.engine.step import SampleKind
+from torchtune_adaptive.tune.parts.cost import cost_of
 
 Sample = dict[str, Any]
 
@@ -61,14 +62,15 @@ class Kind:
         """Rows as long as the sample; without padding, all of its tokens are its length."""
         return self.rows if self.padded else 1
 
-    def for_steps(self) -> SampleKind[Sample]:
-        """What a step asks of it."""
+    def for_steps(self, model: nn.Module) -> SampleKind[Sample]:
+        """What a step of this model asks of it."""
         return SampleKind(
             length_of=self.length_of,
             row_lengths_of=self.lengths_of if self.rows > 1 else None,
             stand_in=self.stand_in,
             filler=self.filler,
             padded=self.padded,
+            cost_of=cost_of(model),
         )
 
     def lengths_of(self, sample: Sample) -> tuple[int, ...]:

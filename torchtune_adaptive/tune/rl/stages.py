@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -15,16 +15,17 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torchtune.rlhf.loss import PPOLoss
 
-from torchtune_adaptive.engine.ledger import CollectiveLedger
+from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.reports import StepResult
-from torchtune_adaptive.engine.step import SampleKind, Stages
+from torchtune_adaptive.engine.step import Recovery, SampleKind, Stages, StepRunner
+from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.tune.config.settings import Settings
 from torchtune_adaptive.tune.console import say
 from torchtune_adaptive.tune.parts.checkpoints.progress import SavedLimits
 from torchtune_adaptive.tune.parts.data import Tokenizer
 from torchtune_adaptive.tune.parts.devices import dtype_of
-from torchtune_adaptive.tune.parts.microbatch import recovers, runners_of
+from torchtune_adaptive.tune.parts.microbatch import build_recovery
 from torchtune_adaptive.tune.rl.generation import Sampling
 from torchtune_adaptive.tune.rl.models import Models
 from torchtune_adaptive.tune.rl.passes import AnswerScorer, Ask, Generate, RolloutPass, TrainPolicy, TrainValue
@@ -88,7 +89,6 @@ class RolloutStages:
     """What runs each stage, and how that went."""
 
     runners: Stages[Rollout]
-    ledger: CollectiveLedger
     gathering: Gathering
     ran: dict[str, list[Ran]] = field(default_factory=dict)
     """Runs of this iteration so far, by stage."""
@@ -104,28 +104,30 @@ class RolloutStages:
         return self.runners.training.committing("the optimizer step", last_checkpoint=last_checkpoint)
 
     def run(self, name: str, rollouts: Sequence[Rollout], iteration: int) -> StepResult:
-        """Collective: one stage."""
+        """Collective: one stage. Where gathered parameters leave no room for one row, they are given up."""
         began = time.perf_counter()
-        result = self.runners[name].run(rollouts, step=iteration)
+        try:
+            result = self.runners[name].run(rollouts, step=iteration)
+        except LimitExhaustedError:
+            if name != GENERATE or not self.give_up_gathering():
+                raise
+            result = self.runners[name].run(rollouts, step=iteration)
         self.ran.setdefault(name, []).append(Ran(result, time.perf_counter() - began))
         return result
 
     def go_layer_by_layer(self) -> None:
         """Call it on all ranks: from now on, generating communicates otherwise."""
         say(f"{GENERATE}: {NO_ROOM}")
-        self._stop_gathering()
-
-    def give_up_gathering(self) -> str | None:
-        """Ends gathering where one row did not fit in training: says what has changed; None where nothing can."""
-        if not self.gathering.can_end:
-            return None
-        self.gathering.gave_up = True
-        self._stop_gathering()
-        return NO_ROOM
-
-    def _stop_gathering(self) -> None:
         self.gathering.stays = False
-        self.ledger.forget(GENERATE)
+        self.runners[GENERATE].start_over()
+
+    def give_up_gathering(self) -> bool:
+        """Ends gathering where one row did not fit in training; False where nothing is left to end."""
+        if not self.gathering.can_end:
+            return False
+        self.gathering.gave_up = True
+        self.go_layer_by_layer()
+        return True
 
     @property
     def asked_to_stop(self) -> bool:
@@ -136,9 +138,9 @@ class RolloutStages:
         return self.runners.state_dict() | {"stays": not self.gathering.gave_up}
 
     def load_state_dict(self, saved: SavedLimits) -> None:
+        if not saved.get("stays", True):
+            self.give_up_gathering()
         restore_limits(self.runners, saved)
-        if not saved.get("stays", True) and (told := self.give_up_gathering()) is not None:
-            say(f"{GENERATE}: {told} (restored from the checkpoint)")
 
 
 def configured_limits(ppo: PPOSettings) -> dict[str, Limit]:
@@ -160,15 +162,13 @@ def build_stages(
     settings: Settings,
     ppo: PPOSettings,
     device: torch.device,
+    on_change: Callable[[Change], object],
 ) -> RolloutStages:
-    """Collective: what runs each stage. They share one ledger, which watches all models."""
+    """Collective: what runs each stage."""
     gathering = Gathering(models.policy, stays=True, reshards=settings.fsdp_reshard_after_forward)
     passes = passes_of(models, loss, sampling, settings, device, gathering)
-    ledger = CollectiveLedger(*models.everything, watches=recovers(settings))
-    runners = _runners(passes, configured_limits(ppo), gathering, ledger, settings)
-    stages = RolloutStages(runners, ledger, gathering)
-    runners[GENERATE].fall_back = stages.give_up_gathering
-    return stages
+    recovery = build_recovery(settings, on_change, *models.everything)
+    return RolloutStages(_runners(passes, configured_limits(ppo), gathering, recovery), gathering)
 
 
 def passes_of(
@@ -203,16 +203,14 @@ def _runners(
     passes: Mapping[str, tuple[nn.Module, RolloutPass]],
     limits: Mapping[str, Limit],
     gathering: Gathering,
-    ledger: CollectiveLedger,
-    settings: Settings,
+    recovery: Recovery,
 ) -> Stages[Rollout]:
-    build = runners_of(settings, recover=recovers(settings))
     runners = {
-        name: build(
+        name: StepRunner(
             model,
             run,
             limit=limits[name],
-            ledger=ledger,
+            recovery=recovery,
             # answers come to be while they are generated, so lengths there go by what may be
             kind=SampleKind(
                 length_of=attrgetter("most_length" if name == GENERATE else "whole_length"),
@@ -220,7 +218,6 @@ def _runners(
                 filler=Rollout.filler,
             ),
             stage=name,
-            trains=name in (TRAIN_VALUE, TRAIN_POLICY),
         )
         for name, (model, run) in passes.items()
     }

@@ -108,7 +108,7 @@ def precompute_reference(parts: Parts, progress: Progress) -> None:
             say(f"{REFERENCE} · computed for {pairs} in {time.monotonic() - began_s:.1f} s, saved to {path}")
     dataset.complete = table.complete
     asked = parts.stages.pop(REFERENCE)
-    if asked.ledger is not parts.stages.training.ledger:
+    if asked.recovery is not parts.stages.training.recovery:
         asked.close()
     del asked  # or its model would stay
     release()

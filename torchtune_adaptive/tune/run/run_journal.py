@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit
-from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
 from torchtune_adaptive.schedules.growth import EpochSizes
@@ -31,11 +29,6 @@ class RunJournal:
     def event(self, event: Event | Change) -> None:
         if self._journal is not None:
             self._journal.event(event)
-
-    def follow(self, *runners: StepRunner[Any]) -> None:
-        """Records what becomes of their limits."""
-        for runner in runners:
-            runner.on_change = self.event
 
     def step(self, step: int, figures: Mapping[str, object]) -> None:
         if self._journal is not None:

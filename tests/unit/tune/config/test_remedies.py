@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import nn
 
-from torchtune_adaptive import MemoryMeter, RowLimit, SampleKind, StepRunner, TrainingStep, find_max_batch_size
+from torchtune_adaptive import (
+    MemoryMeter,
+    Recovery,
+    RowLimit,
+    SampleKind,
+    StepRunner,
+    TrainingStep,
+    find_max_batch_size,
+)
 from torchtune_adaptive.engine.limits import exhausted
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
 from torchtune_adaptive.tune.config.remedies import KEYS, KEYS_IN_PPO, in_keys
@@ -39,8 +47,8 @@ def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
     ("remedies", "advice"),
     [
         ((), ""),
-        ((Remedy.NO_RECOVERY,), "; pass recover=False"),
-        ((Remedy.SMALLER_LIMIT, Remedy.NO_RECOVERY), "; lower the limit or pass recover=False"),
+        ((Remedy.NO_RECOVERY,), "; pass Recovery(..., enabled=False)"),
+        ((Remedy.SMALLER_LIMIT, Remedy.NO_RECOVERY), "; lower the limit or pass Recovery(..., enabled=False)"),
     ],
 )
 def test_remedies_are_a_list_as_one_speaks(remedies: tuple[Remedy, ...], advice: str) -> None:
@@ -64,7 +72,7 @@ def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key(
         lambda _: None,
         limit=RowLimit(1),
         kind=SampleKind(length_of=len, stand_in=lambda sample: sample),
-        recover=False,
+        recovery=Recovery(model, enabled=False),
     )
     step = TrainingStep(runner=runner, sample=torch.ones(1), update=lambda _: None, optimizers=[])
     with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* pass strategy='linear'") as caught:

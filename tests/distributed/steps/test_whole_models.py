@@ -1,0 +1,119 @@
+"""Ranks that hold whole models: no microbatch communicates, and the mean is taken once all ranks have succeeded."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.distributed.counting import CountCollectives
+from tests.ranks import run_on_ranks
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.testing import FaultInjector
+
+KIND = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
+SAMPLES = 6
+
+
+class TwoHeads(nn.Module):
+    """A head for samples of odd length, one for others: a rank may have a gradient that its peers lack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(16, 8)
+        self.odd, self.even = nn.Linear(8, 1), nn.Linear(8, 1)
+
+    def forward(self, sample: Tensor) -> Tensor:
+        head = self.odd if len(sample) % 2 else self.even
+        return head(self.embedding(sample)).sum()
+
+
+def samples_of(rank: int) -> list[Tensor]:
+    """Of odd length on rank 0 alone, of even length everywhere."""
+    lengths = range(2, 2 + SAMPLES) if rank == 0 else [4] * SAMPLES
+    return [torch.arange(length) + rank for length in lengths]
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def expected_mean(scale: float = 1.0) -> Tensor:
+    """What one process has of the samples of all ranks, averaged over these as FSDP does."""
+    model = TwoHeads()
+    for rank in range(dist.get_world_size()):
+        for sample in samples_of(rank):
+            (scale * model(sample) / dist.get_world_size()).backward()
+    return flat(model)
+
+
+def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, float, int]:
+    """Collective: recoveries, the error of the gradients, and the collectives of a step. The samples come uncollated,
+    and the loss is divided by a number of the whole step."""
+    model = TwoHeads()
+    if in_ddp:  # its module alone is trained, without the hooks
+        model = DistributedDataParallel(model).module
+    number_of_the_step = 3.0
+
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        loss = torch.stack([model(sample) for sample in samples]).sum() / number_of_the_step
+        loss.backward()
+        return Totals(loss.detach(), len(samples))
+
+    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+    with FaultInjector(runner) as faults, CountCollectives() as counted:
+        if operation is not None:
+            faults.fail_at(rank=1, step=1, operation=operation)
+        runner.run(samples_of(dist.get_rank()), step=1)
+    expected = expected_mean(1 / number_of_the_step)
+    error = ((flat(model) - expected).abs().max() / expected.abs().max()).item()
+    return runner.recoveries, error, counted.seen.total()
+
+
+@pytest.mark.parametrize("in_ddp", [True, False])
+def test_whole_models_recover_and_have_the_mean_of_all_ranks(in_ddp: bool) -> None:
+    parameters = len(list(TwoHeads().parameters()))
+    for recoveries, error, collectives in run_on_ranks(2, step_of_a_whole_model, in_ddp, None):
+        assert (recoveries, collectives) == (0, 1 + parameters)
+        assert error < 1e-6
+    for recoveries, error, collectives in run_on_ranks(3, step_of_a_whole_model, in_ddp, 15):
+        assert (recoveries, collectives) == (1, 2 + parameters)
+        assert error < 1e-6
+
+
+def ask_a_whole_model() -> bool:
+    model = TwoHeads()
+
+    def ask(samples: Sequence[Tensor]) -> Totals:
+        with torch.no_grad():
+            return Totals(torch.stack([model(sample) for sample in samples]).sum(), len(samples))
+
+    StepRunner(model, ask, kind=KIND, limit=RowLimit(4)).run(samples_of(dist.get_rank()), step=1)
+    return all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_stage_without_a_backward_leaves_no_gradients() -> None:
+    assert run_on_ranks(2, ask_a_whole_model) == [True, True]
+
+
+def communicate_in_microbatches() -> tuple[bool, int]:
+    model = TwoHeads()
+
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        loss = torch.stack([model(sample) for sample in samples]).sum()
+        loss.backward()
+        dist.all_reduce(model.embedding.weight.grad)
+        return Totals(loss.detach(), len(samples))
+
+    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+    runner.run(samples_of(dist.get_rank()), step=1)
+    return runner.recovers, runner.recoveries
+
+
+def test_microbatches_that_communicate_themselves_are_not_repeated() -> None:
+    assert run_on_ranks(2, communicate_in_microbatches) == [(False, 0)] * 2
