@@ -66,7 +66,7 @@ class FaultInjector:
         return self._plan(rank, _At(step, "drain"), operation, times)
 
     def count(self, *, rank: int, step: int) -> FaultInjector:
-        """Nothing fails in this step; `operations` says what there was to fail."""
+        """Nothing fails in this step; `operations` has the names of those that could."""
         return self.fail_at(rank=rank, step=step, operation=sys.maxsize)
 
     def _plan(self, rank: int, at: _At, operation: int, times: int) -> FaultInjector:
@@ -144,8 +144,8 @@ class _Watch(TorchDispatchMode):
 def memory_cap(cap_bytes: int | None, resident: Iterable[Tensor] = ()) -> Iterator[MemorySource]:
     """This process runs out of memory above so many bytes; None: it is only measured.
 
-    `resident` is what is there already, say parameters. If it is on a GPU, or if there is none of it and this machine
-    has a GPU, CUDA's allocator enforces the cap; otherwise a MemoryMeter does.
+    `resident` are tensors that exist already, such as parameters. If they are on a GPU, or there are none and this
+    machine has a GPU, CUDA's allocator enforces the cap; otherwise a MemoryMeter does.
     """
     here = list(resident)
     on_gpu = any(tensor.is_cuda for tensor in here) if here else torch.cuda.is_available()

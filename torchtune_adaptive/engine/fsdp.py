@@ -75,10 +75,10 @@ def replace_collectives(
     scatter_through: Callable[[ReduceScatter], ReduceScatter],
     reduce_through: Callable[[dist.ProcessGroup, ReduceScatter], Any],
 ) -> Callable[[], None]:
-    """Puts something of ours around the collectives of every module. Returns what puts FSDP's own back, except where
-    somebody else has put his around ours since.
+    """Wraps the collectives of every module. Returns a function that restores FSDP's own, unless another wrapper was
+    installed on top in the meantime.
 
-    The reduction over replicas has no setter: what it runs on is replaced, the group of the module's mesh.
+    The reduction over replicas has no setter, so the process group in the module's mesh is replaced.
     """
     replacements: list[tuple[Any, str, object, object]] = []
     meshes = set()
@@ -104,7 +104,7 @@ def replace_collectives(
 
 
 def why_recovery_is_off(model: nn.Module) -> str | None:
-    """Why a step of this model cannot be run again after running out of memory; None if it can."""
+    """Why a step of this model cannot be repeated after running out of memory; None if it can."""
     if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in model.parameters()):
         return (
             "hooks use gradients during backward (for example, an optimizer in the backward), so backward updates "
@@ -147,7 +147,7 @@ def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
 
 
 def _modules(root: Any) -> Iterator[FSDPModule]:
-    """Modules with a state of their own: of those that `fully_shard` took together, the first."""
+    """One module per FSDP state: the first of those that `fully_shard` wrapped together."""
     seen = set()
     for module in root.modules() if root is not None else ():
         if isinstance(module, FSDPModule) and (state := id(module._get_fsdp_state())) not in seen:
@@ -165,23 +165,23 @@ def _groups(module: FSDPModule) -> list[FSDPParamGroup]:
 
 
 def has_replicas(root: FSDPModule) -> bool:
-    """Whether gradients are summed over replicas too: a mesh of two dimensions, or `replicate()`."""
+    """Whether gradients are also summed over replicas: a two-dimensional mesh, or `replicate()`."""
     return any(isinstance(group.mesh_info, DDPMeshInfo) for group in groups_of(root))
 
 
 def reduce_over_replicas(root: FSDPModule, now: bool) -> None:
-    """Whether the next backward sums gradients over replicas, or leaves its sums for a later one to add."""
+    """Makes the next backward sum gradients over replicas, or leave them for a later one to add."""
     root.set_requires_all_reduce(now)
 
 
 def partially_summed(root: FSDPModule) -> list[str]:
-    """Modules whose gradients still wait to be summed over replicas: the next backward would add them to its own."""
+    """Modules with gradients that are not summed over replicas yet: the next backward would add them to its own."""
     return [group._module_fqn or "the model" for group in groups_of(root) if group._partial_reduce_output is not None]
 
 
 def abandon(root: FSDPModule) -> None:
-    """After a step that broke off: the next backward sums over replicas, and adds nothing of that step. Waits for
-    nothing, since peers may be gone."""
+    """Cleans up after an aborted step, so that the next backward adds nothing of it. Waits for nothing, since peers may
+    have exited."""
     reduce_over_replicas(root, True)
     for group in groups_of(root):
         group._partial_reduce_output = None
@@ -190,7 +190,7 @@ def abandon(root: FSDPModule) -> None:
 
 
 def check_scattered(groups: Iterable[FSDPParamGroup]) -> None:
-    """Raises where gradients wait to be scattered, which `set_requires_gradient_sync(False)` puts off."""
+    """Raises if gradients were left unreduced, as `set_requires_gradient_sync(False)` leaves them."""
     for parameter in (each for group in groups for each in group.fsdp_params):
         whole = getattr(parameter, "_unsharded_param", None)
         if parameter.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
@@ -209,7 +209,7 @@ def _drop_whole_gradient(parameter: FSDPParam) -> None:
 
 
 def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
-    """Why a microbatch communicates otherwise than another, as the user has told FSDP; None if it does not."""
+    """Why microbatches issue different collectives, by a setting of the user's; None if they do not."""
     for group in groups:
         if (group.reduce_grads and group.reshard_after_backward) or not any(trainable([group])):
             continue
@@ -220,33 +220,33 @@ def why_unsteady(groups: Iterable[FSDPParamGroup]) -> str | None:
 
 
 def trainable(groups: Iterable[FSDPParamGroup]) -> tuple[bool, ...]:
-    """A flag for each weight, whether it is trained: others have no gradient to communicate."""
+    """Whether each weight is trained. A frozen one has no gradient to communicate."""
     return tuple(parameter.sharded_param.requires_grad for group in groups for parameter in group.fsdp_params)
 
 
 def prepare(root: FSDPModule) -> None:
-    """Before a step: does what FSDP leaves to the first forward, and ends what ran outside of steps."""
-    # Cannot be repeated where it fails halfway, so it must not happen inside of a microbatch.
+    """Before a step: runs FSDP's lazy initialization, and resets what a pass outside of steps left."""
+    # The initialization cannot be repeated if it fails halfway, so it must not run inside a microbatch.
     root._get_fsdp_state()._lazy_init()
-    if not is_idle(root):  # an evaluation, say, may have ended anywhere
+    if not is_idle(root):  # for example, after an evaluation
         reset(root)
 
 
 def awaits_backward(root: FSDPModule) -> bool:
-    """Whether a forward has left the order that its backward would prefetch in. Cheap: asked after every microbatch."""
+    """Whether a forward has run whose backward has not. Cheap enough to ask after every microbatch."""
     return bool(root._get_fsdp_state()._comm_ctx.post_forward_order)
 
 
 def is_idle(root: FSDPModule) -> bool:
-    """Whether nothing is left of an earlier pass: no unsharded parameter, no order for prefetching, no partial sum."""
+    """Whether an earlier pass left nothing behind: no unsharded parameter, no prefetch order, no partial sum."""
     begun = awaits_backward(root) or partially_summed(root)
     return not begun and all(group.is_sharded for group in groups_of(root))
 
 
 def settle(root: FSDPModule) -> None:
-    """Brings FSDP back to idle after a pass that has run to its end, but had no backward that would have done it.
+    """Returns FSDP to idle after a forward without a backward.
 
-    Unlike `reset` it waits for nothing: parameters are freed in the order of the stream that has used them.
+    Unlike `reset`, it waits for nothing: parameters are freed in the order of the stream that used them.
     """
     if not awaits_backward(root):
         return
@@ -258,26 +258,26 @@ def settle(root: FSDPModule) -> None:
 
 
 def reset(root: FSDPModule) -> None:
-    """Brings FSDP back to where it is between two steps, without the gradients of an unfinished pass."""
+    """Returns FSDP to its state between two steps, and drops the gradients of an unfinished pass."""
     root.reset_iter_state()
-    # Off, if the step has ended before its last microbatch; a backward outside of steps counts on it.
+    # Off if the step ended before its last microbatch. A backward outside of steps relies on it.
     reduce_over_replicas(root, True)
     for group in groups_of(root):
         _reset_parameters(group)
 
 
 def _reset_parameters(group: FSDPParamGroup) -> None:
-    """What reset_iter_state leaves behind: unsharded gradients, which the next pass would add to its own."""
+    """Clears what `reset_iter_state` leaves behind, which the next pass would add to its own gradients."""
     for parameter in group.fsdp_params:
-        # Also where the group claims to be sharded: some of its parameters may have been allocated already.
+        # Even if the group claims to be sharded: some of its parameters may be allocated already.
         parameter.to_sharded()
         _drop_whole_gradient(parameter)
         # A gradient may still be on its way to the host.
         if parameter.grad_offload_event is not None:
             parameter.grad_offload_event.synchronize()
             parameter.grad_offload_event = None
-        # What a weight with an all-gather of its own (NF4, say) has kept from before it for after it.
+        # A weight with its own all-gather (for example, NF4) keeps data between the two halves of it.
         if hasattr(parameter, "_extensions_data"):
             parameter._extensions_data.clear()
-    # Not by the group's own method, which skips all of this where it believes to be sharded.
+    # The group's own method would skip all of this if the group claims to be sharded.
     group._sharded_state = ShardedState.SHARDED

@@ -23,7 +23,7 @@ EXHAUSTED = "exhausted"
 exhausted limit stays as it is: memory ran out, and there is no smaller one, so the run ends."""
 
 BEFORE_THE_FIRST = -1
-"""The step number of whatever runs before training."""
+"""The step number of passes that run before training."""
 
 
 def in_step(step: int, stage: str = "") -> str:
@@ -67,13 +67,13 @@ TRIAL_STEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class CompletedStep:
-    """What all ranks know of a step that counted."""
+    """What all ranks know of a completed step."""
 
     target_tokens: int
     seconds: float
     """Seconds that the slowest rank took."""
     retrying: Mapping[int, Microbatch]
-    """Ranks whose allocator had to flush its cache in this step, each with its largest microbatch."""
+    """Ranks whose allocator flushed its cache in this step, each with its largest microbatch."""
 
     @property
     def rate(self) -> float:
@@ -161,7 +161,7 @@ class Governor:
         return self._note(RECOVERY, step, f"{what}: {change}, step repeated{remark}", before, failed)
 
     def exhausted(self, failed: Mapping[int, Microbatch], step: int, why: str) -> Change:
-        """What ends the run, after these microbatches failed, by rank."""
+        """The change that ends the run, after these microbatches failed, by rank."""
         return self._note(EXHAUSTED, step, why, self.limit, failed)
 
     def start_over(self) -> None:
@@ -169,7 +169,7 @@ class Governor:
         self._change(None)
 
     def completed(self, step: int, seen: CompletedStep) -> Change | None:
-        """Takes note of a step that counted, and changes the limit where that is due."""
+        """Records a completed step, and changes the limit if that is due."""
         thrashing = bool(seen.retrying) and self._thrashed_before
         self._thrashed_before = bool(seen.retrying)
         self._quiet_steps = 0 if seen.retrying else self._quiet_steps + 1
@@ -209,9 +209,9 @@ class Governor:
         self.limit = self._allowed if size is None or size >= self._allowed.size else self._allowed.resized(size)
 
     def _change(self, size: int | None) -> None:
-        """Starts anew with another limit, whatever was going on."""
+        """Starts anew under another limit."""
         self._use(size)
-        # All of this was observed under the limit before: quiet steps, growth, a trial and rates of retries.
+        # All of this was observed under the previous limit.
         self._quiet_steps = 0
         self._before_growth = None
         self._trial = None
@@ -228,7 +228,7 @@ class Governor:
         return f"; {self._wait} steps until the next try"
 
     def _try_smaller(self, step: int, retrying: Mapping[int, Microbatch]) -> Change:
-        """The step has counted already, so it is not run again."""
+        """Takes a smaller limit. The step is complete, so it is not repeated."""
         what = f"{self._at(step)}: the allocator flushed its cache on {ranks_named(retrying)} in two consecutive steps"
         before, rates = self.limit, self._thrashing_rates
         self.counters.thrashings += 1
@@ -247,7 +247,7 @@ class Governor:
         return self._note(THRASHING, step, f"{what}: {before} -> {self.limit}{remark}", before, retrying)
 
     def _judge(self, trial: _Trial, step: int, rate: float) -> Change | None:
-        """After enough steps, the faster of the two limits stays."""
+        """Keeps the faster of the two limits, once enough steps have run."""
         trial.rates.append(rate)
         if len(trial.rates) <= TRIAL_STEPS:
             return None

@@ -1,8 +1,8 @@
-"""Keeps a rank that has failed in step with its peers: it issues the collectives that they still expect of it.
+"""Keeps a failed rank in step with its peers: it issues the collectives that they still expect of it.
 
 A rank that stops in the middle of a step leaves its peers waiting in a collective. The ledger stands between
-FSDP2 and its collectives, counts them, knows from an earlier microbatch what follows each position, and
-issues the rest with zeros. What a microbatch communicates besides, nobody could finish for a rank that has failed.
+FSDP2 and its collectives, counts them, knows from an earlier microbatch which ones follow, and issues those with zeros.
+It cannot do so for anything else that a microbatch communicates, so it detects that, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Reduction: TypeAlias = dist.ReduceOp | dist.ReduceOp.RedOpType
 
 
 class Communicator(Protocol):
-    """What issues a collective for FSDP: an all-gather or a reduce-scatter, which are called with other arguments."""
+    """Issues a collective for FSDP. An all-gather and a reduce-scatter take different arguments."""
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -45,12 +45,12 @@ class Communicator(Protocol):
 
 
 class AllReduce:
-    """The sum of sharded gradients over the replicas of a shard, for which FSDP has no class."""
+    """The sum of gradients over the replicas of a shard. FSDP has no class for it."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, with all that a partner without the data needs to take part in it."""
+    """One collective, with everything that a rank without the data needs to take part in it."""
 
     kind: type[AllGather] | type[ReduceScatter] | type[AllReduce]
     numel: int
@@ -58,21 +58,21 @@ class Collective:
     dtype: torch.dtype
     device: torch.device
     group: dist.ProcessGroup
-    # Some reductions compare by identity; which one it is follows from the dtype and the group.
+    # Not compared: some reductions compare by identity, and this one follows from the dtype and the group.
     op: Reduction | None = field(compare=False)
     # Not compared: peers cannot see which object issues it.
     comm: Communicator = field(compare=False)
 
 
 class Counter(Protocol):
-    """Whoever counts: it is told of a collective and issues it."""
+    """Counts a collective and issues it."""
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: counts, and calls."""
 
 
 class _Counted:
-    """A collective of FSDP that tells whoever counts before it communicates."""
+    """A collective of FSDP that is issued through a counter."""
 
     def __init__(self, counter: Counter, comm: Communicator) -> None:
         self._counter, self._comm = counter, comm
@@ -113,11 +113,10 @@ class CountedReduceScatter(_Counted, ReduceScatter):
 
 
 class CountedReplicas:
-    """The group of a shard's replicas, which counts its all-reduces and is that group to all else.
+    """The process group of a shard's replicas, with its all-reduces counted.
 
-    FSDP has setters for its other two collectives. This one it issues by `dist.all_reduce`, which asks nothing of a
-    group but to be compared, hashed and called: so no function of torch's has to be replaced, and no other model sees
-    anything of it.
+    FSDP has setters for its other two collectives. It issues this one by `dist.all_reduce`, which only compares, hashes
+    and calls the group. So no function of torch has to be replaced, and no other model is affected.
     """
 
     def __init__(self, counter: Counter, group: dist.ProcessGroup, comm: Communicator) -> None:
@@ -146,7 +145,7 @@ class CountedReplicas:
 
 
 def issue_zeros(collective: Collective, counter: Counter) -> None:
-    """Collective: takes part in it without any data."""
+    """Collective: takes part with zeros."""
     group, comm = collective.group, collective.comm
     # Through FSDP's own allocation: a symmetric-memory communicator takes no other buffers.
     whole = comm.allocate((collective.numel,), dtype=collective.dtype, device=collective.device)
@@ -164,31 +163,31 @@ def issue_zeros(collective: Collective, counter: Counter) -> None:
 
 
 class Schedule(NamedTuple):
-    """What one microbatch communicates, on every rank alike."""
+    """The collectives of one microbatch, the same on every rank."""
 
     collectives: tuple[Collective, ...]
     messages: tuple[int, ...]
-    """How many messages the process groups count for each of them."""
+    """The messages that the process groups count for each of them."""
 
 
 @dataclass
 class CollectiveRecord:
-    """What the microbatches of a stage communicate."""
+    """The collectives of a stage's microbatches, noted from those that have run."""
 
     trained: tuple[bool, ...]
-    """Flags of the weights that are trained while it holds."""
+    """Whether each weight was trained then."""
     schedules: dict[bool, Schedule] = field(default_factory=dict)
     """One schedule for the last microbatch of a step, one for all others. They differ only where gradients are summed
     over replicas, which can wait for the last; elsewhere every microbatch counts as last."""
     varies: bool = False
     unsteady: str | None = None
-    """Why microbatches communicate differently, where FSDP was told so."""
+    """The setting by which microbatches issue different collectives."""
     foreign: int = 0
     """Messages of one microbatch that are not FSDP's."""
     names: tuple[str, ...] = ()
-    """What asked for them."""
+    """The operations that sent them."""
     listened: bool = False
-    """Whether a microbatch was listened to for those names."""
+    """Whether a microbatch has run under a listener for those names."""
 
 
 _NAMESPACES = {"c10d", "_c10d_functional", "c10d_functional", "_dtensor", "symm_mem"}
@@ -196,22 +195,21 @@ _SILENT = {"wait_tensor", "_wrap_tensor_autograd"}
 """Operations of those namespaces that only wait, or wrap what has been waited for."""
 _MOST_NAMES = 3
 _OTHERS_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
-"""Where a call does not come from, for whoever wants to change it: torch, this package, what has no file."""
+"""Files that are not the user's: torch, this package, code without a file."""
 
 
 class MessageCount:
-    """How many messages this rank has taken part in, as its process groups count them anyway.
+    """The number of messages this rank has taken part in, from the sequence numbers of its process groups.
 
-    Reading a number in C++ for every group is all that it costs. Nothing is hooked, so neither what autograd's threads
-    communicate nor what compiled code does is missed, and nothing runs in another way for being watched. Messages of
-    two ranks only are counted by gloo, and not by NCCL.
+    It costs one read of a C++ integer per group. Nothing is hooked, so messages of autograd's threads and of compiled
+    code count, and nothing runs differently for being watched. Point-to-point messages count on gloo, not on NCCL.
     """
 
     def __init__(self) -> None:
         self._counters: tuple[Callable[[], int], ...] = ()
 
     def look_for_groups(self) -> None:
-        """Counts for the groups that exist now, but those that are set aside."""
+        """Counts for the groups that exist now, except those set aside."""
         self._counters = tuple(_counters())
 
     def __call__(self) -> int:
@@ -222,21 +220,20 @@ def _counters() -> Iterator[Callable[[], int]]:
     for group in distributed_c10d._world.pg_map:
         if group.size() == 1 or is_aside(group):
             continue
-        # One for each kind of device, say gloo for the host and NCCL for GPUs, unless one serves all.
+        # One per kind of device (for example, gloo for the host and NCCL for GPUs), unless one serves all.
         for backend in {id(each): each for each in map(group._get_backend, group._device_types)}.values():
             counter: Callable[[], int] = backend._get_sequence_number_for_group  # type: ignore[attr-defined]
             try:
                 counter()
-            except RuntimeError:  # a backend that does not count, say one of imaginary ranks
+            except RuntimeError:  # a backend that does not count, such as "fake"
                 continue
             yield counter
 
 
 class Listener(TorchDispatchMode):
-    """Tells the name of every operation that communicates, and the line that asked for it, before it runs.
+    """Reports every operation that communicates, with the line that called it, before it runs.
 
-    Under a dispatch mode what is compiled runs eagerly, so this listens to one microbatch, or to one that is run only
-    to be thrown away.
+    Compiled code runs eagerly under a dispatch mode, so this is open for a single microbatch, or for a stand-in.
     """
 
     supports_higher_order_operators = True
@@ -256,7 +253,7 @@ class Listener(TorchDispatchMode):
 
 
 def _caller() -> str:
-    """` at model.py:57`, the innermost line that is neither torch's nor ours; nothing if there is none."""
+    """` at model.py:57`: the innermost line of the user's code, if there is one."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_OTHERS_CODE):
         frame = frame.f_back  # type: ignore[assignment]
@@ -264,7 +261,7 @@ def _caller() -> str:
 
 
 def what_is_foreign(messages: int, names: tuple[str, ...]) -> str:
-    """Messages by name where they were heard, else by number: another thread or another rank may know them."""
+    """The names of operations that communicated; their number if another thread or another rank ran them."""
     if not names:
         return f"{count_of(messages, 'message')} each"
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -290,8 +287,8 @@ class CollectiveLedger:
     def __init__(self, *roots: object, watches: bool = True) -> None:
         """Watches the collectives of models sharded by FSDP2. Whole models have none.
 
-        Without `watches` it only sees to it that gradients are summed over replicas once a step, and that a pass
-        without a backward leaves nothing gathered.
+        Without `watches`, it only sums gradients over replicas once a step, and leaves nothing gathered after a forward
+        without a backward.
         """
         self.position = 0
         self._microbatches = 0
@@ -299,7 +296,7 @@ class CollectiveLedger:
         self._record = CollectiveRecord(trained=())  # of the stage that runs
         self._number = -1  # of the running microbatch
         self._current: list[Collective] = []  # what it has communicated
-        self._already_issued = 0  # collectives that running a stand-in leaves out
+        self._already_issued = 0  # collectives that a stand-in must not repeat
         self._issuing = False
         self._messages = MessageCount()
         self._messages_of: list[int] = []  # of each of its collectives, where there is no record yet
@@ -333,18 +330,17 @@ class CollectiveLedger:
             fsdp.abandon(root)
 
     def forget(self, stage: str) -> None:
-        """Collective in effect: call it on all ranks, where a stage communicates otherwise from its next step on."""
+        """Call it on all ranks if a stage issues other collectives from its next step on."""
         self._records.pop(stage, None)
 
     def _use(self, models: Sequence[object]) -> None:
-        """From here on, the stage that runs owns these models."""
+        """Makes these the models that the running stage owns."""
         self._owned = [root for root in self._roots if root in models]
         self._groups = [group for root in self._owned for group in self._groups_of[root]]
         self._replicated = [root for root in self._owned if root in self._with_replicas]
 
     def begin_step(self, microbatches: int, models: Sequence[object], stage: str = "") -> None:
-        """Starts counting a step of a stage that runs these models, from a state in which every microbatch
-        communicates the same."""
+        """Starts counting a step of a stage that owns these models."""
         self.position = 0
         self._microbatches, self._number = microbatches, -1
         if self._watches:
@@ -353,14 +349,14 @@ class CollectiveLedger:
         for root in self._owned:
             fsdp.prepare(root)
         trained, record = fsdp.trainable(self._groups), self._records.get(stage)
-        if record is None or record.trained != trained:  # what is frozen has no gradients to communicate
+        if record is None or record.trained != trained:  # frozen weights have no gradients to communicate
             record = self._records[stage] = CollectiveRecord(trained)
         self._record = record
         fsdp.check_scattered(self._groups)
 
     def begin_microbatch(self, number: int) -> None:
-        """Before each microbatch of a step, which count from 0. Only in the last are gradients summed over replicas."""
-        if number != self._number:  # else it goes on, as a stand-in
+        """Before each microbatch of a step, counted from 0. Gradients are summed over replicas in the last one."""
+        if number != self._number:  # otherwise it continues, as a stand-in
             self._messages_of = []
         self._current, self._number = [], number
         for root in self._replicated:
@@ -368,7 +364,7 @@ class CollectiveLedger:
         self._begun_at = self._messages(), self.position
 
     def end_microbatch(self) -> None:
-        """Records what a microbatch communicates, or compares with the record."""
+        """Records the collectives of a microbatch, or compares them with the record."""
         self._settle()
         self._compare(complete=True)
         self._record.unsteady = self._record.unsteady or fsdp.why_unsteady(self._groups)
@@ -376,7 +372,7 @@ class CollectiveLedger:
             self._check_summed()
 
     def _check_summed(self) -> None:
-        """After the last microbatch of a step: FSDP sums over replicas only what has a gradient in that one."""
+        """After the last microbatch of a step: FSDP sums over replicas only gradients that this one has produced."""
         left_over = [name for root in self._replicated for name in fsdp.partially_summed(root)]
         if left_over:
             raise UnrecoverableError(
@@ -386,7 +382,7 @@ class CollectiveLedger:
             )
 
     def break_off_microbatch(self) -> None:
-        """Compares what a microbatch has communicated until it ran out of memory with the record."""
+        """Compares the collectives up to the point where memory ran out with the record."""
         self._compare(complete=False)
 
     def _compare(self, *, complete: bool) -> None:
@@ -398,22 +394,22 @@ class CollectiveLedger:
             record.varies = True
             return
         messages, position = self._begun_at
-        # Of FSDP's messages only those that were issued: a microbatch that failed has not come to the rest. And the
-        # maximum, since one that failed early may have been quiet until then.
+        # FSDP's messages as far as they were issued, since a failed microbatch has not reached the rest. And the
+        # maximum, since one that failed early may not have sent its foreign messages yet.
         of_fsdp = schedule.messages[: self.position - position]
         record.foreign = max(record.foreign, self._messages() - messages - sum(of_fsdp))
 
     def _is_last(self, number: int) -> bool:
-        """Whether a microbatch communicates what the last of a step does; without replicas, every one does."""
+        """Whether a microbatch issues the collectives of a step's last; without replicas, every one does."""
         return not self._replicated or number == self._microbatches - 1
 
     @property
     def foreign_messages(self) -> int:
-        """What a microbatch of this stage communicates besides FSDP, in messages; 0 until they were listened to."""
+        """Messages of a microbatch of this stage besides FSDP's; 0 until a listener has looked for their names."""
         return self._record.foreign if self._record.listened else 0
 
     def refuse_recovery(self, messages: int) -> str:
-        """From now on, running out of memory in this stage is fatal. Returns why, and what to do about it."""
+        """Makes running out of memory in this stage fatal. Returns the reason and the remedy."""
         self._record.foreign = messages
         return (
             f"microbatches communicate outside FSDP ({what_is_foreign(messages, self._record.names)}), and a rank that "
@@ -421,7 +417,7 @@ class CollectiveLedger:
         )
 
     def listening(self) -> AbstractContextManager[object]:
-        """Open it around a microbatch: where one before it has communicated besides FSDP, this one is listened to."""
+        """A context for a microbatch: a listener, the first time after foreign messages were counted."""
         if not self._record.foreign or self._record.listened:
             return nullcontext()
         self._record.listened = True
@@ -436,16 +432,17 @@ class CollectiveLedger:
             raise refusal(what_is_foreign(0, (name,)))
 
     def _settle(self) -> None:
-        """Brings FSDP back to idle after a pass without a backward, which would leave parameters gathered.
+        """Returns FSDP to idle after a forward without a backward, which leaves parameters gathered.
 
-        The next pass would communicate less than the record says, and whoever writes into parameters find none.
+        Otherwise the next pass would issue fewer collectives than the record has, and a write into a parameter would be
+        lost.
         """
         for root in self._owned:
             fsdp.settle(root)
 
     def issue(self, collective: Collective, call: Callable[..., dist.Work | None], async_op: bool) -> dist.Work | None:
         """Collective: runs `call`, and counts it from the moment that peers can match it."""
-        if not self._watches:  # closed, with another ledger's around it
+        if not self._watches:  # closed, but another ledger still wraps it
             return call(async_op=async_op)
         self._current.append(collective)
         if self._already_issued > 0:
@@ -459,7 +456,7 @@ class CollectiveLedger:
         before, position = self._messages() if learns or copies else 0, self.position
 
         def is_lost() -> bool:
-            # gloo numbers an all-gather before it finds no room for its copies: no other can take its place
+            # gloo numbers an all-gather before it allocates its copies, so it cannot be issued again
             return copies and self.position == position and self._messages() != before
 
         self._issuing = True
@@ -478,9 +475,9 @@ class CollectiveLedger:
             self._issuing = False
 
     def drain(self, run_stand_in: Callable[[], object]) -> None:
-        """Collective: issues all that is left of this step, so that every peer finishes it.
+        """Collective: issues the rest of this step, so that every peer finishes it.
 
-        A microbatch without a record is run as `run_stand_in`, a forward and backward of any size.
+        A microbatch without a record is run by `run_stand_in`, a forward and backward of any size.
         """
         if not self._watches:
             return
@@ -495,8 +492,8 @@ class CollectiveLedger:
             raise refusal(what_is_foreign(self._record.foreign, self._record.names))
         if not self._groups:  # whole models, whose microbatches communicate nothing
             return
-        # The position alone says what peers expect next: microbatches that lie before it are over everywhere. Zeros
-        # will do: they go into this attempt's gradients, which all ranks throw away at the agreement.
+        # The position alone determines what peers expect next: earlier microbatches are over on every rank. Zeros are
+        # enough: they go into this attempt's gradients, which all ranks discard after the agreement.
         begins_at = 0
         for number in range(self._microbatches):
             schedule = self._record.schedules.get(self._is_last(number))
@@ -507,8 +504,8 @@ class CollectiveLedger:
             begins_at += len(schedule.collectives)
 
     def _record_by_stand_in(self, number: int, issued: int, run_stand_in: Callable[[], object]) -> Schedule:
-        """Collective: finishes a microbatch unlike any before, leaving out what of it has been issued already."""
-        # The failed pass has issued the first of these, and peers have matched them: a second time nobody would.
+        """Collective: finishes a microbatch that has no record yet, without repeating what was issued already."""
+        # Peers have matched the collectives of the failed pass, and would not match them a second time.
         self._already_issued = issued
         self.begin_microbatch(number)
         try:

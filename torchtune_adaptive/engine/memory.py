@@ -108,7 +108,7 @@ class CudaMemory:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterable[torch.Tensor]:
-    """The tensors with storages of their own that a tensor, say a DTensor, consists of."""
+    """The plain tensors inside a tensor (for example, a DTensor), each with its own storage."""
     if not wraps_tensors(type(tensor)):
         return [tensor]
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -220,9 +220,9 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 
 def copied_to_host(tensor: Tensor) -> Tensor:
-    """A copy of the same type, say a DTensor of quantized shards, whose every part is on the host.
+    """A copy of the same type (for example, a DTensor of quantized shards) with every part on the host.
 
-    Copying such a tensor deeply, as torch does where it stages a state, copies it twice, and its mesh with it.
+    A deep copy, which torch uses to stage a state, would copy it twice, and its mesh as well.
     """
     if not wraps_tensors(type(tensor)):
         return _to_host(tensor)

@@ -1,7 +1,7 @@
 """Device memory where there is no device: counts what training on a CPU keeps alive, and can run out of it.
 
-A CPU has no allocator that could be asked for its peak, or told to stop. The meter watches every operation in
-their place, so that searching and recovering work, and can be tested, on a laptop.
+A CPU has no allocator that reports a peak or enforces a limit. The meter watches every operation instead, so that
+searching and recovering work, and can be tested, on a laptop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class MemoryMeter(TorchDispatchMode):
         self._resize: Callable[[UntypedStorage, int], object] | None = None
 
     def count(self, tensors: Iterable[Tensor]) -> None:
-        """Adds tensors from before, say parameters and optimizer state. Never runs out of memory."""
+        """Adds tensors that exist already, such as parameters and optimizer state. Never runs out of memory."""
         for tensor in tensors:
             for plain in plain_tensors(tensor):
                 self._update(plain.untyped_storage(), may_be_new=True)

@@ -40,7 +40,7 @@ def is_oom(error: BaseException) -> bool:
     """Whether an exception says that device memory ran out, so that a smaller microbatch may fit.
 
     That may be hidden in what the exception was raised from: torch.compile and DTensor wrap it. Our own errors never
-    count: whoever raised them has decided already that the run ends.
+    count: the code that raised them has already decided to end the run.
     """
     return any(_says_oom(each) for each in _origins(error))
 

@@ -2,9 +2,9 @@
 
 1. The longest sample first, alone; if it fits, nothing shorter is in danger.
 2. As many rows as what was measured proves to fit, at ever shorter lengths; few rows of a short length.
-3. Two more that the surfaces have not seen: they say how far off these are, and that much of the budget stays free.
-4. Where all of this stayed far below what the surfaces now allow, that is measured, too. What was fixed so far, a
-   gathered layer say, may have hidden how rows grow; what runs out of memory here does not do so in training.
+3. Two more that are excluded from the fit. They measure its error, and that share of the budget stays free.
+4. If all of this stayed far below what the surfaces now allow, that is measured, too: a constant part, such as a
+   gathered layer, may have hidden how rows grow. Running out of memory here costs a probe, not a training step.
 
 Samples may grow in one way up to some length and in another from there on, as rollouts do from the longest answer on:
 then the surfaces have a knee there.

@@ -1,7 +1,7 @@
-"""What the ranks of a step tell each other. Without a process group, one rank is the world.
+"""Communication between the ranks of a step, besides FSDP's. Without a process group, one rank is the world.
 
-Replicas of a sharded model are compared here too: FSDP2 never checks that they start equal, and if they differ, they
-stay different.
+Replicas of a sharded model are compared here too: FSDP2 never checks that they start equal, and unequal ones never
+become equal.
 """
 
 import math
@@ -26,7 +26,7 @@ Value = TypeVar("Value")
 ONE_RING = 64
 """Ranks that agree in one ring; more do so in two steps."""
 LET_GO_S = 0.2
-"""How long gloo's threads are given: they need microseconds, and milliseconds on a crowded machine."""
+"""gloo's threads need microseconds, and milliseconds on a crowded machine."""
 
 
 _ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
@@ -43,19 +43,19 @@ def world_size() -> int:
 
 
 def backend_for(device_type: str, group: dist.ProcessGroup | None = None) -> str | None:
-    """The backend that carries tensors of a device in a group, say "nccl"; None where the group has none."""
+    """The backend that carries tensors of a device in a group, such as "nccl"; None if the group has none."""
     config = dist.get_backend_config(group)  # "cpu:gloo,cuda:nccl"
     return dict(entry.split(":") for entry in config.split(",")).get(device_type)
 
 
 def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Says that no microbatch communicates on this group, whenever it is used: by a thread that saves, for example."""
+    """Excludes this group from the count of messages: no microbatch uses it, but a thread that saves may."""
     _ASIDE.add(group)
     return group
 
 
 def gloo_group_aside(members: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Collective over its members, by default all ranks: a group of its own for what is said between microbatches."""
+    """Collective over its members, by default all ranks: a group for messages between microbatches."""
     options: dict[str, Any] = {} if members is None else {"use_local_synchronization": True}
     return aside(cast(dist.ProcessGroup, dist.new_group(members, backend="gloo", **options)))
 
@@ -66,8 +66,8 @@ def is_aside(group: dist.ProcessGroup) -> bool:
 
 @contextmanager
 def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterator[None]:
-    """Turns any error of a collective into one that says what it means, except running out of memory before the
-    collective `is_lost`."""
+    """Turns any error of a collective into one that explains it, except running out of memory while the collective can
+    still be issued again (not `is_lost`)."""
     try:
         yield
     except Exception as error:
@@ -79,8 +79,7 @@ def explaining_failures(what: str, is_lost: Callable[[], bool] = bool) -> Iterat
                 "last checkpoint, if there is one; NCCL does not need this memory"
             ) from error
         failed = f"{what} failed on rank {rank()} ({error})"
-        # Only NCCL says that: a call to CUDA failed in it, perhaps for want of memory, and what it had begun stays
-        # undone.
+        # NCCL's text where a CUDA call failed inside it, perhaps for lack of memory, and left it half done.
         if "unhandled cuda error" in str(error):
             raise RanksPartedError(
                 f"{failed}; NCCL's communicator is broken after this error: restart from the last checkpoint",
@@ -124,11 +123,11 @@ class Agreement:
 
 
 class EqualCounts:
-    """Whether all ranks have the same number of samples, at no collective and no cost while the number stays the same.
+    """Checks that all ranks have the same number of samples, without a collective, and free while the number stays.
 
-    A rank whose number has changed writes it into the store that all share, and looks there once every rank has begun
-    the step: who has changed nothing has written nothing. Ranks that differ would wait for each other in different
-    collectives until the group's timeout.
+    A rank whose number changes writes it into the group's store, and reads its peers' once all of them have begun the
+    step. A peer whose number has not changed has written nothing. Without the check, such ranks would wait for each
+    other in different collectives until the group's timeout.
     """
 
     _made = 0
@@ -145,7 +144,7 @@ class EqualCounts:
             _store().set(self._key(rank()), str(count))
 
     def check(self) -> None:
-        """After a collective of that step, which every rank has to have begun."""
+        """After a collective of that step, so that every rank has begun it."""
         if not self._changed:
             return
         self._changed = False
@@ -169,8 +168,8 @@ def _store() -> Any:
 
 
 def _groups_that_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
-    """Collective: sums over one of these after the other are sums over all ranks. Whoever agrees shares them: a group
-    is a connection to each of its ranks."""
+    """Collective: summing over these groups in turn sums over all ranks. All agreements share them, since each group
+    opens a connection to every one of its ranks."""
     world = dist.group.WORLD
     assert world is not None, "there is a group of all ranks"
     if world not in _REACHING_ALL:
@@ -195,10 +194,10 @@ def _made_to_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
 
 
 def let_go() -> None:
-    """Gives gloo's threads time to drop what they carried, for which they need the interpreter's lock.
+    """Gives gloo's threads time to drop their tensors, for which they need the interpreter's lock.
 
-    A thread that still waits for the lock when the interpreter ends aborts the process, after all is done: FSDP keeps
-    the group, and with it these threads, beyond destroy_process_group (pytorch #179291).
+    A thread that still waits for the lock when the interpreter ends aborts the process. FSDP keeps the group, and with
+    it these threads, beyond `destroy_process_group` (pytorch #179291).
     """
     if dist.is_initialized() and backend_for("cpu") == "gloo":
         time.sleep(LET_GO_S)
@@ -206,18 +205,18 @@ def let_go() -> None:
 
 def from_all_ranks(value: Value) -> list[Value]:
     """Collective: every rank's value, in order of rank."""
-    told = [value] * world_size()
+    values = [value] * world_size()
     if dist.is_initialized():
-        dist.all_gather_object(told, value)
-    return told
+        dist.all_gather_object(values, value)
+    return values
 
 
 def from_rank_0(value: Value) -> Value:
     """Collective: rank 0's value, on every rank."""
-    told = [value]
+    values = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(told)
-    return told[0]
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def sum_over_ranks(value: torch.Tensor) -> torch.Tensor:
@@ -262,9 +261,9 @@ def compare_replicas(models: Iterable[nn.Module]) -> None:
     row = [each for held in of_holders.values() for each in (_first_holder(held[0]), checksum(held))]
     table = Agreement(len(row)).gather(row)
     for column in range(0, len(row), 2):
-        for rank, told in enumerate(table):
-            first, found = int(told[column]), told[column + 1]
-            if found != table[first][column + 1]:
+        for rank, sums in enumerate(table):
+            first = int(sums[column])
+            if sums[column + 1] != table[first][column + 1]:
                 raise _unlike(rank, first)
 
 

@@ -1,4 +1,4 @@
-"""What the ranks tell each other about an attempt at a step, and what follows from it."""
+"""The report of each rank on an attempt at a step, and the result that follows from all of them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class StepResult:
     microbatches: int
     """Microbatches of each rank, in the attempt that counts."""
     recoveries: int
-    """How often the step was run again."""
+    """How often the step was repeated."""
     load: Load
     """The load of all ranks: their tokens and cost in sum, their largest microbatch."""
     retries: int = 0
@@ -86,7 +86,7 @@ class Attempt(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What a rank says about its attempt. Numbers only: they travel as one row of a table."""
+    """One rank's attempt, in numbers: they travel as one row of a table."""
 
     failed: float = 0
     """1 where it ran out of memory."""
@@ -115,7 +115,7 @@ class Report(NamedTuple):
     foreign_messages: float = 0
     """What a microbatch communicates besides FSDP."""
     averages: float = 0
-    """1 where it has gradients of a whole model, of which all ranks are to take the mean."""
+    """1 if it has gradients of a whole model, which are averaged over all ranks."""
 
     @property
     def microbatch(self) -> Microbatch:

@@ -6,9 +6,9 @@ A step is a fixed list of samples. What fits is a limit. Running out of memory c
 2. Microbatches: forward and backward, one after another, while the ledger counts FSDP's collectives.
 3. Failure: a rank that runs out of memory drops everything that the attempt has allocated.
 4. Drain: it issues the collectives that its peers still expect of it, with zeros. Now all ranks are at one position.
-5. Agreement: one small table tells every rank how all of them fared.
-6. Where nobody failed, gradients are complete. Where anybody did, all ranks discard theirs, put their random generators
-   back, take the same smaller limit, and start again at 1.
+5. Agreement: every rank gets one small table of all ranks' reports.
+6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, take
+   the same smaller limit, and start again at 1.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ class StepRunner(Generic[Sample]):
         self._ledger.forget(self.stage)
 
     def watch(self, memory: MemorySource | None) -> None:
-        """Watches memory from the next step on: results tell the peak, and a thrashing allocator changes the limit."""
+        """Watches memory from the next step on: results have its peak, and a thrashing allocator changes the limit."""
         self._gauge = self._gauge.for_memory(memory)
 
     @contextmanager
@@ -272,7 +272,7 @@ class StepRunner(Generic[Sample]):
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
             totals, failed = self._attempt(samples, plan)
-            # Before the agreement, which tells all ranks how many microbatches the next step has: no further reduction.
+            # Before the agreement, which carries the number of microbatches of the next step along.
             ahead = self._planner.look_ahead(None if upcoming is None else self.kind.lengths(upcoming), self.limit)
             reports = self._agree(totals, failed, plan, samples, len(ahead.plan) if ahead else 0)
             if not reports.failed:
@@ -387,8 +387,7 @@ class StepRunner(Generic[Sample]):
             # Gradients first: what they hold may be what the drain needs.
             self._discard()
             release()
-            # Any sample will do, since FSDP communicates parameters only; and it is run only where no record says what
-            # comes next.
+            # Any sample will do, since FSDP communicates parameters only. It runs only if there is no record yet.
             with self._around_pass("drain"):
                 self._ledger.drain(lambda: self._forward_backward([self.kind.stand_in(sample)]))
             return True
@@ -446,7 +445,7 @@ class StepRunner(Generic[Sample]):
             )
 
     def _complete(self, totals: Totals | None, reports: Reports, plan: Plan, recoveries: int) -> StepResult:
-        """Collective: nobody failed."""
+        """Collective: the result of an attempt in which no rank failed."""
         if self.trains is None:
             self.trains = any(parameter.grad is not None for parameter in self.model.parameters())
         if reports.averages:
@@ -454,7 +453,7 @@ class StepRunner(Generic[Sample]):
         return result_of(totals, reports, len(plan), recoveries)
 
     def _shrink(self, reports: Reports, step: int) -> Change:
-        """The next smaller limit; where there is none, an error that says what the failed rank had."""
+        """Takes the next smaller limit; if there is none, raises an error with the memory of the rank that failed."""
         try:
             return self._governor.out_of_memory(reports.failed, step)
         except LimitExhaustedError as error:
@@ -570,7 +569,7 @@ class Stages(dict[str, StepRunner[Sample]]):
     def run(
         self, samples: Sequence[Sample], *, step: int, upcoming: Sequence[Sample] | None = None
     ) -> dict[str, StepResult]:
-        """Collective: all stages, one after the other. Each sample keeps what a stage says of it for those to come."""
+        """Collective: all stages, one after another. Samples keep the results of a stage for those that follow."""
         return {stage: runner.run(samples, step=step, upcoming=upcoming) for stage, runner in self.items()}
 
     def watch(self, memory: MemorySource | None) -> None:
