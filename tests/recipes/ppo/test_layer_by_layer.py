@@ -23,7 +23,7 @@ from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY
 from torchtune_adaptive.tune.run.metrics import Metrics
 
 DEEP = (
-    *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=8", "embed_dim=128")),
+    *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=10", "embed_dim=128")),
     *("policy_model.intermediate_dim=256", "demo_sizes.intermediate_dim=256", "enable_activation_checkpointing=True"),
     *("batch_size=2", "ppo_batch_size=1", "ppo_epochs=1", "forward_batch_size=2", "gradient_accumulation_steps=1"),
     *("dataset.samples=12", "num_steps=12", "max_generated_tokens=4", "adaptive.round_to=none"),
@@ -117,13 +117,14 @@ def train(folder: Path, case: Case, port: int, kib: int, stop_at: int | None = N
 
 def peak_of_a_row(folder: Path, stage: str) -> int:
     record = json.loads((folder / "out" / stage / "batch_search.json").read_text())["result"]
-    [peak] = [probe["peak"] for probe in record["probes"] if probe["rows"] == 1]
-    return int(max(peak["phase_bytes"].values()))
+    return int(max(max(probe["peak"]["phase_bytes"].values()) for probe in record["points"] if probe["rows"] == 1))
 
 
 def run_cases(folder: Path, ports: list[int]) -> dict[str, Any]:
     free = iter(ports)
-    told: dict[str, Any] = {"gathered": train(folder / "gathered", Case((SEARCHED,)), next(free), 0)}
+    told: dict[str, Any] = {
+        "gathered": train(folder / "gathered", CASES["by tokens"]._replace(scarce=None), next(free), 0)
+    }
     generating, training = (peak_of_a_row(folder / "gathered", stage) for stage in ("generate", "train_policy"))
     assert training < generating, "else it is not generating that takes most"
     # prompts are shorter than what a search measures, so one of them may need a little less
