@@ -103,7 +103,7 @@ def test_a_head_that_takes_over_later_does_not_mislead():
 def search_whole_steps() -> list[SearchResult]:
     """Within a budget for 12 rows alone, or for 10 beside gradients of an earlier microbatch; rank 0 has more."""
     with MemoryMeter() as meter:
-        trained = Trained(Shape(vocabulary=64, dim=64, hidden=512))
+        trained = Trained(Shape(vocabulary=64, dim=64, hidden=256, layers=16))
         need = measured_peaks(trained, meter, (12, 13), whole_step_rows=1)[1]
         budgets = [2 * need[0], (need[0] + need[1]) // 2]
         return [search_on_rank(trained, meter, budgets, whole_step_rows=rows) for rows in (12, 13)]

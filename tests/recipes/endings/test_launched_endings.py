@@ -122,7 +122,7 @@ def test_the_first_message_is_told_once_within_two_seconds(ranks: int, failing: 
 
 def test_no_rank_outlives_a_launcher_that_was_killed(tmp_path: Path) -> None:
     """Those of the stock recipes train on without it."""
-    with tune_run_in_a_terminal(2, tmp_path, *LONG) as run:
+    with tune_run_in_a_terminal(2, tmp_path, *LONG, forked=True) as run:
         run.when(lambda: TRAINS.search(run.output), STARTS_S)
         assert len(run.ranks()) == 2
         os.kill(run.process.pid, signal.SIGKILL)

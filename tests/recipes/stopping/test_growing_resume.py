@@ -1,9 +1,10 @@
-"""A run whose batch grows, stopped after every epoch in turn and resumed, is the run that was never stopped."""
+"""A run whose batch grows, stopped between two increases and right before one, is the run that was never stopped."""
 
 from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ GROWING = (
     "optimizer.lr=0.001",
 )
 BATCH_SIZES = [1, 1, 2, 2, 4, 4]
+STOPS = (3, 4)
+"""The epochs before which the run ends."""
 
 
 def grow_at_2_and_4(epoch: int, current_batch_size: int) -> int:
@@ -36,18 +39,18 @@ def grow_at_2_and_4(epoch: int, current_batch_size: int) -> int:
 
 
 def run_all(folder: Path, ports: list[int]) -> None:
-    """Collective: a run that never stops, and one that is ended after each epoch."""
+    """Collective: a run that never stops, and one that is ended and resumed twice."""
     os.environ["MASTER_PORT"] = str(ports.pop())
     run_ours("full", demo_config("full", folder / "whole", *GROWING))
-    for epoch in range(EPOCHS):
+    for epoch, end in pairwise((0, *STOPS, EPOCHS)):
         os.environ["MASTER_PORT"] = str(ports.pop())
         resume = to_resume("full", epoch) if epoch else []
-        with stopped_before(epoch + 1) if epoch + 1 < EPOCHS else nullcontext():
+        with stopped_before(end) if end < EPOCHS else nullcontext():
             run_ours("full", demo_config("full", folder / "stopped", *GROWING, *resume))
 
 
 def test_losses_sizes_and_rates_are_those_of_the_run_that_never_stopped(tmp_path: Path) -> None:
-    run_on_ranks(2, run_all, tmp_path, free_ports(1 + EPOCHS), timeout_s=120, in_group=False)
+    run_on_ranks(2, run_all, tmp_path, free_ports(2 + len(STOPS)), timeout_s=120, in_group=False)
     whole, stopped = read_log(tmp_path / "whole" / "log.jsonl"), read_log(tmp_path / "stopped" / "log.jsonl")
     steps = [24 // (2 * size) for size in BATCH_SIZES]
     assert [step["microbatch_rows"] for step in whole] == [
