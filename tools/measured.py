@@ -119,9 +119,18 @@ LINES = (overhead, searches, recovery, saves, packing, dealing, stages, rollouts
 """Each is the name of a file, and what is said of its rows."""
 
 
+def measured_with(name: str, folder: Path) -> str:
+    """The torch of a file, and when it was made."""
+    machine = machine_of(name, folder)
+    return f"{machine['torch'].partition('+')[0]} | {machine['date']}"
+
+
 def table(folder: Path = RESULTS) -> str:
-    lines = [line(rows_of(line.__name__, folder)) for line in LINES]
-    return "\n".join(["| what | result |", "|---|---|", *(f"| {what} | {result} |" for what, result in lines)]) + "\n"
+    shown = ["| what | result | torch | date |", "|---|---|---|---|"]
+    for line in LINES:
+        what, result = line(rows_of(line.__name__, folder))
+        shown.append(f"| {what} | {result} | {measured_with(line.__name__, folder)} |")
+    return "\n".join(shown) + "\n"
 
 
 def glance(folder: Path = RESULTS) -> str:
@@ -134,22 +143,20 @@ def glance(folder: Path = RESULTS) -> str:
     ours, theirs = ([row for row in rows_of("searches", folder) if row["search"] == name] for name in SEARCHES[:2])
     probes, slower = span(row["probes"] for row in ours), span((row["ratio"] for row in theirs), 1)
     budgets = [f"{row['ratio']:.1f} × on {row['lengths']}" for row in rows_of("packing", folder) if row["ranks"] > 1]
-    machine = machine_of("faults", folder)
-    cores, torch = machine["cores"], machine["torch"].partition("+")[0]
+    recovered = f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until it regrows"
     lines = (
-        (f"measured on {cores} CPU cores, torch {torch}", "[all measurements](docs/measured.md)"),
-        ("---", "---"),
-        ("out of memory at single operations of a step", injected),
-        (
-            "cost of a recovery",
-            f"{lost} step times (a restart: {again:.0f}); later steps take {after} × as long until it regrows",
-        ),
-        ("cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
-        ("finding the batch size", f"{probes} probes, {_search(ours)} (before rounding down)"),
-        ("the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
-        ("speed-up by `token_budget: auto` over rows", ", ".join(budgets)),
+        ("faults", "out of memory at single operations of a step", injected),
+        ("recovery", "cost of a recovery", recovered),
+        ("overhead", "cost while nothing fails", f"{span(alike, 2)} × the CPU time of torchtune's step"),
+        ("searches", "finding the batch size", f"{probes} probes, {_search(ours)} (before rounding down)"),
+        ("searches", "the same with accelerate", f"{slower} × the time, {_search(theirs)}"),
+        ("packing", "speed-up by `token_budget: auto` over rows", ", ".join(budgets)),
     )
-    return "".join(f"| {what} | {result} |\n" for what, result in lines)
+    versions = [measured_with(name, folder).partition(" ")[0] for name, _, _ in lines]
+    cores = machine_of("faults", folder)["cores"]
+    head = f"| measured on {cores} CPU cores | [all measurements](docs/measured.md) | torch |\n|---|---|---|\n"
+    rows = zip(lines, versions, strict=True)
+    return head + "".join(f"| {what} | {result} | {version} |\n" for (_, what, result), version in rows)
 
 
 def begin(name: str) -> str:
