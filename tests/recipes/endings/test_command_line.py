@@ -75,22 +75,28 @@ def test_two_ranks_with_a_config_of_ours_and_overrides(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("at", "status"), [(0, 1), (1, 0)], ids=["without recovery", "with recovery"])
 def test_the_readme_begins_with_lines_that_its_commands_print(at: int, status: int, tmp_path: Path) -> None:
-    """Cut lines end with ` ...`; losses are compared to one digit, since the last ones differ from CPU to CPU."""
+    """Cut lines end with ` ...`; losses are compared to one digit, since the last ones differ from CPU to CPU.
+
+    Any step of any rank may be the first without memory: step 4 peaks 0.3 MiB below the limit, and gloo may hold a
+    gathered layer a moment longer.
+    """
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     command, block = re.findall(r"^    \$ tune run (.+)\n\n((?:    .+\n)+)", text, re.MULTILINE)[at]
     launcher, number, recipe, *config = command.split()
     assert (launcher, number) == ("--nproc_per_node", "2")
     ended = tune_run_here(recipe, *config, ranks=2, cwd=tmp_path, timeout_s=180)
     assert ended.status == status
-    seen = [_with_losses_to_one_digit(line) for line in ended.output.splitlines()]
-    shown = [_with_losses_to_one_digit(line.strip()) for line in block.splitlines()]
+    seen = [_comparable(line) for line in ended.output.splitlines()]
+    shown = [_comparable(line.strip()) for line in block.splitlines()]
     assert len(shown) == 3
     for line in shown:
         whole, cut = line.removesuffix(" ..."), line.endswith(" ...")
         assert any(each.startswith(whole) if cut else each.strip() == whole for each in seen), line
 
 
-def _with_losses_to_one_digit(line: str) -> str:
+def _comparable(line: str) -> str:
+    if "out of memory" in line:
+        return re.sub(r"\d+", "N", line.replace("error (rank 1)", "error"))
     return re.sub(r"\b(\d+\.\d)\d{3}\b", r"\1", line)
 
 
