@@ -28,10 +28,20 @@ class Totals(NamedTuple):
     sums: Mapping[str, Tensor] = MappingProxyType({})
     """Further sums over the samples, by name: tensors like `loss_sum`. Every microbatch has the same names."""
 
-    def widened(self) -> Totals:
-        """Totals in single precision at least: ranks add them up, and one that learns nothing may have them as bf16."""
-        sums = {name: _wide(value) for name, value in self.sums.items()}
-        return Totals(_wide(self.loss_sum), self.target_tokens, sums)
+    @classmethod
+    def of(cls, returned: object) -> Totals:
+        """Checks what a microbatch returned. Its sums become single precision at least, since ranks add them up, and a
+        rank without labels may have them as bf16."""
+        if not isinstance(returned, Totals):
+            raise TypeError(
+                f"forward_backward returned {type(returned).__name__}; it has to return "
+                "Totals(loss.detach(), target_tokens)"
+            )
+        for name, value in {"loss_sum": returned.loss_sum, **returned.sums}.items():
+            if not isinstance(value, Tensor) or value.dim() or value.requires_grad:
+                raise TypeError(f"{name} of Totals has to be a detached tensor without dimensions, but is {value!r}")
+        sums = {name: _wide(value) for name, value in returned.sums.items()}
+        return cls(_wide(returned.loss_sum), int(returned.target_tokens), sums)
 
     def plus(self, other: Totals) -> Totals:
         """The totals of both; raises where one has sums that the other has not."""

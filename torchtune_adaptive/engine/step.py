@@ -178,6 +178,8 @@ class StepRunner(Generic[Sample]):
         self.recovery = recovery or Recovery(model)
         if not any(model is known for known in self.recovery.models):
             raise ValueError("the model of a StepRunner has to be one of its Recovery's: pass it to Recovery(...)")
+        if not hasattr(limit, "by_length"):
+            raise TypeError(f"the limit of a StepRunner is {limit!r}; pass RowLimit({limit!r}) or a TokenLimit")
         self.recovers = self.recovery.enabled
         """Whether an attempt can be repeated; False from the moment on that its microbatches communicate themselves."""
         self.trains: bool | None = None
@@ -355,7 +357,7 @@ class StepRunner(Generic[Sample]):
         try:
             self._ledger.begin_microbatch(number)
             with self._around_pass("microbatch"), self._ledger.listening():
-                totals = self._forward_backward(samples).widened()
+                totals = Totals.of(self._forward_backward(samples))
             self._ledger.end_microbatch()
             return totals if before is None else before.plus(totals)
         except Exception as error:

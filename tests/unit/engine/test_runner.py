@@ -317,3 +317,27 @@ def test_a_runner_whose_recovery_does_not_know_its_model_is_refused():
             limit=RowLimit(1),
             recovery=Recovery(a_model()),
         )
+
+
+@pytest.mark.parametrize(
+    ("returned", "told"),
+    [
+        (torch.ones(()), "returned Tensor; it has to return Totals"),
+        ((torch.ones(()), 3), "returned tuple; it has to return Totals"),
+        (None, "returned NoneType; it has to return Totals"),
+        (Totals(1.5, 3), "loss_sum of Totals has to be a detached tensor without dimensions, but is 1.5"),
+        (Totals(torch.ones(2), 3), "loss_sum of Totals has to be a detached tensor"),
+        (Totals(torch.ones((), requires_grad=True), 3), "loss_sum of Totals has to be a detached tensor"),
+        (Totals(torch.ones(()), 3, {"margin": 2}), "margin of Totals has to be a detached tensor"),
+    ],
+)
+def test_a_microbatch_that_returns_no_totals_is_an_error_with_the_remedy(returned: object, told: str):
+    runner = runner_of(a_model(), 8, forward_backward=lambda samples: returned)
+    with pytest.raises(TypeError, match=told):
+        runner.run(SAMPLES, step=0)
+
+
+def test_a_number_is_no_limit():
+    model = a_model()
+    with pytest.raises(TypeError, match=r"the limit of a StepRunner is 4; pass RowLimit\(4\) or a TokenLimit"):
+        StepRunner(model, forward_backward_of(model), kind=SampleKind(length_of=len, stand_in=lambda s: s), limit=4)
