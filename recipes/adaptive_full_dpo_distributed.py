@@ -95,7 +95,7 @@ class AdaptiveFullDPODistributed:
 
     def train(self) -> None:
         devices.start_clean(self._place.device)
-        losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss), False
+        losses, stopping = LossWatch(self._settings.adaptive.max_skipped_steps), False
         self._profiler.start()
         with self.parts.training(suspects=self.course.suspects):
             for sizes in self.course.epochs[self.progress.epochs_run :]:

@@ -90,7 +90,7 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def train(self) -> None:
         devices.start_clean(self._place.device)
-        losses, stopping = LossWatch(self._settings.adaptive.on_nan_loss, TRAINED_FILES), False
+        losses, stopping = LossWatch(self._settings.adaptive.max_skipped_steps, TRAINED_FILES), False
         self._profiler.start()
         with self.parts.training(suspects=2 * self._settings.batch_size):
             for sizes in self.epochs[self.progress.epochs_run :]:

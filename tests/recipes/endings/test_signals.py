@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,11 +161,23 @@ def test_a_search_that_outlasts_the_time_that_is_left_says_that_nothing_is_saved
     assert told(ended[0].lines) == "stopped during the search, before the first step; nothing is saved"
 
 
+class Poison(torch.optim.AdamW):
+    """Leaves weights that are NaN from its second step on."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        if self.steps > 1:
+            self.param_groups[0]["params"][0].detach().fill_(torch.nan)
+        return super().step(closure)
+
+
 def test_steps_that_are_not_saved_are_told(tmp_path: Path) -> None:
     """Weights that are NaN are not: they would only push out those that are not."""
     place = tmp_path / "run" / "out" / "step_1"
-    poison = ("optimizer.lr=1e30", "adaptive.on_nan_loss=warn")
-    ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", *poison, blow=Blow(3))
+    poison = f"optimizer._component_={__name__}.Poison"
+    ended = live_on_ranks(1, "full", tmp_path / "run", *RUN, "save_every_n_steps=1", poison, blow=Blow(3))
     assert told(ended[0].lines) == f"stopped after step 3, and steps 2 to 3 are not saved; last checkpoint: {place}"
 
 

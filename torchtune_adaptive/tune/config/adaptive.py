@@ -55,12 +55,12 @@ class AdaptiveConfig:
         200,
         means="steps without trouble before a reduced limit tries the next larger size; 0: never",
     )
-    on_nan_loss: str = option(
-        one_of("warn", "stop"),
-        "warn",
+    max_skipped_steps: int = option(
+        COUNT_OR_0,
+        10,
         means=(
-            "reaction to the first step whose loss or gradient norm is NaN or infinite: `warn` and continue, or"
-            " `stop` the run on all ranks"
+            "consecutive steps whose loss or gradients may be NaN or infinite before the run ends, on all ranks."
+            " Such gradients never update the weights"
         ),
     )
     silent_rank_timeout: float | None = option(

@@ -12,8 +12,6 @@ from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 
-STOP = "stop"
-
 
 class LossWatch:
     """Follows the losses of a run. They are those of all ranks together, so every rank comes to the same verdict.
@@ -21,35 +19,38 @@ class LossWatch:
     Call it once the loss is a number on the host anyway, that is for the log: nothing here waits for a GPU.
     """
 
-    def __init__(self, on_nan_loss: str, files: str = "checkpointer.checkpoint_files") -> None:
-        self._stops = on_nan_loss == STOP
+    def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
+        self._max_skipped = max_skipped_steps
         self._files = files
         self._steps = 0
         self._learning_steps = 0
         self._nan_steps = 0
-        self._said = self._said_why_not_saved = False
+        self._nan_in_a_row = 0
+        self._said_why_not_saved = False
 
-    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None = None) -> None:
-        """Warns, or raises NotLearningError, when the loss or the gradient norm is NaN or infinite."""
+    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
+        """Warns of the first of several steps whose loss or gradient norm is NaN or infinite, and raises
+        NotLearningError after too many. Without a norm, an optimizer in the backward has updated the weights."""
         self._steps += 1
         self._learning_steps += target_tokens > 0
         self._nan_steps += not math.isfinite(loss)
-        for what, value in (("loss", loss), ("gradient norm", grad_norm)):
-            if value is not None and not math.isfinite(value):
-                self._report(f"step {step}: the {what} is {value}")
-                return
-
-    def _report(self, fact: str) -> None:
-        if self._stops:
+        broken = [("loss", loss), ("gradient norm", 0.0 if grad_norm is None else grad_norm)]
+        facts = [f"the {name} is {value}" for name, value in broken if not math.isfinite(value)]
+        if not facts:
+            self._nan_in_a_row = 0
+            return
+        self._nan_in_a_row += 1
+        fact = f"step {step}: {facts[0]}"
+        if self._nan_in_a_row > self._max_skipped:
+            steps = count_of(self._nan_in_a_row, "consecutive step")
             raise NotLearningError(
-                f"{fact}, and adaptive.on_nan_loss is stop; start a new run with a lower optimizer.lr, a "
-                "clip_grad_norm or dtype: fp32, from the weights of the last checkpoint if there is one"
+                f"{fact}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; start a new run with a "
+                "lower optimizer.lr, a clip_grad_norm or dtype: fp32, from the weights of the last checkpoint if there "
+                "is one"
             )
-        if not self._said and dist.get_rank() == 0:
-            logger.warning(
-                "%s; the weights are probably NaN from here on (adaptive.on_nan_loss: stop would end the run)", fact
-            )
-        self._said = True
+        if self._nan_in_a_row == 1 and dist.get_rank() == 0:
+            skipped = grad_norm is not None and not math.isfinite(grad_norm)
+            logger.warning("%s; %s", fact, "the weights are not updated" if skipped else "the weights may be NaN now")
 
     def worth_saving(self, step: int) -> bool:
         """Whether a step checkpoint should be saved; raises NotLearningError if every loss so far was NaN.

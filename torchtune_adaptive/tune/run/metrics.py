@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -58,6 +59,7 @@ class Metrics:
         self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
         self._trend: _Trend | None = None
+        self._skipped = 0
         self._checkpoints_in = checkpoint_directory(settings)
         self._logger_failed = False
         if self._shown:
@@ -96,6 +98,7 @@ class Metrics:
         now = time.perf_counter()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
         norm = {} if grad_norm is None else {"grad_norm": grad_norm}
+        self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
         figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
         memory = {} if result.memory is None else result.memory._asdict()
         sharing = self._sharing_ranks
@@ -106,7 +109,9 @@ class Metrics:
             **memory,
         }
         self._show(step, "loss", loss, decimals=4)
-        self._log(step, {**figures, **(more or {}), "oom_recoveries": recoveries}, run)
+        self._log(
+            step, {**figures, **(more or {}), "oom_recoveries": recoveries, "skipped_updates": self._skipped}, run
+        )
         return loss
 
     def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 
-def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Collective: scales gradients so that their norm is at most this, and returns what it was.
+def clip(parameters: Iterable[nn.Parameter], max_norm: float | None) -> float:
+    """Collective: the norm of all gradients, which are scaled so that it is at most `max_norm`, if there is one.
 
     Under tensor parallelism some are spread over more ranks than others, and torch takes no norm over both: it is
     taken of each kind, then of these norms.
@@ -21,12 +21,15 @@ def clip(parameters: Iterable[nn.Parameter], max_norm: float) -> float:
             kinds.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter)
     if len(kinds) < 2:
         same = next(iter(kinds.values()), [])
-        return float(_whole(nn.utils.clip_grad_norm_(same, max_norm)))
+        if max_norm is not None:
+            return float(_whole(nn.utils.clip_grad_norm_(same, max_norm)))
+        return float(_whole(nn.utils.get_total_norm([each.grad for each in same if each.grad is not None])))
     gradients = ([each.grad for each in kind if each.grad is not None] for kind in kinds.values())
     norms = [_whole(nn.utils.get_total_norm(each)) for each in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
-    for kind in kinds.values():
-        nn.utils.clip_grads_with_norm_(kind, max_norm, norm, foreach=False)
+    if max_norm is not None:
+        for kind in kinds.values():
+            nn.utils.clip_grads_with_norm_(kind, max_norm, norm, foreach=False)
     return float(norm)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -72,7 +73,8 @@ class Optimization:
         """Collective where it clips: one update, from gradients that are summed over so many target tokens, or pairs;
         where several models are updated at once, of each by its name.
 
-        Returns the gradient's norm if that was computed.
+        Returns the gradients' norm, or None where they are used up inside the backward. Gradients that are NaN or
+        infinite update nothing; the schedule moves on.
         """
         norm = self._apply(summed_over)
         if self._scheduler is not None:
@@ -138,8 +140,8 @@ def _update(
     optimizer: torch.optim.Optimizer,
     max_norm: float | None,
     summed_over: SummedOver,
-) -> float | None:
-    """One update, from gradients that are summed over target tokens, or pairs, and averaged over ranks."""
+) -> float:
+    """One update, from gradients that are summed over target tokens, or pairs, and averaged over ranks; their norm."""
     # FSDP averages over ranks: times their number, over the step's tokens, makes it the mean over tokens.
     # A step without any has no gradients but zeros.
     ranks = dist.get_world_size()
@@ -148,8 +150,9 @@ def _update(
         # a tensor is on the device, where nothing waits for it
         scale = ranks / count.clamp(min=1) if isinstance(count, Tensor) else torch.tensor(ranks / max(1, count))
         training.scale_grads(model.get_submodule(name), scale)
-    norm = None if max_norm is None else clip(model.parameters(), max_norm)
-    optimizer.step()
+    norm = clip(model.parameters(), max_norm)
+    if math.isfinite(norm):  # else the weights stay as they are, on all ranks
+        optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return norm
 
