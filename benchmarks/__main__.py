@@ -25,8 +25,8 @@ BENCHMARKS = (
     "rollouts",
     "scaling",
 )
-BY_NAME = ("learning",)
-"""Run where it is asked for: it shows that PPO learns, and times nothing."""
+BY_NAME = ("learning", "plans")
+"""Run where they are asked for: PPO learns, and forecasts of every config. They time nothing."""
 
 
 def main() -> None:

@@ -7,20 +7,25 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
-from torchtune_adaptive.forecast.which_recipe import training_of
+from torchtune_adaptive.forecast.which_recipe import trains_with_ppo, training_of
 from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
+from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.rules import keys_of, read, value_at
+from torchtune_adaptive.tune.config.rules import MOST_TOKENS, keys_of, read, value_at
+from torchtune_adaptive.tune.config.signatures import COMPONENT
+from torchtune_adaptive.tune.parts.culprits import longest_taken
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 from torchtune_adaptive.wording import did_you_mean
 
@@ -37,10 +42,36 @@ def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Qu
     question = Question(cfg, read(PlanSettings, cfg), config_name, given)
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
         raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
+    _check_optimizer(cfg)
     training_of(cfg).read(cfg)
     for each in question.each():
-        each.overhead_bytes, each.lengths  # noqa: B018
+        each.overhead_bytes  # noqa: B018
+        _check_length(each)
     return question
+
+
+def _check_optimizer(cfg: DictConfig) -> None:
+    """bitsandbytes is no dependency, and half of torchtune's configs for one GPU name it."""
+    name = str(value_at(cfg, f"optimizer.{COMPONENT}"))
+    if name.startswith("bitsandbytes.") and find_spec("bitsandbytes") is None:
+        bits = "torchao.optim.AdamW8bit" if name.endswith("8bit") else "torch.optim.AdamW"
+        raise ConfigError(
+            f"optimizer is {name}, which is not installed: pip install bitsandbytes, or ask about "
+            f"optimizer.{COMPONENT}={bits}, whose state stays on the GPU"
+        )
+
+
+def _check_length(question: Question) -> None:
+    what = "lengths" if question.lengths else "sequence_length"
+    answer = int(question.cfg.max_generated_tokens) if trains_with_ppo(question.cfg) else 0
+    tokens, most = question.length + answer, question.most_tokens
+    if tokens > most:
+        plus = f" and max_generated_tokens {answer}" * bool(answer)
+        raise ConfigError(
+            f"{what}: samples of {question.length} tokens{plus}, but the model takes at most {most} (its max_seq_len)"
+        )
+    if tokens < 2:
+        raise ConfigError(f"{what} is {tokens}: a sample needs at least 2 tokens, one of which is predicted")
 
 
 @dataclass(frozen=True)
@@ -102,7 +133,14 @@ class Question:
         if self.lengths and self.plan.sequence_length is None:
             return max(self.lengths)
         given: Any = self.plan.sequence_length or value_at(self.cfg, "adaptive.sequence_length")
-        return int(given or value_at(self.cfg, "tokenizer.max_seq_len") or ASSUMED_TOKENS)
+        return int(given or value_at(self.cfg, "tokenizer.max_seq_len") or min(ASSUMED_TOKENS, self.most_tokens))
+
+    @cached_property
+    def most_tokens(self) -> int:
+        """The longest sequence that the model takes."""
+        with torch.device("meta"):
+            model = components.build("policy_model" if trains_with_ppo(self.cfg) else "model", self.cfg)
+        return longest_taken([model]) or MOST_TOKENS
 
     @property
     def batch_size(self) -> int | None:

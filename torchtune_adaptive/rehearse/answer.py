@@ -109,8 +109,8 @@ class Rehearsed:
             cached = error["reserved_bytes"] - error["allocated_bytes"]
             lines += [
                 "",
-                f"at {error['file']}:{error['line']}, in",
-                f"  {error['operation']}",
+                f"at {error['file']}:{error['line']}: {error['source']}",
+                *[f"in {error['operation']}"] * (error["operation"] != error["source"]),
                 f"requested {_size(error['asked_bytes'])}; "
                 f"free {_size(error['free_bytes'])} on the card, {_size(cached)} in the allocator's cache",
             ]
@@ -124,6 +124,10 @@ class Rehearsed:
                 f"{_size(self.overhead_bytes)} are left to CUDA's context, NCCL and libraries (--memory-overhead)",
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
             ]
+        if replays := self.rest.get("replays"):
+            lines.append(
+                f"CUDA graphs were replayed {replays} times; optimizers inside of them are not counted as steps"
+            )
         return "\n".join(lines)
 
     def _shown(self) -> list[dict[str, int]]:

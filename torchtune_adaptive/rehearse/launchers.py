@@ -58,6 +58,9 @@ def check(command: Sequence[str]) -> None:
     words = command[1:] if is_python(command[0]) else command
     if not words or (words[0] == "-m" and len(words) < 2):
         raise ValueError(f"{' '.join(command)} names no script")
+    named = {word.partition("=")[0].replace("_", "-") for word in words}
+    if _launched(command).startswith("accelerate") and "--num-machines" in named and "--machine-rank" not in named:
+        raise ValueError("accelerate needs --machine_rank beside --num_machines: add --machine_rank 0")
     if words[0] == "-m":
         return
     if words[0].startswith("-"):

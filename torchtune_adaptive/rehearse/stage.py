@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -62,9 +63,13 @@ def _number(tensor: torch.Tensor) -> Any:
     if hasattr(tensor, _ALL):
         return True
     if tensor.dtype is torch.bool:
-        caller = sys._getframe(1)
-        return linecache.getline(caller.f_code.co_filename, caller.f_lineno).lstrip().startswith("assert")
+        return any(_asserts(frame) for frame in (sys._getframe(1), sys._getframe(2)))
     return 0.0 if tensor.is_floating_point() else tensor.cpu().item()
+
+
+def _asserts(frame: FrameType) -> bool:
+    """Whether it evaluates an assertion: that of a helper is one frame further out."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("assert")
 
 
 def _leave(status: int) -> None:
@@ -139,13 +144,21 @@ def _take_first_choices() -> None:
 
     @functools.wraps(compiles)
     def compile_first(*args: Any, **kwargs: Any) -> Any:
-        from torch._inductor import select_algorithm  # takes a second, and few scripts compile
+        from torch._dynamo.callback import callback_handler
 
-        select_algorithm.clear_preprocessing_fns()
-        select_algorithm.add_preprocessing_fn(lambda choices: choices[:1])
+        if _choose_first not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(_choose_first)
         return compiles(*args, **kwargs)
 
     replace(compiles, compile_first)
+
+
+def _choose_first(*_: object) -> None:
+    """Called when something is compiled, which most of what torch.compile is given never is."""
+    from torch._inductor import select_algorithm
+
+    select_algorithm.clear_preprocessing_fns()
+    select_algorithm.add_preprocessing_fn(lambda choices: choices[:1])
 
 
 def run(command: Sequence[str]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdRef
 
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.rehearse.holders import holders
@@ -28,7 +29,7 @@ class StepWriter:
     """Steps are told by the optimizers, without the script's help.
 
     A step is over when every optimizer that took part in the first one has stepped. Of the first one that is known when
-    an optimizer steps again.
+    an optimizer steps again. An optimizer is known by a parameter that it updates: scripts may make new ones.
     """
 
     def __init__(self, path: Path, *, most_steps: int) -> None:
@@ -37,15 +38,23 @@ class StepWriter:
         self._most_steps = most_steps
         self._peaks = Peaks()
         self._steps = 0
-        self._stepped: set[int] = set()
-        self._all: set[int] | None = None
+        self._stepped: set[WeakIdRef] = set()
+        self._all: set[WeakIdRef] | None = None
         self._reading = Usage()
+        self._replays = 0
 
     def __enter__(self) -> None:
         # not before the script: whether CUDA has started decides where a DeviceMesh puts the rank, and what may fork
         torch.cuda._lazy_call(self._cuda_starts)
         register_optimizer_step_post_hook(self._optimizer_stepped)
         REHEARSAL.when_tried.append(self._tried)
+        replay = torch.cuda.CUDAGraph.replay
+
+        def counted(graph: torch.cuda.CUDAGraph) -> None:
+            self._replays += 1
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
 
     def _cuda_starts(self) -> None:
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")
@@ -55,7 +64,7 @@ class StepWriter:
         if self._stepped:
             self._step_is_over()
         self._reading.add(self._peaks.read())
-        self._write("end", {**self._reading.figures(), "error": _error(error)})
+        self._write("end", {**self._reading.figures(), "error": _error(error), "replays": self._replays})
 
     def _tried(self) -> None:
         """What a script only tried counts for no step."""
@@ -65,11 +74,12 @@ class StepWriter:
         if REHEARSAL.trying:
             return
         reading = self._peaks.read()
-        if id(optimizer) in self._stepped:
+        updates = WeakIdRef(next((each for group in optimizer.param_groups for each in group["params"]), optimizer))
+        if updates in self._stepped:
             self._all = self._stepped
             self._step_is_over()
         self._reading.add(reading)
-        self._stepped = self._stepped | {id(optimizer)}
+        self._stepped = self._stepped | {updates}
         if self._all is None and not self._steps:  # if the script is killed before another step tells
             self._write("first", {"step": 1, **self._reading.figures()})
         if self._stepped == self._all:
@@ -80,7 +90,7 @@ class StepWriter:
         self._write("step", {"step": self._steps, **self._reading.figures()})
         self._reading, self._stepped = Usage(), set()
         if self._steps == self._most_steps:
-            self._write("end", {**Usage().figures(), "error": None})
+            self._write("end", {**Usage().figures(), "error": None, "replays": self._replays})
             flush()
             os._exit(0)  # nothing that the script catches, or does at its end
 
@@ -97,6 +107,7 @@ class StepWriter:
                 "tried": REHEARSAL.trying,
                 "file": where[0],
                 "line": where[1],
+                "source": linecache.getline(*where).strip(),
                 "operation": node.name() if node else linecache.getline(*frames[0]).strip(),
                 "asked_bytes": asked,
                 "free_bytes": free,
@@ -133,4 +144,6 @@ def _error(error: BaseException | None) -> str | None:
     """What ended the script; None where it ended well."""
     if isinstance(error, SystemExit):
         return None if error.code in (None, 0) else f"exit status {error.code}"
+    if isinstance(error, torch.OutOfMemoryError):  # its message is of one line, and long
+        return f"OutOfMemoryError: {str(error).partition('. GPU')[0]}"
     return None if error is None else f"{type(error).__name__}: {error}".splitlines()[0]

@@ -18,6 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.parts.checkpoints.manifest import Manifest, changed_file, read_manifest
 
 SAVING = ".saving"
@@ -79,6 +80,9 @@ def compared(complete: FoundCheckpoint) -> FoundCheckpoint:
 def publish(directory: Path, name: str) -> Path:
     """Moves a checkpoint that lies complete in `.saving` to its place, so that it survives a crash of the machine."""
     staged, place = directory / SAVING / name, directory / name
+    if REHEARSAL.on:  # no run is to resume from zeros
+        discard_staged(directory)
+        return place
     for path in sorted(staged.rglob("*")):
         _sync(path)
     _sync(staged)

@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.config import components
 from torchtune_adaptive.tune.config.settings import AUTO, Settings
 from torchtune_adaptive.tune.parts.checkpoints import folders
@@ -109,6 +110,8 @@ def _has_begun_under(launchers: Sequence[str], settings: Settings) -> bool:
 
 def _note(start: Start, settings: Settings, launchers: list[str]) -> None:
     """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
+    if REHEARSAL.on:
+        return
     THIS_RUN.places = tuple(places_of(settings))
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:

@@ -1,0 +1,64 @@
+"""What `adaptive_plan` answers for every config of this package but the demos, as 1, 8 and 64 ranks of three cards.
+
+Each answer is written down as soon as it is there, and a run goes on where the last one ended: delete the file to begin
+anew. An answer takes 10 to 40 CPU seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from benchmarks.results import RESULTS, Result, Row, save
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.forecast.keys import PlanSettings
+from torchtune_adaptive.forecast.measure import measure
+from torchtune_adaptive.forecast.question import Question
+from torchtune_adaptive.tune.start.catalogue import installed_configs
+
+NAME = "plans"
+RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")
+NOTE = (
+    "rows of 4096 tokens and bytes of rank 0, as adaptive_plan answers them; seconds are CPU time of the rehearsal. "
+    "imitated rows: what adaptive_plan answered before it rehearsed (2026-11-23, torch 2.13.0), where that is on record"
+)
+
+
+def run(_: int) -> Result:
+    path = RESULTS / f"{NAME}.json"
+    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+    known = {(row["config"], row["ranks"], row["card"]) for row in rows}
+    for name, ranks, card in _questions():
+        if (name, ranks, card) not in known:
+            rows.append({"config": name, "ranks": ranks, "card": card, **_answer(name, ranks, card)})
+            save(NAME, rows, NOTE)
+            print(rows[-1], flush=True)
+    return Result(rows, NOTE)
+
+
+def _questions() -> Iterator[tuple[str, int, str]]:
+    names = [name for name in installed_configs() if "/demo/" not in name]
+    return ((name, ranks, card) for ranks in RANKS for name in names for card in CARDS)
+
+
+def _answer(name: str, ranks: int, card: str) -> dict[str, Any]:
+    cfg = OmegaConf.load(installed_configs()[name])
+    assert isinstance(cfg, DictConfig)
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    try:
+        found = measure(Question(cfg, PlanSettings(world_size=ranks, memory_limit=card), name))
+    except AdaptiveError as error:
+        return {"refused": str(error).splitlines()[0]}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    stages = {stage: search.get("rows") for stage, search in found.searches.items()}
+    return {
+        "rows": (stages if len(stages) > 1 else found.rows) if found.fits else 0,
+        **(found.most if found.fits else {"does not fit": found.why_not}),
+        "seconds": round(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime, 1),
+        "wall": round(time.perf_counter() - began, 1),
+    }
