@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
-from torchtune_adaptive.forecast.which_recipe import trains_with_ppo, training_of
+from torchtune_adaptive.forecast.which_recipe import training_of, trains_with_ppo
 from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of

@@ -125,9 +125,7 @@ class Rehearsed:
                 "no kernel ran: every loss is 0, and branches on values may differ in training",
             ]
         if replays := self.rest.get("replays"):
-            lines.append(
-                f"CUDA graphs were replayed {replays} times; optimizers inside of them are not counted as steps"
-            )
+            lines.append(f"CUDA graphs were replayed {replays} times: optimizers in them are not counted as steps")
         return "\n".join(lines)
 
     def _shown(self) -> list[dict[str, int]]:
