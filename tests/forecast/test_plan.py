@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.forecast.two_ranks import errors_and_flushes, question, trained
 from tests.null.processes import skip_without_null_device
+from torchtune_adaptive.forecast.measure import measure
 
 GIB = 2**30
 SMALL = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")
@@ -81,10 +83,36 @@ def test_every_recipe_answers_by_stage(config: str, stages: set[str], tmp_path: 
     assert stages <= {row["stage"] for row in found["predictions"] if row["chosen"]}
 
 
-def test_what_the_recipe_refuses_is_refused(tmp_path: Path) -> None:
-    ended = asked(*DEMO, "memory_limit=h100", "sequence_length=5000", cwd=tmp_path)
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("sequence_length=5000",), "samples of 5000 tokens, but the model takes at most 4096"),
+        (("sequence_length=1",), "a sample needs at least 2 tokens"),
+        (("optimizer._component_=bitsandbytes.optim.PagedAdamW8bit",), "pip install bitsandbytes"),
+        (("model.num_heads=7",), "num_heads"),
+    ],
+)
+def test_what_the_recipe_refuses_is_refused(words: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    ended = asked(*DEMO, "memory_limit=h100", *words, cwd=tmp_path)
     assert ended.returncode == 1
-    assert "5000" in ended.stderr.splitlines()[-1]
+    assert says in ended.stderr.splitlines()[-1]
+
+
+def test_lengths_are_those_of_the_configs_own_dataset(tmp_path: Path) -> None:
+    found = answer("adaptive/demo/full", "device=cuda", "world_size=2", "memory_limit=8GiB", "lengths=dataset",
+                   "steps=3", cwd=tmp_path)  # fmt: skip
+    (over_time,) = found["over_time"]
+    assert (len(over_time["steps"]), over_time["recoveries"]) == (3, 0)
+
+
+def test_recoveries_and_flushes_are_those_of_a_run_on_two_ranks() -> None:
+    asked = question(12, alike=True)
+    found, ranks = measure(asked).rehearsed, trained(asked)
+    assert len(ranks) == 2
+    for rank in ranks:
+        assert errors_and_flushes(found) == errors_and_flushes(rank)
+        assert found.steps == rank.steps
+    assert sum(errors for errors, _ in errors_and_flushes(found)) > 0
 
 
 def test_lengths_that_vary_are_told_over_time(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 python -m tests.forecast.two_ranks        200 steps; writes benchmarks/results/over_time.json
 
-NCCL sends nothing on a null device, but ranks agree for real: one that runs out of memory makes the other repeat its step.
+NCCL sends nothing on a null device, but ranks agree for real: one that runs out of memory makes the other repeat its
+step.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
-from tests.null.processes import skip_without_null_device
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.measure import measure, rehearsed_config
 from torchtune_adaptive.forecast.question import Question
@@ -30,13 +29,16 @@ SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4
 RUN = ("device=cuda", "use_maximum_batch_size=False", "gradient_accumulation_steps=1", "seed=3")
 
 
-def question(steps: int, *words: str, lengths: str = "100:2000", memory: str = "4500MiB") -> Question:
-    cfg = OmegaConf.load(locate("adaptive/demo/full"))
-    given = (*SIZES, *RUN, "batch_size=16", *words)
-    cfg = OmegaConf.merge(cfg, OmegaConf.from_dotlist([*given]))
+def question(steps: int, *, alike: bool, memory: str = "4500MiB") -> Question:
+    """`alike`: both ranks have samples of the same lengths, so that neither waits for the other to recover."""
+    given = (*SIZES, *RUN, "batch_size=16")
+    cfg = OmegaConf.merge(OmegaConf.load(locate("adaptive/demo/full")), OmegaConf.from_dotlist([*given]))
     assert isinstance(cfg, DictConfig)
-    settings = PlanSettings(world_size=RANKS, memory_limit=memory, lengths=lengths, steps=steps)
-    return Question(cfg, settings, "adaptive/demo/full", given)
+    settings = PlanSettings(world_size=RANKS, memory_limit=memory, lengths="100:2000", steps=steps)
+    asked = Question(cfg, settings, "adaptive/demo/full", given)
+    if alike:
+        vars(asked)["lengths"] = [length for length in asked.lengths for _ in range(RANKS)]
+    return asked
 
 
 def trained(question: Question) -> list[Rehearsed]:
@@ -58,31 +60,30 @@ def trained(question: Question) -> list[Rehearsed]:
         return [Rehearsed.read(folder / f"rank{rank}.jsonl", rank=rank, **about) for rank in range(RANKS)]
 
 
-def errors_by_step(found: Rehearsed) -> list[int]:
-    return [sum(each["step"] == step["step"] for each in found.errors) for step in found.steps]
+def errors_and_flushes(found: Rehearsed) -> list[tuple[int, int]]:
+    """Of each step."""
+    return [(sum(error["step"] == step["step"] for error in found.errors), step["flushes"]) for step in found.steps]
 
 
-def main(words: Sequence[str]) -> None:
-    skip_without_null_device()
-    steps = int(words[0]) if words else 200
-    asked = question(steps, *words[1:])
-    said, ranks = measure(asked).rehearsed, trained(asked)
-    rows = [
-        {
-            "step": step["step"],
-            "rehearsed reserved": step["reserved_bytes"],
-            "trained reserved": [rank.steps[at]["reserved_bytes"] for rank in ranks],
-            "rehearsed flushes": step["flushes"],
-            "trained flushes": [rank.steps[at]["flushes"] for rank in ranks],
-            "rehearsed errors": errors_by_step(said)[at],
-            "trained errors": [errors_by_step(rank)[at] for rank in ranks],
+def main(steps: int = 200) -> None:
+    rows = []
+    for alike in True, False:
+        asked = question(steps, alike=alike)
+        found = {"rehearsed": measure(asked).rehearsed, **{f"rank {each.rank}": each for each in trained(asked)}}
+        by_step = {name: errors_and_flushes(each) for name, each in found.items()}
+        row = {
+            "ranks have the same lengths": alike,
+            "steps": steps,
+            "steps alike": sum(of == by_step["rehearsed"][at] for at, of in enumerate(by_step["rank 0"])),
+            "out-of-memory errors": {name: sum(errors for errors, _ in of) for name, of in by_step.items()},
+            "steps that flush": {name: sum(flushes > 0 for _, flushes in of) for name, of in by_step.items()},
+            "reserved_bytes": {name: max(step["reserved_bytes"] for step in of.steps) for name, of in found.items()},
+            "errors and flushes": by_step,
         }
-        for at, step in enumerate(said.steps)
-    ]
-    for row in rows:
-        print(row)
-    save("over_time", rows, "the rehearsed rank and the two ranks of a run, step by step; see tests/forecast/two_ranks.py")
+        rows.append(row)
+        print(row, flush=True)
+    save("over_time", rows, "a rehearsal and a run on two ranks that agree over gloo: tests/forecast/two_ranks.py")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*map(int, sys.argv[1:]))

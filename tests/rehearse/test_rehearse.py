@@ -73,6 +73,7 @@ def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(reh
     assert error["asked_bytes"] == 704 * 2 * 2**20  # 90,000 rows, in the blocks that the allocator takes
     assert error["file"].endswith("train.py")
     assert "model(torch.randn" in TRAINS.splitlines()[error["line"] - 1]
+    assert error["source"] == TRAINS.splitlines()[error["line"] - 1].strip()
     assert "F.linear" in error["operation"]
     held = error["held_bytes"]
     assert (held["parameters"], held["optimizer"]) == (WEIGHTS, 2 * WEIGHTS)
@@ -105,7 +106,7 @@ def test_launchers_are_seen_through(rehearse: Rehearse) -> None:
     assert "ranks [0, 0, 0, 0]" in answer.printed
 
 
-def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse) -> None:
+def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehearse, tmp_path: Path) -> None:
     recipe = ("tune", "run", "--nproc_per_node", "2", "adaptive_full_finetune_distributed")
     config = ("--config", "adaptive/demo/full", "device=cuda", "adaptive.memory_limit=null", "max_steps_per_epoch=6")
     asked = ("use_maximum_batch_size=False", "batch_size=4", "gradient_accumulation_steps=1", "seed=1")
@@ -115,6 +116,8 @@ def test_a_recipe_that_recovers_fits_and_its_errors_are_counted(rehearse: Rehear
     assert len(answer.found["caught"]) > 0
     assert "recovered from" in answer.found["verdict"]
     assert len(answer.found["steps"]) == 10
+    written = [path.name for path in (tmp_path / "runs" / "demo" / "full").iterdir()]
+    assert not {"adaptive_run.json", "epoch_0", "latest"} & set(written)  # nothing that a run could resume from
 
 
 def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse) -> None:
@@ -131,6 +134,34 @@ def test_ddp_and_optimizers_in_the_backward_take_steps(rehearse: Rehearse) -> No
     """
     answer = rehearse(script, "--ranks", "8")
     assert [each["step"] for each in answer.found["steps"]] == [1, 2, 3]
+
+
+def test_a_new_optimizer_each_time_takes_steps_and_a_graph_that_is_replayed_takes_none(rehearse: Rehearse) -> None:
+    script = """
+        import torch
+
+        model, rows = torch.nn.Linear(1024, 1024).cuda(), torch.zeros(8, 1024, device="cuda")
+
+        def step():
+            optimizer = torch.optim.SGD(model.parameters())
+            model(rows).sum().backward()
+            optimizer.step()
+
+        def finite(loss):
+            return bool(loss > 0)
+
+        for _ in range(3):
+            step()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            model(rows)
+        for _ in range(5):
+            graph.replay()
+        assert finite(model(rows).sum())
+    """
+    answer = rehearse(script, json_format=False)
+    assert "(3 steps)" in answer.found.splitlines()[0]
+    assert answer.found.splitlines()[-1].startswith("CUDA graphs were replayed 5 times")
 
 
 @pytest.mark.parametrize(

@@ -65,8 +65,8 @@ class PlanSettings:
     lengths: str | None = option(
         TEXT | NULL,
         None,
-        means="samples of these lengths, not all of the longest: a file with a number per line, or a median and the "
-        "longest, such as `512:4096`",
+        means="samples of these lengths, not all of the longest: a median and the longest, such as `512:4096`, a file "
+        "with a number per line, or `dataset`: the config's own",
     )
     steps: int | None = option(
         COUNT | NULL, None, means="steps to rehearse after the search. null: 2; with `lengths` 200"

@@ -120,6 +120,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},
             "profiler": None,
             "seed": cfg.get("seed") or 0,
+            "shuffle": False,
             "device": "cuda",
             "resume_from_checkpoint": False,
             "batch_increase_function": None,

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
-from torchtune_adaptive.forecast.which_recipe import training_of, trains_with_ppo
+from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
@@ -26,6 +26,8 @@ from torchtune_adaptive.tune.config.adaptive import read_adaptive
 from torchtune_adaptive.tune.config.rules import MOST_TOKENS, keys_of, read, value_at
 from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.parts.culprits import longest_taken
+from torchtune_adaptive.tune.parts.data import build_dataset
+from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 from torchtune_adaptive.wording import did_you_mean
 
@@ -111,6 +113,8 @@ class Question:
         said = self.plan.lengths
         if said is None:
             return []
+        if said == "dataset":
+            return _of_dataset(self.cfg)
         median, _, longest = said.partition(":")
         try:
             if longest:
@@ -118,13 +122,14 @@ class Question:
             found = [int(word) for word in Path(said).read_text().split()]
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"lengths is {said!r} ({error}): set it to a median and the longest, such as 512:4096, or to a file "
-                "with a number per line"
+                f"lengths is {said!r} ({error}): set it to a median and the longest, such as 512:4096, to a file "
+                "with a number per line, or to dataset"
             ) from error
         if not found or min(found) < 1:
             raise ConfigError(
                 f"lengths: {said} has {len(found)} numbers, the least {min(found, default=0)}; give lengths"
             )
+        random.Random(0).shuffle(found)
         return found
 
     @property
@@ -173,6 +178,14 @@ class Question:
                 f"{format_bytes(taken)}: nothing is left for tensors; raise memory_limit"
             )
         return taken
+
+
+def _of_dataset(cfg: DictConfig) -> list[int]:
+    """Of the config's own dataset, tokenized: of so many samples, drawn at random."""
+    dataset: Any = build_dataset(cfg, components.build("tokenizer", cfg))[0]
+    drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), SAMPLES))
+    kind = PAIR if trains_on_pairs(cfg) else TEXT
+    return [max(kind.lengths_of(dataset[index])) for index in drawn]
 
 
 def _skewed(median: int, longest: int) -> list[int]:

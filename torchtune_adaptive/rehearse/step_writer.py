@@ -54,7 +54,7 @@ class StepWriter:
             self._replays += 1
             replay(graph)
 
-        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = counted  # type: ignore[method-assign,assignment]
 
     def _cuda_starts(self) -> None:
         torch.cuda.memory._record_memory_history(enabled="state", context="alloc", stacks="python")

@@ -16,6 +16,7 @@ from torchtune_adaptive.atomic_files import reason, replace_file
 from torchtune_adaptive.engine.governor import EXHAUSTED, GROWTH, RECOVERY, THRASHING, TRIAL
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
 from torchtune_adaptive.wording import count_of
 
@@ -237,6 +238,8 @@ def draw_profile(directory: Path, result: Profile, stage: str = "") -> Path | No
 
 def _saved(path: Path, inches: tuple[float, float], draw: Callable[[Figure], None]) -> Path | None:
     """Draws and saves a figure. Any failure is one line in the log, since no run ends over a picture."""
+    if REHEARSAL.on:
+        return None
     try:
         from matplotlib.figure import Figure
     except ImportError:

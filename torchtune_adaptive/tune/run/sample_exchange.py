@@ -39,19 +39,24 @@ READ_AHEAD = 2
 """Steps that are on their way between the ranks."""
 
 
-def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | None:
+def dealer_of(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> Dealer | FullestRank | None:
     """Collective: what deals the steps of this run; None where they stay as the loader gives them."""
-    if settings.adaptive.deal is False or world_size() == 1 or REHEARSAL.on:  # others have what this rank has
-        return None
+    dealt = settings.adaptive.deal is not False and world_size() > 1 and _is_dealt(model, settings, data, limit)
+    if REHEARSAL.on:
+        alike = world_size() == 1 or settings.shuffle  # or nothing tells what others have
+        return None if alike else FullestRank(data.dataset, cost_of(model) if dealt else None)
+    return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop) if dealt else None
+
+
+def _is_dealt(model: nn.Module, settings: Settings, data: Data, limit: Limit | None) -> bool:
     obstacle = obstacle_to_dealing(model, settings, packed=data.packed)
     if limit is None or not limit.by_length:
         if settings.adaptive.deal:
             say("token budget · samples stay on the ranks that read them: rows limit microbatches, as in torchtune")
-        return None
-    if obstacle is None:
-        return Dealer(data.dataset, cost_of(model), THIS_RUN.asked_to_stop)
-    say(f"token budget · samples stay on the ranks that read them: {obstacle}")
-    return None
+        return False
+    if obstacle is not None:
+        say(f"token budget · samples stay on the ranks that read them: {obstacle}")
+    return obstacle is None
 
 
 def obstacle_to_dealing(model: nn.Module, settings: Settings, *, packed: bool) -> str | None:
@@ -167,6 +172,25 @@ class Dealer:
         content = step.received.numpy().tobytes()
         bounds = pairwise([0, *accumulate(step.packet_bytes)])
         return [pickle.loads(content[start:end]) for start, end in bounds]
+
+
+class FullestRank:
+    """A rehearsal runs one rank: in each step, the share of the one with the longest samples, dealt as in training."""
+
+    def __init__(self, dataset: NamedSamples, cost: Cost | None) -> None:
+        """`cost`: of a sequence, by which steps are dealt; None where each rank keeps what it reads."""
+        self._dataset, self._cost = dataset, cost
+
+    def deal(self, steps: Iterable[list[Sample]]) -> Iterator[list[Sample]]:
+        ranks, lengths_of = range(dist.get_world_size()), self._dataset.kind.lengths_of
+        for samples in steps:
+            own = [index - dist.get_rank() for index in reversed(self._dataset.last(len(samples)))]
+            everybodys = [self._dataset[index + rank] for rank in ranks for index in own]
+            rank_of: Sequence[int] = [rank for rank in ranks for _ in own]
+            if self._cost is not None:
+                rank_of = deal([sum(map(self._cost, lengths_of(each))) for each in everybodys], len(ranks))
+            shares = [[each for each, of in zip(everybodys, rank_of, strict=True) if of == rank] for rank in ranks]
+            yield max(shares, key=lambda share: sorted((max(lengths_of(each)) for each in share), reverse=True))
 
 
 def _packet(sample: Sample, index: int) -> bytes:

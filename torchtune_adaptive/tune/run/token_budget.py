@@ -14,7 +14,7 @@ from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.run.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.run.longest_sample import longest_sample
 from torchtune_adaptive.tune.run.oversize import Admission, remedy_for, too_large
-from torchtune_adaptive.tune.run.sample_exchange import Dealer
+from torchtune_adaptive.tune.run.sample_exchange import Dealer, FullestRank
 from torchtune_adaptive.wording import count_of
 
 LONGEST_SAMPLE = 2**20
@@ -29,7 +29,7 @@ class Microbatches:
     """Limit of a microbatch; None: by rows, as many as the sizes of the epoch say."""
     admission: Admission | None = None
     """Admission of samples, where some may be too long for any microbatch."""
-    dealer: Dealer | None = None
+    dealer: Dealer | FullestRank | None = None
     """Deals the samples of each step to the ranks; None: they stay where they were read."""
 
     def limit_of(self, sizes: EpochSizes) -> Limit:
