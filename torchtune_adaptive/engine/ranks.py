@@ -142,6 +142,7 @@ class EqualCounts:
         if count != self._count and world_size() > 1 and not REHEARSAL.on:
             self._count, self._changes, self._changed = count, self._changes + 1, True
             _store().set(self._key(rank()), str(count))
+            _store().check([self._key(rank())])  # a TCPStore does not acknowledge `set`: a peer might not find it yet
 
     def check(self) -> None:
         """After a collective of that step, so that every rank has begun it."""
