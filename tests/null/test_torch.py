@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.null.processes import OnNull
+from tests.ranks import RankFailed
 
 DIM, LAYERS = 512, 4
 LAYER_BYTES = 4 * DIM * DIM
@@ -69,6 +72,42 @@ def test_attention_runs_by_the_kernel_that_torch_chooses_for_the_card(on_null: O
     kernel, numbers = on_null(attended)
     assert kernel in ("ScaledDotProductCudnnAttentionBackward0", "ScaledDotProductFlashAttentionBackward0")
     assert numbers == 3 * 2 * 8 * 256 * 64
+
+
+def libraries() -> dict[str, int]:
+    """Bytes that were requested for operations of cuSOLVER, cuFFT and cuSPARSE, and for a kernel of NVRTC's."""
+    square = torch.zeros(64, 64, device="cuda")
+    sparse = torch.eye(64).to_sparse_csr().to("cuda")
+    operations: dict[str, Callable[[], object]] = {
+        "qr": lambda: torch.linalg.qr(square),
+        "cholesky": lambda: torch.linalg.cholesky(square),
+        "svd": lambda: torch.linalg.svd(square),
+        "eigh": lambda: torch.linalg.eigh(square),
+        "fft": lambda: torch.fft.fft(square),
+        "sparse": lambda: sparse @ sparse,
+        "prod": lambda: square.prod(-1),
+    }
+    requested = {}
+    for name, operation in operations.items():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        operation()
+        requested[name] = torch.cuda.max_memory_allocated() - before
+    return requested
+
+
+def test_libraries_ask_for_no_workspace(on_null: OnNull) -> None:
+    requested = on_null(libraries)
+    assert all(0 < each < 2**20 for each in requested.values()), requested
+
+
+def recurrent() -> None:
+    nn.LSTM(64, 64, device="cuda")
+
+
+def test_recurrent_layers_of_cudnn_are_refused_in_one_line(on_null: OnNull) -> None:
+    with pytest.raises(RankFailed, match="cuDNN error: not available on a null device"):
+        on_null(recurrent)
 
 
 def stepped() -> tuple[int, int, int]:

@@ -20,6 +20,37 @@ LIBRARY = "libcuda.so.1"
 _NVIDIAS = re.compile(r"__cuda[A-Z]|cu[a-z]*[A-Z]|nccl[A-Z]|nvml[A-Z]|nvshmem")
 """Names of functions of CUDA and its libraries. NVRTC's are left to NVRTC, a compiler that needs no GPU."""
 
+_SIZES = {
+    r"cusolverDn[SDCZ](geqrf|getrf|potrf)_bufferSize": (5,),
+    r"cusolverDn[SDCZ]gesvd_bufferSize": (3,),
+    r"cusolverDn[SDCZ]gesvdj_bufferSize": (12,),
+    r"cusolverDn[SDCZ]gesvdjBatched_bufferSize": (11,),
+    r"cusolverDn[SDCZ]gesvdaStridedBatched_bufferSize": (16,),
+    r"cusolverDn[SDCZ](syevd|heevd|syevjBatched|heevjBatched|orgqr|ungqr)_bufferSize": (7,),
+    r"cusolverDn[SDCZ](ormqr|unmqr)_bufferSize": (11,),
+    r"cusolverDn[SDCZ]sytrf_bufferSize": (4,),
+    r"cusolverDnXgeev_bufferSize": (17, 18),
+    r"cusolverDnXgeqrf_bufferSize": (10, 11),
+    r"cusolverDnXpotrf_bufferSize": (8, 9),
+    r"cusolverDnX(syevd|syevBatched|sytrs)_bufferSize": (11, 12),
+    r"cufftXtMakePlanMany": (12,),
+    r"cusparseSp(MM|SM)_bufferSize|cusparseSDDMM_bufferSize": (10,),
+    r"cusparseSp(MV|SV)_bufferSize": (9,),
+    r"cusparseSpGEMM_(workEstimation|compute)": (11,),
+    r"cusparseSpMatGetSize": (1, 2, 3),
+    r"cusparse.csrgeam2_bufferSizeExt": (19,),
+    r"cusparseX(coosort|csrsort)_bufferSizeExt": (6,),
+    r"cudnnDropoutGetStatesSize": (1,),
+    r"cudnnGetCTCLossWorkspaceSize": (8,),
+    r"cudnnGetCTCLossWorkspaceSize_v8": (5,),
+    r"cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize": (8,),
+    r"cudnnGetBatchNormalizationBackwardExWorkspaceSize": (10,),
+    r"cudnnGetBatchNormalizationTrainingExReserveSpaceSize": (5,),
+}
+"""Queries of libraries, and which of their arguments, from 0, point to a size."""
+_REFUSED = r"cu(solver|sparse|dnn)\w*([bB]ufferSize|SpaceSize|SpaceSizes|GetWorkspace|CompressedSize2)"
+"""Other queries: an answer would be whatever stood in the caller's memory."""
+
 _LIBRARIES = ("CUDNN_MAJOR", "CUDNN_MINOR", "CUDNN_PATCH", "NCCL_MAJOR", "NCCL_MINOR", "NCCL_PATCH")
 
 
@@ -120,11 +151,19 @@ def _written_out() -> set[str]:
 
 
 def _stubs(names: set[str]) -> str:
-    """Succeeds, in most cases; what makes an object needs one that is not null, and a text is never null."""
+    """Succeeds, in most cases; what makes an object needs one that is not null, a text is never null, a size is 0."""
     lines = ['#include "null.h"']
     for name in sorted(names):
-        if name.endswith(("String", "LastError")):
-            lines.append(f'API const char *{name}(void) {{ return "null device"; }}')
+        sizes = next((at for pattern, at in _SIZES.items() if re.fullmatch(pattern, name)), None)
+        if sizes:
+            kind = "int" if re.match(r"cusolverDn[SDCZ]", name) else "size_t"
+            arguments = ", ".join(f"{kind} *{'out' if at in sizes else 'a'}{at}" for at in range(max(sizes) + 1))
+            answers = ", ".join(f"*out{at} = 0" for at in sizes)
+            lines.append(f"API int {name}({arguments}) {{ return {answers}, SUCCESS; }}")
+        elif re.match(_REFUSED, name):
+            lines.append(f"API int {name}(void) {{ return NOT_SUPPORTED; }}")
+        elif name.endswith(("String", "LastError")):
+            lines.append(f'API const char *{name}(void) {{ return "not available on a null device"; }}')
         elif re.match(r"(cublas|cudnn|cusolver|cusparse)\w*Create", name):
             lines.append(f"API int {name}(void **out) {{ return *out = new_handle(), SUCCESS; }}")
         else:

@@ -57,6 +57,7 @@ UNSUPPORTED(cudaIpcOpenEventHandle)
 UNSUPPORTED(cudaMallocManaged)
 UNSUPPORTED(cuMemExportToShareableHandle)
 UNSUPPORTED(cuMemImportFromShareableHandle)
+UNSUPPORTED(cuGetExportTable) // NVRTC goes on without a driver then
 
 // Kernels. A launch in CUDA's own syntax keeps its configuration in between.
 typedef struct { unsigned x, y, z; } Dim;
