@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.results import save
 from tests.null.processes import OnNull, null_processes
-from tests.null.scarce import Outcome, sweep
+from tests.null.scarce import PPO, Outcome, sweep
 
 
 class Case(NamedTuple):
@@ -45,6 +45,8 @@ CASES = (
     Case("full_dpo"),
     Case("full_dpo", 2),
     Case("lora_dpo"),
+    Case(PPO),
+    Case(PPO, 2),
 )
 
 
@@ -77,7 +79,7 @@ def count(outcomes: list[tuple[Outcome, ...]]) -> Counted:
     )
 
 
-def run(on_null: OnNull, case: Case, every: int, timeout_s: float = 300) -> Counted:
+def run(on_null: OnNull, case: Case, every: int, timeout_s: float = 900) -> Counted:
     with tempfile.TemporaryDirectory() as folder:
         run_in = str(Path(folder) / "run")
         found = on_null(

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,14 +15,17 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from tests.recipes.ppo.rollouts import NEW, ppo_config
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune.rl.rollouts import worst_rollout
 from torchtune_adaptive.tune.run.course import begin_epoch
 
+PPO = "full_ppo"
 CARD = 80 * 2**30
 ROWS = 8
 
@@ -109,14 +113,21 @@ class Bench:
         logging.disable(logging.WARNING)  # the runner reports every recovery
         os.environ["LOCAL_RANK"] = "0"  # each process has a card of its own, which is number 0
         torch.cuda.set_device(0)
-        cfg = demo_config(
-            kind, Path(folder), "device=cuda", f"batch_size={ROWS}", "gradient_accumulation_steps=1", *overrides
-        )
+        rows = "device=cuda", f"batch_size={ROWS}", "gradient_accumulation_steps=1"
         with mock.patch.object(process_group, "join_on") if dist.is_initialized() else nullcontext():
-            self.recipe = load_ours(kind)(cfg)
+            if kind == PPO:
+                self._answers = torch.library.Library("aten", "IMPL")  # nobody computes whether a cache has room
+                self._answers.impl("_local_scalar_dense", lambda asked: asked.dtype is torch.bool, "CUDA")
+                self.recipe = load_ours(kind)(ppo_config(Path(folder), *rows, f"ppo_batch_size={ROWS}", *overrides))
+            else:
+                self.recipe = load_ours(kind)(demo_config(kind, Path(folder), *rows, *overrides))
         self.recipe.setup()
-        parts, course, progress = self.recipe.parts, self.recipe.course, self.recipe.progress
-        self.samples, _ = next(iter(begin_epoch(parts, course, progress, course.epochs[0])))
+        parts, progress = self.recipe.parts, self.recipe.progress
+        if kind == PPO:  # nobody computes answers, so they are as long as answers get
+            self.samples = [worst_rollout(torch.ones(NEW, dtype=torch.long), NEW)] * ROWS
+        else:
+            course = self.recipe.course
+            self.samples, _ = next(iter(begin_epoch(parts, course, progress, course.epochs[0])))
         self.stages = parts.stages
         self._limits = self.stages.state_dict()
         self.number = 0
@@ -126,8 +137,8 @@ class Bench:
         self.number += 1
         for stage, state in self._limits.items():
             self.stages[stage].load_state_dict(state)
-        results = self.stages.run([dict(sample) for sample in self.samples], step=self.number)
-        self.recipe.model.zero_grad()
+        results = self.stages.run([deepcopy(sample) for sample in self.samples], step=self.number)
+        self.recipe.parts.model.zero_grad()
         return {stage: result.recoveries for stage, result in results.items()}
 
     def operations(self, stage: str) -> list[str]:

@@ -8,10 +8,10 @@ import pytest
 
 from tests.null.processes import OnNull
 from tests.null.recovery import Case, run
-from tests.null.scarce import in_a_collective, in_the_update
+from tests.null.scarce import PPO, in_a_collective, in_the_update
 from tests.ranks import RankFailed
 
-CASES = {Case("full", 2, expandable=True): 80, Case("lora"): 40, Case("full_dpo"): 80}
+CASES = {Case("full", 2, expandable=True): 80, Case("lora"): 40, Case("full_dpo"): 80, Case(PPO): 200}
 """And which operations are tried: every so many."""
 
 
