@@ -103,6 +103,7 @@ def budget_beside_another_process(name: str) -> int:
     return lost
 
 
+@pytest.mark.real_gpu
 def test_what_another_process_holds_is_not_in_the_budget(cuda: str) -> None:
     holder, other = run_on_ranks(2, budget_beside_another_process, cuda)
     assert holder == pytest.approx(0, abs=GIB / 10)

@@ -83,6 +83,7 @@ def runs(cuda: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mappin
         yield found
 
 
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_with_too_little_memory_recovers_to_the_losses_of_one_with_all(
     runs: Mapping[str, Future[Runs]], name: str
@@ -96,11 +97,13 @@ def test_a_run_with_too_little_memory_recovers_to_the_losses_of_one_with_all(
         assert step["loss"] == pytest.approx(expected["loss"], rel=CLOSE)
 
 
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("name", ["full, compiled", "full, offloading"])
 def test_compile_and_offloading_change_no_loss(runs: Mapping[str, Future[Runs]], name: str) -> None:
     assert runs[name].result().losses() == pytest.approx(runs["full"].result().losses(), rel=CLOSE)
 
 
+@pytest.mark.real_gpu
 def test_losses_are_those_of_the_stock_recipe(runs: Mapping[str, Future[Runs]], tmp_path: Path) -> None:
     run_on_ranks(1, train_stock, "full", tmp_path / "stock", timeout_s=120, in_group=False)
     stock = [step["loss"] for step in read_log(tmp_path / "stock" / "log.jsonl")]

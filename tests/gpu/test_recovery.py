@@ -205,6 +205,7 @@ def ranks(recovered: Recovered, case: Case) -> list[Recoveries]:
     return recovered[case].result()
 
 
+@pytest.mark.real_gpu
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_gradient_after_running_out_of_memory_is_that_of_an_undisturbed_step(
     ranks: list[Recoveries], case: Case
@@ -247,5 +248,6 @@ def carried_by_gloo(name: str) -> tuple[list[float], list[float], list[float]]:
     return gathered.tolist(), scattered.tolist(), summed.tolist()
 
 
+@pytest.mark.real_gpu
 def test_gloo_carries_what_fsdp_communicates(device: str) -> None:
     assert run_on_ranks(3, carried_by_gloo, device) == [([1.0, 2.0, 3.0], [2.0], [6.0])] * 3

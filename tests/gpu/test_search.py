@@ -191,10 +191,12 @@ def test_an_answer_was_measured_and_needed_no_flush_of_the_cache(judged: Judged)
         assert answer.peak.peak_bytes <= result.budget_bytes
 
 
+@pytest.mark.real_gpu
 def test_a_search_leaves_no_trace(judged: Judged) -> None:
     assert judged.left_no_trace
 
 
+@pytest.mark.real_gpu
 def test_the_found_size_is_as_fast_as_any_power_of_two_around_it(device: str, judged: Judged) -> None:
     if device == "cpu":
         pytest.skip("more rows are no faster on a CPU")

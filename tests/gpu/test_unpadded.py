@@ -42,6 +42,7 @@ def compare(device: str) -> tuple[float, float, int]:
     return loss, furthest(ours, gradients), totals.target_tokens - expected.target_tokens
 
 
+@pytest.mark.real_gpu
 def test_losses_and_gradients_are_those_of_padded_rows(device: str) -> None:
     ((loss, gradients, tokens),) = run_on_ranks(1, compare, device, timeout_s=120)
     assert loss < CLOSE[device]
@@ -87,6 +88,7 @@ def seconds_of_both(device: str) -> tuple[float, float]:
     return best[0], best[1]
 
 
+@pytest.mark.real_gpu
 def test_what_is_not_padded_takes_less_time(cuda: str) -> None:
     ((joined, rows),) = run_on_ranks(1, seconds_of_both, cuda, timeout_s=120)
     print(f"{rows / joined:.2f} times as fast")

@@ -1,0 +1,25 @@
+"""The tests of tests/gpu that need neither results nor time, on a null device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(900)
+def test_what_is_not_marked_real_gpu_passes() -> None:
+    on_null = [sys.executable, "-m", "torchtune_adaptive.null_cuda", "--", sys.executable, "-m", "pytest"]
+    ended = subprocess.run(
+        [*on_null, "tests/gpu", "-q", "-p", "no:cacheprovider", "-m", "not nightly and not real_gpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=800,
+    )
+    assert ended.returncode == 0, ended.stdout[-5000:]
+    assert int(ended.stdout.rpartition(" passed")[0].split()[-1]) >= 15  # and is not skipped for want of a card
