@@ -9,6 +9,7 @@ class FakeMemory:
         self.budget_bytes = budget_bytes
         self.peak_bytes = peak_bytes
         self.retries = 0
+        self.fullness = 0.0
 
     def reset_peak(self) -> None:
         self.peak_bytes = 0

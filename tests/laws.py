@@ -23,10 +23,16 @@ class Device:
     budget_bytes: int
     soft: bool = False
     retries_above: float = float("inf")
+    cached: Callable[[int], float] | None = None
+    """What is reserved, by rows, in proportion to what is allocated; the device holds 1/0.95 of the budget."""
     measured: list[int] = field(default_factory=list)
 
     def fits(self, rows: int) -> bool:
-        return max(self.law(rows).values()) <= self.budget_bytes and rows <= self.retries_above
+        within = max(self.law(rows).values()) <= self.budget_bytes and rows <= self.retries_above
+        return within and (rows == 1 or self.fullness(rows) <= 1)
+
+    def fullness(self, rows: int) -> float:
+        return 0.0 if self.cached is None else self.cached(rows) * max(self.law(rows).values()) * 0.95 / self.budget_bytes
 
     def brute_force(self, rungs: Any = range(1, MAX_ROWS + 1)) -> int:
         best = 0
@@ -41,7 +47,8 @@ class Device:
         phases = self.law(rows)
         if max(phases.values()) > self.budget_bytes and not self.soft:
             return Peak({}, fits=False)
-        return Peak(phases, fits=True, retries=int(rows > self.retries_above))
+        fullness = self.fullness(rows)
+        return Peak(phases, fits=True, retries=int(rows > self.retries_above or fullness > 1), fullness=min(1, fullness))
 
     def search(self, **options: Any) -> SearchResult:
         return search(self.measure, Room(self.budget_bytes), refuse=self.refuse, **options)

@@ -59,6 +59,11 @@ class MemorySource(Protocol):
     def retries(self) -> int:
         """How often an allocation succeeded only after the allocator had returned cached blocks to the device."""
 
+    @property
+    def fullness(self) -> float:
+        """The largest share of obtainable memory that was taken since the last reset, cached blocks included; from 1 on
+        the allocator flushes its cache. 0 where there is no cache."""
+
     def reset_peak(self) -> None:
         """Starts a new peak; the old one is lost."""
 
@@ -85,10 +90,17 @@ class CudaMemory:
 
     @property
     def budget_bytes(self) -> int:
+        return int(self._obtainable_bytes * (1 - FRAGMENTATION))
+
+    @property
+    def fullness(self) -> float:
+        return torch.cuda.max_memory_reserved(self._device) / self._obtainable_bytes
+
+    @property
+    def _obtainable_bytes(self) -> float:
         free_bytes, total_bytes = torch.cuda.mem_get_info(self._device)
-        obtainable_bytes = free_bytes + torch.cuda.memory_reserved(self._device)
         allowed_bytes = total_bytes * torch.cuda.get_per_process_memory_fraction(self._device)
-        return int(min(obtainable_bytes, allowed_bytes) * (1 - FRAGMENTATION))
+        return min(free_bytes + torch.cuda.memory_reserved(self._device), allowed_bytes)
 
     @property
     def retries(self) -> int:

@@ -67,6 +67,10 @@ class MemoryMeter(TorchDispatchMode):
         """None: there is no cache that could be flushed."""
         return 0
 
+    @property
+    def fullness(self) -> float:
+        return 0.0
+
     @contextmanager
     def unlimited(self) -> Iterator[None]:
         """Suspends the cap, so that a need above it is measured."""

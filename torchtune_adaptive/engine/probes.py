@@ -167,6 +167,7 @@ class RankReport(NamedTuple):
     seconds: float
     peaks: tuple[int, ...]
     """The peak of each phase; 0 for a phase that was not reached."""
+    fullness: float = 0.0
 
     @property
     def missing_bytes(self) -> int:
@@ -193,6 +194,7 @@ def agreed_peak(phases: Sequence[str], reports: Sequence[RankReport]) -> Peak:
         },
         fits=True,
         retries=max(report.retries for report in reports),
+        fullness=max(report.fullness for report in reports),
         seconds=max(report.seconds for report in reports),
     )
 
@@ -211,7 +213,7 @@ class Prober:
         self._steps = steps
         self._memory = memory
         self._phases = [(name, phase) for name, step in steps.items() for phase in phase_names(step.boundaries)]
-        self._agreement = Agreement(4 + len(self._phases))
+        self._agreement = Agreement(5 + len(self._phases))
         self._room: Room | None = None
         self._samples = {name: step.sample for name, step in steps.items()}
         # Of the last probe, the same on every rank:
@@ -281,10 +283,10 @@ class Prober:
                 self._failed = name, failed_ranks[0]
                 break
             peaks.update({(name, phase): peak for phase, peak in measured.items()})
+        retries, fullness = self._memory.retries - retries_before, self._memory.fullness
         release()
-        retries = self._memory.retries - retries_before
         measured_peaks = tuple(peaks.get(phase, 0) for phase in self._phases)
-        self.exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks))
+        self.exchange(RankReport(self._own_room(), retries, perf_counter() - started, measured_peaks, fullness))
 
     def _own_room(self) -> Room:
         """The warm-up's room: other processes come and go on a GPU, but a search is for one budget."""
@@ -295,10 +297,10 @@ class Prober:
 
     def exchange(self, report: RankReport) -> None:
         """Collective: one small table of numbers."""
-        table = self._agreement.gather([*report.room, report.retries, report.seconds, *report.peaks])
+        table = self._agreement.gather([*report.room, report.retries, report.seconds, report.fullness, *report.peaks])
         self._reports = [
-            RankReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)))
-            for budget, resident, retries, seconds, *peaks in table
+            RankReport(Room(int(budget), int(resident)), int(retries), seconds, tuple(map(int, peaks)), fullness)
+            for budget, resident, retries, seconds, fullness, *peaks in table
         ]
 
     def _run(

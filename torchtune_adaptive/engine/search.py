@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor, inf
+from operator import attrgetter
 from typing import NamedTuple, Protocol
 
 from torchtune_adaptive.engine.limits import MAX_ROWS, Surface, rungs_up_to
@@ -29,6 +30,8 @@ class Peak:
     """False where some rank ran out of memory."""
     retries: int = 0
     """Times the allocator had to flush its cache to go on: it fit, but training at this size would crawl."""
+    fullness: float = 0.0
+    """The largest share of a rank's memory that its allocator took, cached blocks included; 0 where none are cached."""
     seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -150,6 +153,12 @@ _CLOSE = 0.98
 """Not worth another probe while lines say how much is left ..."""
 _CLOSE_WITHOUT_LINES = 0.95
 """... and when only the bracket between what fit and what did not says it."""
+_CLOSE_BESIDE_A_CACHE = 0.8
+"""Not worth a fifth probe where an allocator's cache ends a size, since that follows no line."""
+_LEAST_BESIDE_A_CACHE = 0.8
+"""Share of the budget that is counted on while only two rows are known, which leave a larger cache than many do."""
+_MISSED_ROWS = 0.75
+"""Rows by which a prediction from what is cached may be too low."""
 
 
 @dataclass(frozen=True)
@@ -184,11 +193,35 @@ class History:
         return max((rows for rows in accepted if rows < self.too_many), default=0)
 
     @property
+    def caches(self) -> bool:
+        """Whether the allocator keeps blocks that it could return to the device."""
+        return any(probe.peak.fullness for probe in self.probes)
+
+    @property
+    def usable_bytes(self) -> float:
+        """What may be allocated: the budget, or less where the cache fills the device before that.
+
+        What is cached follows no line. Its proportion to what is allocated changes little from some rows on.
+        """
+        unflushed = [probe for probe in self.probes if probe.peak.fullness and not probe.peak.retries]
+        if not unflushed:
+            return self.budget_bytes
+        largest = max(unflushed, key=attrgetter("rows"))
+        usable_bytes = (largest.peak.peak_bytes or 0) / largest.peak.fullness
+        if largest.rows <= 2:
+            usable_bytes = max(usable_bytes, _LEAST_BESIDE_A_CACHE * self.budget_bytes)
+        return min(self.budget_bytes, usable_bytes)
+
+    @property
     def predicted_rows(self) -> float:
         """How many rows the lines promise, up to `max_rows`: the phase that is full first decides."""
         lines = fit_lines(self.probes).values()
-        promised = min((line.rows_within(self.budget_bytes) for line in lines), default=self.fit_rows)
+        promised = min((line.rows_within(self.usable_bytes) for line in lines), default=self.fit_rows)
         return min(promised, self.max_rows)
+
+    def is_close(self, goal: int) -> bool:
+        """Whether what is known of a cache is not worth a fifth probe."""
+        return self.caches and len(self.probes) >= 4 and self.fit_rows >= _CLOSE_BESIDE_A_CACHE * goal
 
     def may_reach(self, rows: int) -> bool:
         """Whether so many may fit, as far as measurements tell."""
@@ -238,6 +271,12 @@ def linear(history: History) -> int | None:
         rows = len(history.probes) + 1
         return rows if rows <= history.rungs[-1] else None
     low, goal = history.fit_rows, history.rung_at_most(history.predicted_rows)
+    if history.caches:
+        if history.is_close(goal):
+            return None
+        above = history.rung_above(low)
+        if above and above <= history.predicted_rows + _MISSED_ROWS:
+            goal = max(goal, above)  # a flush at most
     if history.rung_at_most(low) >= _CLOSE * goal:
         # Any two sizes are on a line: where the result is one of them, a third shows if the first row misled.
         unchecked = len(history.probes) == 2 and history.predicted_rows >= 3 and history.rung_above(low)
@@ -251,13 +290,13 @@ def linear(history: History) -> int | None:
 
 def _reach(history: History) -> float:
     phases = phase_rows(history.probes).values()
-    reach = min(_phase_reach(points, history.budget_bytes, history.resident_bytes) for points in phases)
+    reach = min(_phase_reach(points, history.usable_bytes, history.resident_bytes) for points in phases)
     # If nothing has grown yet, no line says where something will.
     grows = any(fit_line(points).bytes_per_row > 0 for points in phases)
     return reach if grows else min(reach, _TRUSTED_JUMP * history.fit_rows)
 
 
-def _phase_reach(points: Mapping[int, int], budget_bytes: int, resident_bytes: int) -> float:
+def _phase_reach(points: Mapping[int, int], budget_bytes: float, resident_bytes: int) -> float:
     """The most rows at which this phase may be measured next without betting on a line that is not proven.
 
     Growing in proportion to all but what is resident is safe for every maximum of affine laws. A line through two
@@ -281,7 +320,7 @@ def _narrow(history: History) -> int | None:
     """
     low, high = history.fit_rows, history.too_many
     highest = history.rung_at_most(high - 1)
-    if history.rung_at_most(low) >= _CLOSE_WITHOUT_LINES * highest:
+    if history.is_close(highest) or history.rung_at_most(low) >= _CLOSE_WITHOUT_LINES * highest:
         return None
     goal = history.rung_at_most(history.predicted_rows)
     if history.probes[-1] in history.rejected and low < goal < high:

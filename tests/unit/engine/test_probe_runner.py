@@ -24,6 +24,7 @@ class CountingMemory:
 
     asked: int = 0
     retries: int = 0
+    fullness: float = 0.0
     budget_bytes: int = 1_000_000
     limited: bool = True
 

@@ -1,5 +1,6 @@
 """What each strategy answers, over many laws."""
 
+import random
 from math import ceil
 
 import pytest
@@ -154,6 +155,24 @@ def test_rows_at_which_the_allocator_retries_are_never_the_answer(
     best = device.brute_force()
     assert device.search(strategy="binary", round_to="none").rows == best
     assert 0.95 * best <= device.search(round_to="none").rows <= best
+
+
+@given(phases, st.floats(1.6, 8), st.floats(1.05, 1.25), st.integers(0, 1000), st.sampled_from(["none", "power_of_two"]))
+def test_linear_flushes_once_at_most_where_the_cache_fills_the_device_first(
+    laws: list[tuple[int, int]], headroom: float, share: float, seed: int, round_to: str
+) -> None:
+    """Recorded on torch's allocator: up to 1.5 times as much is reserved beside two rows, and no line beside more."""
+
+    def cached(rows: int) -> float:
+        return 1.4 if rows <= 2 else share * (1 + random.Random(seed * rows).uniform(-0.02, 0.02))
+
+    law = affine(*laws)
+    device = Device(law, budget_for(law, headroom), cached=cached)
+    result = device.search(round_to=round_to)
+    flushes = sum(probe.peak.retries for probe in result.probes)
+    assert len(result.probes) <= 5  # 4, but where two rows are far from the answer
+    assert flushes + result.out_of_memory_count <= 1
+    assert device.fits(result.rows)
 
 
 @given(
