@@ -32,7 +32,8 @@ class Device:
         return within and (rows == 1 or self.fullness(rows) <= 1)
 
     def fullness(self, rows: int) -> float:
-        return 0.0 if self.cached is None else self.cached(rows) * max(self.law(rows).values()) * 0.95 / self.budget_bytes
+        reserved_bytes = 0 if self.cached is None else self.cached(rows) * max(self.law(rows).values())
+        return reserved_bytes * 0.95 / self.budget_bytes
 
     def brute_force(self, rungs: Any = range(1, MAX_ROWS + 1)) -> int:
         best = 0
@@ -48,7 +49,8 @@ class Device:
         if max(phases.values()) > self.budget_bytes and not self.soft:
             return Peak({}, fits=False)
         fullness = self.fullness(rows)
-        return Peak(phases, fits=True, retries=int(rows > self.retries_above or fullness > 1), fullness=min(1, fullness))
+        retries = int(rows > self.retries_above or fullness > 1)
+        return Peak(phases, fits=True, retries=retries, fullness=min(1.0, fullness))
 
     def search(self, **options: Any) -> SearchResult:
         return search(self.measure, Room(self.budget_bytes), refuse=self.refuse, **options)

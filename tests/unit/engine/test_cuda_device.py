@@ -32,6 +32,7 @@ class Gpu:
         fakes = {
             "mem_get_info": lambda device=None: (self.total - self.reserved - self.others, self.total),
             "memory_reserved": lambda device=None: self.reserved,
+            "max_memory_reserved": lambda device=None: self.reserved,
             "max_memory_allocated": lambda device=None: self.peak,
             "memory_stats": lambda device=None: {"num_alloc_retries": self.retries},
             "get_per_process_memory_fraction": lambda device=None: self.fraction,
@@ -65,6 +66,11 @@ def test_a_limit_below_that_is_the_budget_and_is_enforced_by_the_allocator(gpu: 
 
 def test_a_limit_above_that_adds_nothing(gpu: Gpu):
     assert CudaMemory(parse_size("70GiB", "key")).budget_bytes == CudaMemory().budget_bytes
+
+
+def test_fullness_is_the_share_that_the_allocator_took_of_what_it_may_take(gpu: Gpu):
+    assert CudaMemory().fullness == pytest.approx(10 / 60)
+    assert CudaMemory(parse_size("20GiB", "key")).fullness == pytest.approx(10 / 20)
 
 
 def test_a_limit_is_suspended_and_comes_back_also_after_an_error(gpu: Gpu):

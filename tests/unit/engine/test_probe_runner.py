@@ -114,13 +114,19 @@ def test_progress_is_told_before_and_after_each_probe():
     assert seen == expected
 
 
-def report(budget: int, resident: int, *peaks: int, retries: int = 0, seconds: float = 1.0) -> RankReport:
-    return RankReport(Room(budget, resident), retries, seconds, peaks)
+def report(
+    budget: int, resident: int, *peaks: int, retries: int = 0, seconds: float = 1.0, fullness: float = 0.0
+) -> RankReport:
+    return RankReport(Room(budget, resident), retries, seconds, peaks, fullness)
 
 
 def test_equal_ranks_agree_on_the_larger_peak_of_each_phase():
     reports = [report(100, 10, 30, 50, retries=1), report(100, 10, 40, 20, seconds=3.0)]
     assert agreed_peak(["a", "b"], reports) == Peak({"a": 40, "b": 50}, fits=True, retries=1, seconds=3.0)
+
+
+def test_the_fullest_cache_of_any_rank_counts():
+    assert agreed_peak(["a"], [report(90, 0, 40, fullness=0.5), report(90, 0, 30, fullness=0.7)]).fullness == 0.7
 
 
 def test_a_phase_that_no_rank_has_reached_is_none():
