@@ -21,6 +21,7 @@ from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.probes import find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.null_cuda import set_memory
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.start.command_line import locate
 
@@ -50,8 +51,10 @@ def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
         "max_seq_len": 131_072,
         "intermediate_dim": 8192,
     }
-    alike = mock.patch.object(collectives.Agreement, "gather", lambda _, row: [tuple(row)] * RANKS)
-    with alike, mock.patch.object(collectives, "_made_to_reach_all", return_value=(None,)):
+    with (
+        mock.patch.object(REHEARSAL, "on", True),
+        mock.patch.object(collectives, "_made_to_reach_all", return_value=(None,)),
+    ):
         yield build(cfg, device)
     dist.destroy_process_group()
 
@@ -104,7 +107,7 @@ def searched(layers: int, memory: int, steps: int, expandable: bool) -> Searched
     with at_size(layers, expandable) as step:
         found = find_max_batch_size(step.to_search(TOKENS), round_to="none", whole_step_rows=1, max_rows=512)
         flushes = {}
-        for rows in range(found.rows, found.rows + 2):
+        for rows in (found.rows, found.rows * 5 // 4):
             release()
             before = CudaMemory().retries
             try:

@@ -13,10 +13,14 @@ SEGMENTS = pytest.mark.parametrize("expandable", [False, True], ids=["segments",
 
 
 @SEGMENTS
-def test_a_search_finds_the_most_rows_whose_steps_never_flush_the_cache(on_null: OnNull, expandable: bool) -> None:
+def test_a_search_finds_in_four_probes_rows_whose_steps_never_flush_and_four_fifths_of_the_most(
+    on_null: OnNull, expandable: bool
+) -> None:
     found = on_null(searched, LAYERS, MEMORY, 5, expandable)
     assert found.flushes[found.rows] == 0
-    assert found.flushes[found.rows + 1] != 0
+    assert found.flushes[found.rows * 5 // 4] != 0
+    assert len(found.probes) <= 4
+    assert sum(flushes > 0 for _, _, flushes in found.probes) <= 1
 
 
 @SEGMENTS
