@@ -46,9 +46,11 @@ def trained(question: Question) -> list[Rehearsed]:
     usable_bytes = question.gpu.memory - question.overhead_bytes
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        OmegaConf.save(rehearsed_config(question, folder), folder / "config.yaml")
+        cfg = rehearsed_config(question, folder)
+        cfg.max_steps_per_epoch = question.plan.steps  # ranks that just left would be missed
+        OmegaConf.save(cfg, folder / "config.yaml")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(RANKS)]
-        rank = ["-m", "tests.forecast.one_rank", str(folder), str(question.plan.steps), question.recipe]
+        rank = ["-m", "tests.forecast.one_rank", str(folder), question.recipe]
         subprocess.run(
             [*launcher, *rank, "--config", str(folder / "config.yaml")],
             env={**os.environ, **environment(memory=usable_bytes, devices=RANKS), "OMP_NUM_THREADS": "1"},

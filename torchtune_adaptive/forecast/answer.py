@@ -121,8 +121,9 @@ def notes(found: Found) -> list[str]:
     if not question.lengths:
         said.append("reserved is for rows of one length; lengths that vary leave more holes in the cache")
     elif question.ranks > 1:
-        said.append("rank 0 of the ranks is rehearsed, with its own share of the lengths")
-    if question.plan.sequence_length is None and value_at(cfg, "tokenizer.max_seq_len") is None:
+        said.append("in each step, the rank with the longest samples is rehearsed")
+    told = question.plan.sequence_length or question.lengths or value_at(cfg, "tokenizer.max_seq_len")
+    if not told:
         said.append(f"no sequence_length is given: {question.length} tokens are assumed")
     if trains_with_ppo(cfg):
         said.append("in the rehearsed steps, answers end at once: each stage's own row says what its longest need")

@@ -33,6 +33,8 @@ from torchtune_adaptive.wording import did_you_mean
 
 SAMPLES = 4096
 """Samples of a rank: more than fit on any card."""
+LENGTHS = 4099
+"""Lengths that are drawn: a prime, so that they come round in other steps."""
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
 PLAN_KEYS = (*PPO_KEYS, *keys_of(PlanSettings))
@@ -183,7 +185,7 @@ class Question:
 def _of_dataset(cfg: DictConfig) -> list[int]:
     """Of the config's own dataset, tokenized: of so many samples, drawn at random."""
     dataset: Any = build_dataset(cfg, components.build("tokenizer", cfg))[0]
-    drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), SAMPLES))
+    drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), LENGTHS))
     kind = PAIR if trains_on_pairs(cfg) else TEXT
     return [max(kind.lengths_of(dataset[index])) for index in drawn]
 
@@ -193,7 +195,7 @@ def _skewed(median: int, longest: int) -> list[int]:
     if not 1 <= median <= longest:
         raise ValueError("the median has to be at least 1 and at most the longest")
     drawn, spread = random.Random(0), math.log(longest / median) / 3.09
-    return [min(longest, max(1, round(median * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(SAMPLES)]
+    return [min(longest, max(1, round(median * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(LENGTHS)]
 
 
 def _amount(said: str | float) -> int:
