@@ -1,4 +1,4 @@
-"""A rank of a run, which writes down its steps: python -m tests.forecast.one_rank FOLDER recipe args
+"""A rank of a run, which writes down its steps: python -m tests.forecast.one_rank FOLDER STEPS recipe args
 
 Where nothing is computed, speeds mean nothing: as in a rehearsal, of two sizes the smaller one stays.
 """
@@ -15,8 +15,8 @@ from torchtune_adaptive.engine.governor import CompletedStep
 from torchtune_adaptive.rehearse.step_writer import StepWriter
 
 if __name__ == "__main__":
-    _, folder, recipe, *_ = sys.argv
-    sys.argv = sys.argv[2:]
+    _, folder, steps, recipe, *_ = sys.argv
+    sys.argv = sys.argv[3:]
     alike = mock.patch.object(CompletedStep, "rate", 1.0)
-    with alike, StepWriter(Path(folder) / f"rank{os.environ['RANK']}.jsonl", most_steps=0):
+    with alike, StepWriter(Path(folder) / f"rank{os.environ['RANK']}.jsonl", most_steps=int(steps)):
         runpy.run_module(recipe, run_name="__main__", alter_sys=True)

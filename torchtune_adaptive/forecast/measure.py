@@ -23,8 +23,6 @@ from torchtune_adaptive.tune.config.signatures import COMPONENT
 from torchtune_adaptive.tune.run.search_record import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
-STEPS, STEPS_OF_MANY_LENGTHS = 2, 200
-"""The first one has no optimizer state in its backward."""
 WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"
 
 Search = Mapping[str, Any]
@@ -82,7 +80,7 @@ def measure(question: Question) -> Found:
                     question.gpu,
                     ranks=question.ranks,
                     overhead_bytes=question.overhead_bytes,
-                    steps=question.plan.steps or (STEPS_OF_MANY_LENGTHS if question.lengths else STEPS),
+                    steps=question.steps,
                     output=output,
                     variables=variables,
                 )
@@ -105,6 +103,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
     for key in [key for key in cfg if key.endswith("checkpointer")]:
         cfg[key] = {COMPONENT: f"{STAND_INS}.no_weights", **files, "model_type": "LLAMA3"}
     a_step = int(cfg["batch_size"]) * int(cfg.get("gradient_accumulation_steps") or 1)
+    samples = max(SAMPLES, a_step * (question.steps + 1))  # no epoch ends before the last step
     adaptive = cfg.get("adaptive") or {}
     by_tokens = adaptive.get("token_budget") is not None
     return OmegaConf.create(
@@ -114,7 +113,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             "dataset": {
                 COMPONENT: f"{STAND_INS}.made_up",
                 "lengths": question.lengths or [question.length],
-                "samples": question.ranks * max(SAMPLES, a_step) // a_step * a_step,
+                "samples": question.ranks * samples // a_step * a_step,
             },
             "output_dir": str(folder),
             "metric_logger": {COMPONENT: "torchtune.training.metric_logging.DiskLogger", "log_dir": str(folder)},

@@ -31,6 +31,8 @@ from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
 from torchtune_adaptive.tune.rl.settings import PPO_KEYS
 from torchtune_adaptive.wording import did_you_mean
 
+STEPS, STEPS_OF_MANY_LENGTHS = 2, 200
+"""The first one has no optimizer state in its backward."""
 SAMPLES = 4096
 """Samples of a rank: more than fit on any card."""
 LENGTHS = 4099
@@ -148,6 +150,10 @@ class Question:
         with torch.device("meta"):
             model = components.build("policy_model" if trains_with_ppo(self.cfg) else "model", self.cfg)
         return longest_taken([model]) or MOST_TOKENS
+
+    @property
+    def steps(self) -> int:
+        return self.plan.steps or (STEPS_OF_MANY_LENGTHS if self.lengths else STEPS)
 
     @property
     def batch_size(self) -> int | None:
