@@ -80,7 +80,9 @@ def main(steps: int = 200) -> None:
             "out-of-memory errors": {name: sum(errors for errors, _ in of) for name, of in by_step.items()},
             "steps that flush": {name: sum(flushes > 0 for _, flushes in of) for name, of in by_step.items()},
             "reserved_bytes": {name: max(step["reserved_bytes"] for step in of.steps) for name, of in found.items()},
-            "errors and flushes": by_step,
+            "errors and flushes, where there are any": {
+                name: {step: list(each) for step, each in enumerate(of, 1) if any(each)} for name, of in by_step.items()
+            },
         }
         rows.append(row)
         print(row, flush=True)
