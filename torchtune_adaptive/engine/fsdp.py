@@ -134,6 +134,13 @@ def is_whole(model: nn.Module) -> bool:
     return not sharded and not any(isinstance(each, DTensor) for each in model.parameters())
 
 
+def gathers_from_all(model: nn.Module) -> bool:
+    """Whether each collective of the model needs every rank: one mesh of shards, without replicas."""
+    groups = groups_of(model) if isinstance(model, FSDPModule) else []
+    alone = all(group.mesh_info.mesh.size() == world_size() for group in groups)
+    return bool(groups) and alone and not has_replicas(cast(FSDPModule, model))
+
+
 def _why_group_is_unsupported(group: FSDPParamGroup) -> str | None:
     mesh = group.mesh_info
     known = sum(dim is not None for dim in (mesh.shard_mesh_dim, mesh.replicate_mesh_dim))

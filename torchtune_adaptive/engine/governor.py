@@ -168,6 +168,7 @@ class Governor:
 
     def start_over(self) -> None:
         """Uses all that is allowed: microbatches need less from now on."""
+        self._row_retried_in = None
         self._change(None)
 
     def completed(self, step: int, seen: CompletedStep) -> Change | None:
@@ -305,7 +306,7 @@ class Governor:
 def _shrunk(limit: Limit, microbatches: Mapping[int, Microbatch]) -> Limit:
     """The next smaller limit, below each of these except for those that are one row; raises if there is none."""
     smaller = limit
-    for microbatch in microbatches.values():
+    for microbatch in sorted(microbatches.values(), key=lambda each: each.rows, reverse=True):
         if smaller is limit or (microbatch.rows > 1 and smaller.fits(*microbatch)):
             smaller = smaller.after_oom(*microbatch)
     return smaller

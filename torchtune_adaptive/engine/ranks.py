@@ -239,25 +239,31 @@ _MODULUS = 2**52
 
 
 def average_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Collective: the mean over all ranks, as FSDP has it, where every rank holds the whole model."""
-    for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:  # some other rank may have one
-            parameter.grad = torch.zeros_like(parameter)
-        with explaining_failures("the mean of the gradients"):
-            dist.all_reduce(parameter.grad)
-        parameter.grad /= world_size()
+    """Collective: the mean over all ranks, as FSDP has it, where every rank holds the whole model.
+
+    A gradient that some ranks lack counts as zeros there; one that all ranks lack stays None.
+    """
+    every = list(parameters)
+    has_gradient = torch.tensor([each.grad is not None for each in every], dtype=torch.int32, device=every[0].device)
+    with explaining_failures("the mean of the gradients"):
+        dist.all_reduce(has_gradient, dist.ReduceOp.MAX)
+        for parameter, has in zip(every, has_gradient.tolist(), strict=True):
+            if has:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world_size()
 
 
 def compare_replicas(models: Iterable[nn.Module]) -> None:
     """Collective, where there are replicas: raises on all ranks if those of any shard differ in a bit."""
-    of_holders: dict[object, list[DTensor]] = {}
+    of_holders: dict[object, list[Tensor]] = {}
     for parameter in (each for model in models for each in model.parameters()):
+        if not isinstance(parameter, DTensor):
+            of_holders.setdefault("every rank", []).append(parameter)
         # not those of which each rank has a part of its own, as most are under tensor parallelism
-        if isinstance(parameter, DTensor) and (dims := _replicated_dims(parameter)):
+        elif dims := _replicated_dims(parameter):
             of_holders.setdefault((parameter.device_mesh, dims), []).append(parameter)
-    if not of_holders:
+    if not of_holders or world_size() == 1:
         return
     row = [each for held in of_holders.values() for each in (_first_holder(held[0]), checksum(held))]
     table = Agreement(len(row)).gather(row)
@@ -300,8 +306,10 @@ def _replicated_dims(parameter: DTensor) -> tuple[int, ...]:
     return tuple(dim for dim, each in enumerate(parameter.placements) if each.is_replicate() and size(dim) > 1)
 
 
-def _first_holder(parameter: DTensor) -> int:
+def _first_holder(parameter: Tensor) -> int:
     """The first of the ranks that hold the same shard as this one."""
+    if not isinstance(parameter, DTensor):
+        return 0
     mesh = parameter.device_mesh
     here = mesh.get_coordinate()
     assert here is not None, "a rank trains what is on its own mesh"

@@ -124,8 +124,8 @@ class Report(NamedTuple):
     asked_to_stop: float = 0
     foreign_messages: float = 0
     """What a microbatch communicates besides FSDP."""
-    averages: float = 0
-    """1 if it has gradients of a whole model, which are averaged over all ranks."""
+    gradients: float = 0
+    """1 if the attempt has left any, where that is not known yet or they are to be averaged."""
 
     @property
     def microbatch(self) -> Microbatch:
@@ -186,8 +186,8 @@ class Reports(tuple[Report, ...]):
         return any(report.asked_to_stop for report in self)
 
     @property
-    def averages(self) -> bool:
-        return any(report.averages for report in self)
+    def gradients(self) -> bool:
+        return any(report.gradients for report in self)
 
     @property
     def load(self) -> Load:

@@ -7,8 +7,8 @@ A step is a fixed list of samples. What fits is a limit. Running out of memory c
 3. Failure: a rank that runs out of memory drops everything that the attempt has allocated.
 4. Drain: it issues the collectives that its peers still expect of it, with zeros. Now all ranks are at one position.
 5. Agreement: every rank gets one small table of all ranks' reports.
-6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, take
-   the same smaller limit, and start again at 1.
+6. If no rank failed, gradients are complete. Otherwise all ranks discard theirs, restore their random generators, and
+   start again at 1, under the same smaller limit; only a single row that fails is retried once under the same one.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class SampleKind(Generic[Sample]):
     """The smallest version of a sample that still passes through the whole model, for example its first two tokens: if
     the very first microbatch fails, a pass over it keeps the other ranks company."""
     row_lengths_of: Callable[[Sample], Sequence[int]] | None = None
-    """The tokens of each row of a sample that is several, as a pair of answers is. Its length is then that of the
-    longest, and limits count samples all the same."""
+    """For samples of several rows, such as pairs of answers: the tokens of each row. `length_of` returns the longest,
+    and limits count samples all the same."""
     filler: Callable[[Sample], Sample] | None = None
     """A stand-in without any label, run where a rank has fewer samples than the others have microbatches."""
     padded: bool = True
@@ -115,7 +115,7 @@ class Recovery:
         on_change: Callable[[Change], object] = lambda _: None,
         on_attempt: Callable[[str, int, Plan], object] = lambda *_: None,
     ) -> None:
-        """Collective: on CUDA it creates the group that the ranks agree on. The models have to be sharded."""
+        """Collective: on CUDA it creates the group that the ranks agree on. Shard the models before."""
         for reason in filter(None, map(fsdp.why_recovery_is_off, models if enabled else ())):
             raise RecoveryUnsupportedError(
                 f"a step of this model cannot be repeated after an out-of-memory error: {reason}", Remedy.NO_RECOVERY
@@ -124,14 +124,30 @@ class Recovery:
         self.asked_to_stop, self.on_change, self.on_attempt = asked_to_stop, on_change, on_attempt
         self.ledger = CollectiveLedger(*models, watches=enabled)
         self.agreement = Agreement(len(Report._fields))
+        self._stages: set[str] = set()
         self._compared = self._closed = False
 
-    def owned_beside(self, model: nn.Module) -> list[nn.Module]:
+    def add_stage(self, stage: str, model: nn.Module) -> None:
+        """Refuses a model that is not one of these, and a second stage of the same name: they would share a record."""
+        if not any(model is known for known in self.models):
+            raise ValueError("the model of a StepRunner has to be one of its Recovery's: pass it to Recovery(...)")
+        if stage in self._stages:
+            raise ValueError(
+                f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`"
+            )
+        self._stages.add(stage)
+
+    def with_gradients(self, *but: nn.Module) -> list[nn.Module]:
+        """The other models that have gradients now."""
+        others = [each for each in self.models if not any(each is known for known in but)]
+        return [each for each in others if any(p.grad is not None for p in each.parameters())]
+
+    def owned_by(self, model: nn.Module) -> list[nn.Module]:
         """The models that a stage of this model owns."""
         return [each for each in self.models if each is model or not any(p.requires_grad for p in each.parameters())]
 
-    def check_open(self) -> None:
-        """Collective the first time: replicas are compared then, since weights may be loaded until the first step."""
+    def prepare(self) -> None:
+        """Before each step. Collective the first time: compares replicas, since weights may be loaded until then."""
         if self._closed:
             raise ValueError("this runner is closed and would hang if a rank ran out of memory: create a new one")
         if not self._compared:
@@ -149,7 +165,8 @@ class StepRunner(Generic[Sample]):
     """Turns the samples of a step into gradients.
 
     `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss sum, and
-    returns the totals. It may divide the loss by a number of the whole step, never by one of the microbatch. It may be
+    returns the totals. It may divide the loss by a number of the whole step, never by one of the microbatch: scale
+    gradients by `result.target_tokens` afterwards. It may be
     run again with other splits of the same samples, so it must leave nothing of its own behind when it raises.
 
     `limit` is what a microbatch may be, the same on every rank. Under a limit by rows all ranks have the same number of
@@ -159,8 +176,8 @@ class StepRunner(Generic[Sample]):
     the record. A stage may have no backward at all; it keeps its results by sample, since a repeated attempt writes
     them again.
 
-    Where ranks hold whole models, each microbatch runs without communicating (the module inside a
-    DistributedDataParallel, for example), and the mean of the gradients is taken once all ranks have succeeded.
+    Ranks may hold whole models. Their microbatches must not communicate: call the module inside
+    DistributedDataParallel, never the wrapper. Gradients are averaged once all ranks have succeeded.
     """
 
     def __init__(
@@ -176,8 +193,6 @@ class StepRunner(Generic[Sample]):
         """Collective, as `Recovery` is."""
         self.model, self.kind, self.stage = model, kind, stage
         self.recovery = recovery or Recovery(model)
-        if not any(model is known for known in self.recovery.models):
-            raise ValueError("the model of a StepRunner has to be one of its Recovery's: pass it to Recovery(...)")
         if not hasattr(limit, "by_length"):
             raise TypeError(f"the limit of a StepRunner is {limit!r}; pass RowLimit({limit!r}) or a TokenLimit")
         self.recovers = self.recovery.enabled
@@ -190,6 +205,9 @@ class StepRunner(Generic[Sample]):
         self._planner = Planner(self.recovery.agreement, padded=kind.padded)
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
         self._gauge, self._counts = Gauge(shared=bool(stage)), EqualCounts()
+        self.recovery.add_stage(stage, model)
+        self._not_its_own: list[nn.Module] = []  # models that had gradients before the first attempt
+        self._checks_counts = fsdp.gathers_from_all(model)  # else a collective does not show that all have begun
         self._around_pass: AroundPass = lambda _: nullcontext()
         self._averages = world_size() > 1 and fsdp.is_whole(model)
 
@@ -269,7 +287,7 @@ class StepRunner(Generic[Sample]):
         recoveries = 0
         while True:
             plan = self._planner.plan(lengths, self.limit)
-            if not self.limit.by_length:
+            if self._checks_counts and not self.limit.by_length:
                 self._counts.announce(len(samples))
             self.recovery.on_attempt(self.stage, step, plan)
             began = time.perf_counter()
@@ -309,10 +327,10 @@ class StepRunner(Generic[Sample]):
         return Attempt(self._complete(totals, reports, plan, 0), (), reports.asked_to_stop)
 
     def _check(self, samples: Sequence[Sample]) -> None:
-        self.recovery.check_open()
+        self.recovery.prepare()
         if not samples:
             raise ValueError("a step needs at least 1 sample on every rank, but this rank got none")
-        if any(parameter.grad is not None for parameter in self.model.parameters()):
+        if self._has_gradients():
             raise ValueError(
                 "parameters have gradients from before this step, which would mix with its own; "
                 "call optimizer.zero_grad(set_to_none=True) after every optimizer.step()"
@@ -321,6 +339,8 @@ class StepRunner(Generic[Sample]):
     def _attempt(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory. After either,
         all ranks are at the same position."""
+        if self.trains is None:
+            self._not_its_own = self.recovery.with_gradients(self.model)
         try:
             return self._run_microbatches(samples, plan)
         except BaseException:
@@ -330,7 +350,7 @@ class StepRunner(Generic[Sample]):
     def _run_microbatches(self, samples: Sequence[Sample], plan: Plan) -> tuple[Totals | None, int | None]:
         totals: Totals | None = None
         microbatches = [[samples[index] for index in rows] or self._nothing(samples) for rows in plan]
-        self._ledger.begin_step(len(microbatches), self.recovery.owned_beside(self.model), self.stage)
+        self._ledger.begin_step(len(microbatches), self.recovery.owned_by(self.model), self.stage)
         for number, (rows, microbatch) in enumerate(zip(plan, microbatches, strict=True)):
             before = totals
             totals = self._run_microbatch(number, microbatch, before)
@@ -389,7 +409,7 @@ class StepRunner(Generic[Sample]):
             # Gradients first: what they hold may be what the drain needs.
             self._discard()
             release()
-            # Any sample will do, since FSDP communicates parameters only. It runs only if there is no record yet.
+            # Any sample will do, since FSDP communicates no data. The stand-in runs only if there is no record yet.
             with self._around_pass("drain"):
                 self._ledger.drain(lambda: self._forward_backward([self.kind.stand_in(sample)]))
             return True
@@ -426,7 +446,7 @@ class StepRunner(Generic[Sample]):
             **reading._asdict(),
             asked_to_stop=self.recovery.asked_to_stop(),
             foreign_messages=self._ledger.foreign_messages,
-            averages=self._averages and any(each.grad is not None for each in self.model.parameters()),
+            gradients=(self.trains is None or self._averages) and self._has_gradients(),
         )
         reports = exchange(self.recovery.agreement, mine)
         reports.check_positions()
@@ -449,10 +469,25 @@ class StepRunner(Generic[Sample]):
     def _complete(self, totals: Totals | None, reports: Reports, plan: Plan, recoveries: int) -> StepResult:
         """Collective: the result of an attempt in which no rank failed."""
         if self.trains is None:
-            self.trains = any(parameter.grad is not None for parameter in self.model.parameters())
-        if reports.averages:
-            average_gradients(self.model.parameters())
+            self.trains = reports.gradients
+            if self.recovery.with_gradients(self.model, *self._not_its_own):
+                raise ValueError(
+                    "this stage has left gradients in a model that is not its own, which a failed attempt would not "
+                    "drop: give each trained model a StepRunner, or both one parent module"
+                )
+        if reports.gradients and self._averages:
+            with fatal_where_memory_runs_out(
+                lambda _: UnrecoverableError(
+                    f"out of memory on rank {rank()} while the gradients were averaged, which is not repeated",
+                    Remedy.LESS_STATE,
+                    Remedy.LARGER_BUDGET,
+                )
+            ):
+                average_gradients(self.model.parameters())
         return result_of(totals, reports, len(plan), recoveries)
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for parameter in self.model.parameters())
 
     def _shrink(self, reports: Reports, step: int) -> Change:
         """Takes the next smaller limit; if there is none, raises an error with the memory of the rank that failed."""

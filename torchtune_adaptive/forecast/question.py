@@ -189,7 +189,7 @@ class Question:
 
 
 def _of_dataset(cfg: DictConfig) -> list[int]:
-    """Of the config's own dataset, tokenized: of so many samples, drawn at random."""
+    """Lengths of the config's own dataset, tokenized: of so many samples, drawn at random."""
     dataset: Any = build_dataset(cfg, components.build("tokenizer", cfg))[0]
     drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), LENGTHS))
     kind = PAIR if trains_on_pairs(cfg) else TEXT

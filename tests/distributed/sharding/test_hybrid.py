@@ -1,6 +1,7 @@
 """Shards inside of a node and replicas across nodes, in loops that know nothing of torchtune."""
 
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
@@ -166,6 +167,20 @@ def test_each_model_is_compared_among_its_own_replicas():
 
 def test_replicas_can_be_made_alike():
     assert run_on_ranks(4, step_of_unlike_replicas, True) == [""] * 4
+
+
+def run_late(count: int) -> int:
+    """Collective: a step whose last rank is far behind, then one with fewer samples, in which it is again."""
+    runner = runner_of(sharded_in_nodes(plain_model()))
+    for step, samples in enumerate((SAMPLES, count)):
+        time.sleep(dist.get_rank() // 3)
+        runner.run(samples_of(dist.get_rank(), samples), step=step)
+        runner.model.zero_grad()
+    return runner.recoveries
+
+
+def test_a_node_that_comes_late_is_not_taken_for_one_with_other_samples() -> None:
+    assert run_on_ranks(4, run_late, SAMPLES // 2) == [0] * 4
 
 
 def break_off(spread: Callable[[nn.Module], nn.Module], microbatch: int) -> StepRunner[Tensor]:

@@ -1,5 +1,6 @@
 """Ranks that hold whole models: no microbatch communicates, and the mean is taken once all ranks have succeeded."""
 
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -13,6 +14,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.errors import UnrecoverableError
 from torchtune_adaptive.testing import FaultInjector
 
 KIND = SampleKind(length_of=len, stand_in=lambda sample: sample[:2])
@@ -53,8 +55,8 @@ def expected_mean(scale: float = 1.0) -> Tensor:
 
 
 def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, float, int]:
-    """Collective: recoveries, the error of the gradients, and the collectives of a step. The samples come uncollated,
-    and the loss is divided by a number of the whole step."""
+    """Collective: recoveries, the error of the gradients, and the collectives of a first step, which compares the
+    weights once. The samples come uncollated, and the loss is divided by a number of the whole step."""
     model = TwoHeads()
     if in_ddp:  # its module alone is trained, without the hooks
         model = DistributedDataParallel(model).module
@@ -79,10 +81,10 @@ def step_of_a_whole_model(in_ddp: bool, operation: int | None) -> tuple[int, flo
 def test_whole_models_recover_and_have_the_mean_of_all_ranks(in_ddp: bool) -> None:
     parameters = len(list(TwoHeads().parameters()))
     for recoveries, error, collectives in run_on_ranks(2, step_of_a_whole_model, in_ddp, None):
-        assert (recoveries, collectives) == (0, 1 + parameters)
+        assert (recoveries, collectives) == (0, 3 + parameters)
         assert error < 1e-6
     for recoveries, error, collectives in run_on_ranks(3, step_of_a_whole_model, in_ddp, 15):
-        assert (recoveries, collectives) == (1, 2 + parameters)
+        assert (recoveries, collectives) == (1, 4 + parameters)
         assert error < 1e-6
 
 
@@ -117,3 +119,35 @@ def communicate_in_microbatches() -> tuple[bool, int]:
 
 def test_microbatches_that_communicate_themselves_are_not_repeated() -> None:
     assert run_on_ranks(2, communicate_in_microbatches) == [(False, 0)] * 2
+
+
+def late_by(seconds: float, unlike: bool) -> str:
+    """Collective: two steps of whole models, with other numbers of samples, one rank far behind the other."""
+    model = TwoHeads()
+    if unlike:
+        model.odd.weight.data += dist.get_rank()
+
+    def forward_backward(samples: Sequence[Tensor]) -> Totals:
+        loss = torch.stack([model(sample) for sample in samples]).sum()
+        loss.backward()
+        return Totals(loss.detach(), len(samples))
+
+    runner = StepRunner(model, forward_backward, kind=KIND, limit=RowLimit(4))
+    try:
+        for step, count in enumerate((6, 4)):
+            time.sleep(seconds * dist.get_rank())
+            runner.run(samples_of(dist.get_rank())[:count], step=step)
+            model.zero_grad()
+    except UnrecoverableError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_comes_late_is_not_taken_for_one_with_other_samples() -> None:
+    assert run_on_ranks(2, late_by, 1.0, False) == ["", ""]
+
+
+def test_whole_models_that_begin_unlike_are_refused_on_all_ranks() -> None:
+    first, second = run_on_ranks(2, late_by, 0.0, True)
+    assert first == second
+    assert first.startswith("the weights on rank 1 differ from those on rank 0")

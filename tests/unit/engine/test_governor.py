@@ -349,3 +349,11 @@ def test_where_a_row_needs_less_from_now_on_all_that_is_allowed_is_tried_again()
     assert run.rows == 1
     run.governor.start_over()
     assert run.rows == 8
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_row_that_failed_beside_a_larger_microbatch_takes_nothing_from_it(order: tuple[int, int]):
+    sizes = (Microbatch(1, 100), Microbatch(8, 100))
+    governor = Governor(RowLimit(8), regrow_after=0)
+    governor.out_of_memory({rank: sizes[rank] for rank in order}, step=1)
+    assert governor.limit == RowLimit(4)

@@ -341,3 +341,24 @@ def test_a_number_is_no_limit():
     model = a_model()
     with pytest.raises(TypeError, match=r"the limit of a StepRunner is 4; pass RowLimit\(4\) or a TokenLimit"):
         StepRunner(model, forward_backward_of(model), kind=SampleKind(length_of=len, stand_in=lambda s: s), limit=4)
+
+
+def test_a_second_runner_for_a_stage_is_refused():
+    recovery, kind = Recovery(model := a_model()), SampleKind(length_of=len, stand_in=lambda s: s)
+    StepRunner(model, forward_backward_of(model), kind=kind, limit=RowLimit(1), recovery=recovery)
+    with pytest.raises(ValueError, match="has a runner for stage '' already: give each its own `stage`"):
+        StepRunner(model, forward_backward_of(model), kind=kind, limit=RowLimit(1), recovery=recovery)
+
+
+def test_gradients_in_a_model_of_another_stage_are_refused():
+    policy, value = a_model(), a_model()
+
+    def train_both(samples):
+        loss = (policy(torch.stack(list(samples))) + value(torch.stack(list(samples)))).square().sum()
+        loss.backward()
+        return Totals(loss.detach(), len(samples))
+
+    kind = SampleKind(length_of=len, stand_in=lambda s: s)
+    runner = StepRunner(policy, train_both, kind=kind, limit=RowLimit(4), recovery=Recovery(policy, value))
+    with pytest.raises(ValueError, match="gradients in a model that is not its own"):
+        runner.run(SAMPLES, step=0)
