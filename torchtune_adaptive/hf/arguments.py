@@ -1,0 +1,46 @@
+"""What a user sets, in Python or on the command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.memory_sizes import parse_size
+
+
+@dataclass
+class AdaptiveArguments:
+    """How a Trainer adapts its microbatches. transformers' HfArgumentParser makes command-line options of the fields."""
+
+    recover_from_oom: bool = field(
+        default=True, metadata={"help": "Repeat a step that runs out of memory, on all ranks, in smaller microbatches."}
+    )
+    regrow_after: int = field(
+        default=200, metadata={"help": "Steps without trouble before a larger microbatch is tried again; 0: never."}
+    )
+    use_maximum_batch_size: bool = field(
+        default=False, metadata={"help": "Before training, measure how many rows of the longest sample fit."}
+    )
+    token_budget: int | str | None = field(
+        default=None, metadata={"help": "Tokens of a microbatch, padding included, or 'auto': as many as fit."}
+    )
+    memory_limit: str | None = field(
+        default=None, metadata={"help": "Memory that each rank may use, for example 24GiB or 0.9 of its GPU."}
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
+            self.token_budget = int(self.token_budget)
+        if self.token_budget not in (None, "auto") and not (isinstance(self.token_budget, int) and self.token_budget > 0):
+            raise ConfigError(f"token_budget: {self.token_budget!r} is neither a number of tokens nor 'auto'")
+        if self.token_budget is not None and self.use_maximum_batch_size:
+            raise ConfigError("use_maximum_batch_size counts rows and token_budget counts tokens: set one of them")
+        if self.regrow_after < 0:
+            raise ConfigError(f"regrow_after: {self.regrow_after} steps; give 0 (never) or more")
+        if self.memory_limit is not None:
+            parse_size(self.memory_limit, "memory_limit")
+
+    @property
+    def measures(self) -> bool:
+        """Whether the size of a microbatch is measured before training."""
+        return self.use_maximum_batch_size or self.token_budget == "auto"

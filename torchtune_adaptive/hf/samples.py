@@ -1,0 +1,135 @@
+"""The samples of a step, as datasets and collators of transformers and TRL have them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from torchtune_adaptive.engine.step import SampleKind
+from torchtune_adaptive.errors import ConfigError
+
+KEPT = "adaptive_samples"
+"""The key under which a batch carries its samples until the Trainer has it."""
+IGNORED = -100
+"""The label of a token that does not count in the loss."""
+ANSWERS = ("chosen_ids", "rejected_ids")
+"""In TRL, preference training has these two rows in a sample, each behind its `prompt_ids`."""
+TARGET_MASKS = ("completion_mask", "assistant_masks")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the dataset returned, before it is collated."""
+
+    features: Any
+    counts: bool = True
+    """False for a filler, which leaves nothing in the gradients."""
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """The tokens of each row; 1 where the sample has no tokens yet, such as an image."""
+        features = self.features if isinstance(self.features, Mapping) else {}
+        if answers := [features[name] for name in ANSWERS if name in features]:
+            prompt = len(features.get("prompt_ids", ()))
+            return [prompt + len(answer) for answer in answers]
+        return [len(features["input_ids"])] if "input_ids" in features else [1]
+
+    @property
+    def length(self) -> int:
+        return max(self.row_lengths)
+
+    def cut(self, length: int) -> Sample:
+        """The sample in so many tokens: lists that run along with the tokens are cut too."""
+        if not isinstance(self.features, Mapping):
+            return self
+        features, now = dict(self.features), self.length
+        prompt = min(len(features.get("prompt_ids", ())), length - 1)
+        lengths = {"prompt_ids": prompt, **dict.fromkeys(ANSWERS, length - prompt)}
+        for name, value in features.items():
+            if name in lengths:
+                features[name] = value[: lengths[name]]
+            elif name == "seq_lengths":  # of the samples that are packed into this row
+                features[name] = [length]
+            elif not isinstance(value, str) and hasattr(value, "__len__") and len(value) == now:
+                features[name] = value[:length]
+        return replace(self, features=features)
+
+    def as_targets(self) -> Sample:
+        """The same, with a loss on every token."""
+        if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
+            return self
+        features = dict(self.features)
+        if "labels" in features and len(features["labels"]) == len(features["input_ids"]):
+            features["labels"] = features["input_ids"]
+        masks = {name: [1] * len(features[name]) for name in TARGET_MASKS if name in features}
+        return replace(self, features={**features, **masks})
+
+
+def sample_kind(*, padded: bool) -> SampleKind[Sample]:
+    """What the engine asks about samples."""
+    return SampleKind(
+        length_of=lambda sample: sample.length,
+        row_lengths_of=lambda sample: sample.row_lengths,
+        stand_in=lambda sample: sample.cut(2),
+        filler=lambda sample: replace(sample.cut(2), counts=False),
+        padded=padded,
+    )
+
+
+class Batch(NamedTuple):
+    """A collated batch and what it was made of."""
+
+    samples: tuple[Sample, ...]
+    inputs: Any
+    targets: int
+    """Tokens that count in the loss; rows, where labels are not by token."""
+
+    @staticmethod
+    def from_loader(inputs: Any) -> Batch:
+        """Takes the samples out of what a data loader returned."""
+        kept: _Kept = inputs.pop(KEPT)
+        return Batch(kept.samples, inputs, kept.targets)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """Not a tuple, dict or tensor: accelerate and torch's pin_memory leave it as it is."""
+
+    samples: tuple[Sample, ...]
+    targets: int
+
+
+@dataclass(frozen=True)
+class KeepSamples:
+    """A collator that leaves in the batch what it was made of."""
+
+    collate: Callable[[list[Any]], Any]
+
+    def __call__(self, features: list[Any]) -> Any:
+        samples = tuple(Sample(copy(each)) for each in features)  # some collators take parts out of them
+        inputs = self.collate(features)
+        if not isinstance(inputs, MutableMapping):
+            raise ConfigError(
+                f"the data collator returned {type(inputs).__name__}, and AdaptiveMixin needs a dict of tensors; "
+                "trainers that generate during training (GRPO, RLOO) are not supported"
+            )
+        inputs[KEPT] = _Kept(samples, _targets(inputs, len(samples)))
+        return inputs
+
+
+def collated(collate: Callable[[list[Any]], Any], samples: Sequence[Sample]) -> Batch:
+    """Any samples as a batch."""
+    return Batch.from_loader(KeepSamples(collate)([copy(sample.features) for sample in samples]))
+
+
+def longest(samples: Iterable[Sample]) -> Sample:
+    """The longest sample, with a loss on every token."""
+    return max(samples, key=lambda sample: sample.length).as_targets()
+
+
+def _targets(inputs: Mapping[str, Any], rows: int) -> int:
+    labels = inputs.get("labels")
+    by_token = hasattr(labels, "dim") and labels.dim() > 1
+    return int((labels[..., 1:] != IGNORED).sum()) if by_token else rows
