@@ -127,7 +127,7 @@ def train(
     trainer.train(resume_from_checkpoint=resume)
     log = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
     weights = {
-        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+        name: (each.full_tensor() if hasattr(each := parameter.detach(), "full_tensor") else each).clone()
         for name, parameter in trainer.model.named_parameters()
     }
     return Run(log, weights)

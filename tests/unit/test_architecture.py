@@ -115,6 +115,7 @@ ROOMS: dict[str, set[str]] = {
         "tune/parts/checkpoints",
     },
     "demo": set(),
+    "hf": {"engine", "report"},
     # a package of its own, but for its place
     "null_cuda": set(),
 }
@@ -255,6 +256,10 @@ def test_only_tune_demo_and_recipes_know_torchtune() -> None:
 @pytest.mark.parametrize("library", ["torchtune", "omegaconf", "transformers"])
 def test_the_engine_is_plain_pytorch(library: str) -> None:
     assert {name for name in modules_in({"engine"}) if imports(MODULES[name], library)} == set()
+
+
+def test_only_hf_knows_transformers() -> None:
+    assert {room_of(name) for name in MODULES if imports(MODULES[name], "transformers")} == {"hf"}
 
 
 def test_below_tune_only_two_modules_speak_to_other_ranks() -> None:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
+from torchtune_adaptive.engine import fsdp
 from torchtune_adaptive.engine.limits import MAX_ROWS
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource, leaving_no_trace
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out, release
@@ -448,6 +449,9 @@ def _probing(steps: Mapping[str, TrainingStep[Any]], memory: MemorySource | None
     # Once each: stages may share a model.
     models = list({id(step.runner.model): step.runner.model for step in run}.values())
     optimizers = [optimizer for step in run for optimizer in step.optimizers]
+    for model in models:
+        if isinstance(model, fsdp.FSDPModule):  # an evaluation leaves parameters gathered, in storages that will go
+            fsdp.prepare(model)
     with leaving_no_trace(models, optimizers), REHEARSAL.trial():
         yield Prober(steps, memory)
     # Only now, since a peak restarts from what is in use: until then that was optimizer state of the probes' own.

@@ -10,7 +10,7 @@ from torchtune_adaptive.memory_sizes import parse_size
 
 @dataclass
 class AdaptiveArguments:
-    """How a Trainer adapts its microbatches. transformers' HfArgumentParser makes command-line options of the fields."""
+    """How a Trainer adapts its microbatches. HfArgumentParser makes command-line options of the fields."""
 
     recover_from_oom: bool = field(
         default=True, metadata={"help": "Repeat a step that runs out of memory, on all ranks, in smaller microbatches."}
@@ -31,7 +31,8 @@ class AdaptiveArguments:
     def __post_init__(self) -> None:
         if isinstance(self.token_budget, str) and self.token_budget.isdecimal():
             self.token_budget = int(self.token_budget)
-        if self.token_budget not in (None, "auto") and not (isinstance(self.token_budget, int) and self.token_budget > 0):
+        wrong = self.token_budget < 1 if isinstance(self.token_budget, int) else self.token_budget not in (None, "auto")
+        if wrong:
             raise ConfigError(f"token_budget: {self.token_budget!r} is neither a number of tokens nor 'auto'")
         if self.token_budget is not None and self.use_maximum_batch_size:
             raise ConfigError("use_maximum_batch_size counts rows and token_budget counts tokens: set one of them")

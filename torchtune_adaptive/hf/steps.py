@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
-from transformers import Trainer
 
+from torchtune_adaptive.engine.fsdp import FSDPModule
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.meter import MemoryMeter
@@ -23,7 +22,7 @@ from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.samples import Batch, Sample, collated, longest, sample_kind
 from torchtune_adaptive.memory_sizes import parse_size
-from torchtune_adaptive.patching import Member, replaced
+from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.report.tables import profile_table, search_table
 
 STATE = "adaptive"
@@ -38,7 +37,12 @@ class Steps:
     """Runs the samples of each step, beginning with the given ones."""
 
     def __init__(
-        self, trainer: Any, model: nn.Module, microbatch: Callable[..., Tensor], batches: Sequence[Batch], num_items: Any
+        self,
+        trainer: Any,
+        model: nn.Module,
+        microbatch: Callable[..., Tensor],
+        batches: Sequence[Batch],
+        num_items: Any,
     ) -> None:
         """Collective: after the model is prepared and a checkpoint is loaded. `microbatch` is the Trainer's own
         `training_step`."""
@@ -47,11 +51,7 @@ class Steps:
         self.model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         self._begin(batches, num_items)
         self.adds_up, padded = self._how_losses_add_up(batches)
-        frozen = [
-            each
-            for each in vars(trainer).values()
-            if isinstance(each, nn.Module) and not any(p.requires_grad for p in each.parameters())
-        ]
+        frozen = self._models_beside()
         adaptive, before = trainer.adaptive, self._counted()
         self.runner = StepRunner(
             self.model,
@@ -110,7 +110,7 @@ class Steps:
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
             backward(loss * weight, **kwargs)
 
-        with replaced((self.trainer.accelerator, "backward", weighted_backward), *self._alone()):
+        with self._alone(), replaced((self.trainer.accelerator, "backward", weighted_backward)):
             loss = self.microbatch(self.model, batch.inputs, self._num_items)
         return Totals(loss * weight, batch.targets if counts else 0)
 
@@ -122,16 +122,31 @@ class Steps:
             return batches * rows / len(self._samples)
         return batches * targets / max(1, self._targets) if self.adds_up == "mean of tokens" else 1.0
 
-    def _alone(self) -> list[Member]:
-        """TRL's compute_loss gathers its metrics, in which a rank that has failed could not take part. So every rank
-        takes the others' for its own; `metrics` has the mean of all."""
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keeps what TRL communicates besides FSDP out of a microbatch, since a rank that has failed cannot take part.
+
+        Its compute_loss gathers metrics: every rank takes the others' for its own, and `metrics` has the mean. Its head
+        reads a weight past FSDP's hooks: one that is frozen in a group of its own is gathered before.
+        """
         if world_size() == 1:
-            return []
+            yield
+            return
+        accelerator, head = self.trainer.accelerator, self._head()
 
         def repeated(value: Any, *_: Any, **__: Any) -> Any:
             return recursively_apply(lambda tensor: torch.cat([torch.atleast_1d(tensor)] * world_size()), value)
 
-        return [(self.trainer.accelerator, name, repeated) for name in ("gather", "gather_for_metrics")]
+        if head is not None:
+            head.unshard()
+        with replaced((accelerator, "gather", repeated), (accelerator, "gather_for_metrics", repeated)):
+            yield
+        if head is not None:
+            head.reshard()
+
+    def _head(self) -> FSDPModule | None:
+        head = getattr(self.trainer.accelerator.unwrap_model(self.model), "get_output_embeddings", lambda: None)()
+        return head if isinstance(head, FSDPModule) and not head.weight.requires_grad else None
 
     def _how_losses_add_up(self, batches: Sequence[Batch]) -> tuple[str, bool]:
         """Collective: how the loss of two samples follows from those of each, and whether rows are padded.
@@ -172,12 +187,22 @@ class Steps:
         trainer, training, before = self.trainer, self.model.training, self._counted()
         self.model.eval()
         try:
-            with torch.no_grad(), replaced(*self._alone()), trainer.compute_loss_context_manager():
+            with torch.no_grad(), self._alone(), trainer.compute_loss_context_manager():
                 inputs = trainer._prepare_inputs(batch.inputs)
                 return float(trainer.compute_loss(self.model, inputs, num_items_in_batch=self._num_items))
         finally:
             self.model.train(training)
             self._count_again(before)
+
+    def _models_beside(self) -> list[nn.Module]:
+        """Models that the Trainer runs and never trains, such as the reference of DPO. TRL leaves them unfrozen."""
+        trained = {id(each) for group in self.trainer.optimizer.param_groups for each in group["params"]}
+        modules = [each for each in vars(self.trainer).values() if isinstance(each, nn.Module)]
+        return [
+            each.requires_grad_(False)
+            for each in modules
+            if not any(id(parameter) in trained for parameter in each.parameters())
+        ]
 
     def _counted(self) -> dict[str, Any]:
         return {name: copy.deepcopy(getattr(self.trainer, name)) for name in COUNTED if hasattr(self.trainer, name)}

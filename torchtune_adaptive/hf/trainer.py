@@ -1,7 +1,7 @@
 """`class T(AdaptiveMixin, SFTTrainer)`: any Trainer, with its optimizer steps run by the engine.
 
-Trainer's loop stays as it is. Two of its methods are overridden: `get_batch_samples`, which reads the batches of a step,
-keeps their samples; `training_step`, called once for each batch, does nothing until the last, and then runs them all.
+Trainer's loop stays as it is. Two of its methods are overridden: `get_batch_samples`, which reads the batches of a
+step, keeps their samples; `training_step`, called for each batch, does nothing until the last, and then runs them all.
 """
 
 from __future__ import annotations

@@ -115,6 +115,21 @@ def test_all_ranks_agree_on_whether_a_step_is_one_microbatch():
     assert [(each.rows, each.accumulates) for each in found] == [(12, False), (10, True)]
 
 
+def search_after_an_evaluation() -> bool:
+    with MemoryMeter() as meter:
+        trained = Trained(Shape())
+        weights = [each.detach().full_tensor() for each in trained.model.parameters()]
+        with torch.no_grad():
+            trained.model(trained.sample[None])  # no backward follows, so FSDP leaves the root gathered
+        search_on_rank(trained, meter, [10**9] * 2, max_rows=2)
+        now = [each.detach().full_tensor() for each in trained.model.parameters()]
+        return all(map(torch.equal, weights, now))
+
+
+def test_a_search_after_an_evaluation_leaves_the_weights():
+    assert run_on_ranks(2, search_after_an_evaluation) == [True, True]
+
+
 def train(searches: bool, resumed: bool, offload: bool) -> tuple[list[float], Any]:
     with MemoryMeter() as meter:
         trained = Trained(Shape(dim=31, hidden=33, offload=offload))  # uneven shards

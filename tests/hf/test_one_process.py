@@ -1,0 +1,196 @@
+"""Trainer with and without the mixin, in this process."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import HfArgumentParser, Trainer, TrainingArguments
+
+from tests.hf.trainers import Counting, Run, arguments, collate, difference, train
+from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
+
+pytestmark = pytest.mark.timeout(300)
+
+AS_IT_IS = AdaptiveArguments()
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 12}
+
+
+@cache
+def stock(folder: Path, **options: Any) -> Run:
+    return train(folder, arguments=arguments(folder, **options))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing_factor": 0.1, "gradient_checkpointing": True},
+        {
+            "num_train_epochs": 1,
+            "max_steps": -1,
+            "dataloader_num_workers": 1,
+            "train_sampling_strategy": "group_by_length",
+        },
+    ],
+    ids=["plain", "smoothed and checkpointed", "an epoch with an incomplete step"],
+)
+def test_the_same_microbatches_have_the_figures_of_stock_to_the_bit(folder: Path, options: dict[str, Any]) -> None:
+    ours = train(folder, AS_IT_IS, arguments=arguments(folder, **options))
+    assert difference(ours, stock(folder, **options)) == 0.0
+
+
+def test_microbatches_by_tokens_have_the_figures_of_stock(folder: Path) -> None:
+    ours = train(folder, AdaptiveArguments(token_budget=100), arguments=arguments(folder))
+    assert ours.column("microbatch_tokens") == [100] * len(ours.log)
+    assert difference(ours, stock(folder)) < 1e-6
+
+
+def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_microbatches(folder: Path) -> None:
+    ours = train(folder, AS_IT_IS, faults=[(2, 40), (4, 300)], arguments=arguments(folder))
+    assert ours.column("oom_recoveries") == [0, 1, 1, 2, 2, 2]
+    assert ours.column("microbatch_rows") == [4, 2, 2, 1, 1, 1]
+    assert difference(ours, stock(folder)) < 1e-6
+
+
+def test_a_search_finds_rows_within_the_memory_limit(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adaptive = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
+    options = {**ONE_BY_ONE, "max_steps": 2}
+    ours = train(folder, adaptive, arguments=arguments(folder, **options))
+    assert "4      3.1 MiB     63 %" in capsys.readouterr().out
+    assert ours.column("microbatch_rows") == [4] * len(ours.log)
+    assert difference(ours, stock(folder, **options)) < 1e-6
+
+
+def test_a_measured_token_budget_trains_what_stock_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adaptive = AdaptiveArguments(token_budget="auto", memory_limit="5MiB")
+    ours = train(folder, adaptive, arguments=arguments(folder, max_steps=2))
+    assert "tokens fit at any length" in capsys.readouterr().out
+    assert ours.column("oom_recoveries") == [0, 0]
+    assert difference(ours, stock(folder, max_steps=2)) < 1e-6
+
+
+def test_a_resumed_run_begins_with_the_limit_that_it_had(folder: Path, tmp_path: Path) -> None:
+    options = arguments(tmp_path, save_strategy="steps", save_steps=3)
+    train(tmp_path, AS_IT_IS, faults=[(2, 40)], arguments=options)
+    kept = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["stateful_callbacks"]["adaptive"]
+    assert kept["size"] == 2
+    resumed = train(tmp_path, AS_IT_IS, resume=str(tmp_path / "checkpoint-3"), arguments=options)
+    assert resumed.column("microbatch_rows") == [4, 2, 2, 2, 2, 2]
+    assert difference(resumed, stock(folder)) < 1e-6
+
+
+def test_what_a_loss_adds_up_to_is_tried_out(folder: Path) -> None:
+    """The model's loss is a sum over the step; without `num_items_in_batch` it is a mean over tokens."""
+
+    class Means(Trainer):
+        def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+            self.model_accepts_loss_kwargs = False
+            return super().compute_loss(*args, **kwargs)
+
+    with_one_batch = arguments(folder, per_device_train_batch_size=12, gradient_accumulation_steps=1)
+    theirs = train(folder, base=Means, arguments=with_one_batch)
+    ours = train(folder, AdaptiveArguments(token_budget=100), base=Means, arguments=with_one_batch)
+    assert difference(ours, theirs) < 1e-6
+
+
+def test_a_loss_that_does_not_add_up_is_refused(folder: Path) -> None:
+    class Squares(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs) ** 2
+
+    with pytest.raises(ConfigError, match="neither their sum nor their mean"):
+        train(folder, AS_IT_IS, base=Squares, arguments=arguments(folder))
+
+
+def test_a_collator_that_draws_at_random_is_refused(folder: Path) -> None:
+    def masked(samples: Any) -> Any:
+        batch = collate(samples)
+        return {**batch, "labels": batch["labels"].where(torch.rand(batch["labels"].shape) > 0.5, -100)}
+
+    with pytest.raises(ConfigError, match="returns another batch when it collates the same samples again"):
+        train(folder, AS_IT_IS, data_collator=masked, arguments=arguments(folder))
+
+
+def test_a_streamed_dataset_trains_what_stock_trains(folder: Path) -> None:
+    class Streamed(IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(Counting())
+
+    theirs = train(folder, train_dataset=Streamed(), arguments=arguments(folder))
+    ours = train(folder, AdaptiveArguments(token_budget=100), train_dataset=Streamed(), arguments=arguments(folder))
+    assert difference(ours, theirs) < 1e-6
+
+
+def test_evaluations_between_steps_change_nothing(folder: Path) -> None:
+    options = {"eval_strategy": "steps", "eval_steps": 2}
+    ours = train(folder, AS_IT_IS, eval_dataset=Counting(8), arguments=arguments(folder, **options))
+    assert difference(ours, stock(folder)) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size restarts training"),
+        ({"torch_compile_mode": "reduce-overhead"}, "CUDA graphs"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(folder: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        AdaptiveTrainer(model=torch.nn.Linear(1, 1), args=arguments(folder, **options))
+    assert "\n" not in str(refused.value)
+
+
+def test_several_gpus_in_one_process_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingArguments, "n_gpu", 2)
+    with pytest.raises(ConfigError, match="one process per GPU"):
+        AdaptiveTrainer(model=torch.nn.Linear(1, 1), args=arguments(folder))
+
+
+def test_deepspeed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnDeepSpeed(AdaptiveTrainer):
+        is_deepspeed_enabled = property(lambda self: True, lambda self, value: None)
+
+    with pytest.raises(ConfigError, match="DeepSpeed is not supported"):
+        OnDeepSpeed(model=torch.nn.Linear(1, 1), args=arguments(folder))
+
+
+def test_a_search_on_a_cpu_needs_a_memory_limit(folder: Path) -> None:
+    with pytest.raises(AdaptiveError, match="set memory_limit"):
+        train(folder, AdaptiveArguments(use_maximum_batch_size=True), arguments=arguments(folder))
+
+
+def test_the_command_line_has_all_arguments() -> None:
+    line = ["--token_budget", "4096", "--memory_limit", "24GiB", "--no_recover_from_oom", "--regrow_after", "10"]
+    (parsed,) = HfArgumentParser(AdaptiveArguments).parse_args_into_dataclasses(line)
+    assert parsed == AdaptiveArguments(token_budget=4096, memory_limit="24GiB", recover_from_oom=False, regrow_after=10)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"token_budget": "many"},
+        {"token_budget": 0},
+        {"token_budget": 10, "use_maximum_batch_size": True},
+        {"memory_limit": "lots"},
+        {"regrow_after": -1},
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        AdaptiveArguments(**wrong)

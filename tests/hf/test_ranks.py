@@ -1,0 +1,70 @@
+"""Trainer with and without the mixin on two gloo ranks, under FSDP2 and under DDP."""
+
+from __future__ import annotations
+
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.commands import run_here
+from tests.ranks import run_on_ranks
+
+pytestmark = pytest.mark.timeout(600)
+ROOT = Path(__file__).parents[2]
+
+
+class Found(NamedTuple):
+    differences: dict[str, float]
+    """From stock, by what was done."""
+    recoveries: list[float]
+    rows: list[float]
+
+
+def train_both(sharded: bool) -> Found:
+    """Collective: with the same microbatches, by tokens, after a failure of rank 1, and after a search."""
+    from tests.hf.trainers import arguments, difference, train, use_fsdp2
+    from torchtune_adaptive.hf import AdaptiveArguments
+
+    if sharded:
+        use_fsdp2()
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder)
+        stock = train(here, arguments=arguments(here, max_steps=3))
+        fitting = AdaptiveArguments(use_maximum_batch_size=True, memory_limit="5MiB")
+        ways: dict[str, tuple[AdaptiveArguments, dict[str, Any]]] = {
+            "same": (AdaptiveArguments(), {}),
+            "tokens": (AdaptiveArguments(token_budget=100), {}),
+            "failed": (AdaptiveArguments(), {"faults": [(2, 40)], "failing_rank": 1}),
+            "searched": (fitting, {}),
+        }
+        runs = {
+            name: train(here, adaptive, arguments=arguments(here, max_steps=3), **options)
+            for name, (adaptive, options) in ways.items()
+        }
+    differences = {name: difference(run, stock) for name, run in runs.items()}
+    return Found(differences, runs["failed"].column("oom_recoveries"), runs["failed"].column("microbatch_rows"))
+
+
+@pytest.mark.parametrize("sharded", [True, False], ids=["FSDP2", "DDP"])
+def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sharded: bool) -> None:
+    found, same = run_on_ranks(2, train_both, sharded, in_group=False, timeout_s=100)
+    assert found == same
+    assert max(found.differences.values()) < 1e-6, found.differences
+    assert (found.recoveries, found.rows) == ([0, 1, 1], [4, 2, 2])
+
+
+def test_the_example_trains_on_with_less_memory() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    run = run_here([*launcher, "examples/transformers_trainer.py", "--memory_limit", "5MiB"], cwd=ROOT, timeout_s=120)
+    assert run.status == 0, run.output
+    assert "microbatch 16 -> 8 rows, step repeated" in run.output
+    losses = [float(loss) for loss in re.findall(r"'loss': '?(\d+\.\d+)", run.output)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
