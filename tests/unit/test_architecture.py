@@ -149,8 +149,8 @@ WITHOUT_TORCH = {
     "tune.start.signals",
 }
 TUNE_SIDE = {"tune", "demo", "command", "forecast"}
-ABOUT_A_RUN = {"report.__main__"}
-"""A command that takes the folder of a run."""
+ABOUT_A_RUN = {"report.__main__", "hf.arguments"}
+"""A command that takes the folder of a run, and arguments that are called as keys are."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
 """Keys of a config that are what the library calls it, too."""
 

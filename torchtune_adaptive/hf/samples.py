@@ -7,6 +7,8 @@ from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from torchtune_adaptive.engine.step import SampleKind
 from torchtune_adaptive.errors import ConfigError
 
@@ -20,7 +22,7 @@ TARGET_MASKS = ("completion_mask", "assistant_masks")
 
 
 @dataclass(frozen=True)
-class Sample:
+class RawSample:
     """What the dataset returned, before it is collated."""
 
     features: Any
@@ -40,7 +42,7 @@ class Sample:
     def length(self) -> int:
         return max(self.row_lengths)
 
-    def cut(self, length: int) -> Sample:
+    def cut(self, length: int) -> RawSample:
         """The sample in so many tokens: lists that run along with the tokens are cut too."""
         if not isinstance(self.features, Mapping):
             return self
@@ -56,7 +58,7 @@ class Sample:
                 features[name] = value[:length]
         return replace(self, features=features)
 
-    def as_targets(self) -> Sample:
+    def as_targets(self) -> RawSample:
         """The same, with a loss on every token."""
         if not isinstance(self.features, Mapping) or "input_ids" not in self.features:
             return self
@@ -67,7 +69,7 @@ class Sample:
         return replace(self, features={**features, **masks})
 
 
-def sample_kind(*, padded: bool) -> SampleKind[Sample]:
+def sample_kind(*, padded: bool) -> SampleKind[RawSample]:
     """What the engine asks about samples."""
     return SampleKind(
         length_of=lambda sample: sample.length,
@@ -78,26 +80,26 @@ def sample_kind(*, padded: bool) -> SampleKind[Sample]:
     )
 
 
-class Batch(NamedTuple):
+class CollatedBatch(NamedTuple):
     """A collated batch and what it was made of."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[RawSample, ...]
     inputs: Any
     targets: int
     """Tokens that count in the loss; rows, where labels are not by token."""
 
     @staticmethod
-    def from_loader(inputs: Any) -> Batch:
+    def from_loader(inputs: Any) -> CollatedBatch:
         """Takes the samples out of what a data loader returned."""
         kept: _Kept = inputs.pop(KEPT)
-        return Batch(kept.samples, inputs, kept.targets)
+        return CollatedBatch(kept.samples, inputs, kept.targets)
 
 
 @dataclass(frozen=True)
 class _Kept:
     """Not a tuple, dict or tensor: accelerate and torch's pin_memory leave it as it is."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[RawSample, ...]
     targets: int
 
 
@@ -108,7 +110,7 @@ class KeepSamples:
     collate: Callable[[list[Any]], Any]
 
     def __call__(self, features: list[Any]) -> Any:
-        samples = tuple(Sample(copy(each)) for each in features)  # some collators take parts out of them
+        samples = tuple(RawSample(copy(each)) for each in features)  # some collators take parts out of them
         inputs = self.collate(features)
         if not isinstance(inputs, MutableMapping):
             raise ConfigError(
@@ -119,17 +121,18 @@ class KeepSamples:
         return inputs
 
 
-def collated(collate: Callable[[list[Any]], Any], samples: Sequence[Sample]) -> Batch:
+def collated(collate: Callable[[list[Any]], Any], samples: Sequence[RawSample]) -> CollatedBatch:
     """Any samples as a batch."""
-    return Batch.from_loader(KeepSamples(collate)([copy(sample.features) for sample in samples]))
+    return CollatedBatch.from_loader(KeepSamples(collate)([copy(sample.features) for sample in samples]))
 
 
-def longest(samples: Iterable[Sample]) -> Sample:
+def longest(samples: Iterable[RawSample]) -> RawSample:
     """The longest sample, with a loss on every token."""
     return max(samples, key=lambda sample: sample.length).as_targets()
 
 
 def _targets(inputs: Mapping[str, Any], rows: int) -> int:
     labels = inputs.get("labels")
-    by_token = hasattr(labels, "dim") and labels.dim() > 1
-    return int((labels[..., 1:] != IGNORED).sum()) if by_token else rows
+    if not isinstance(labels, Tensor) or labels.dim() < 2:
+        return rows
+    return int((labels[..., 1:] != IGNORED).sum())

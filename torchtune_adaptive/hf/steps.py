@@ -20,7 +20,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.samples import Batch, Sample, collated, longest, sample_kind
+from torchtune_adaptive.hf.samples import CollatedBatch, RawSample, collated, longest, sample_kind
 from torchtune_adaptive.memory_sizes import parse_size
 from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.report.tables import profile_table, search_table
@@ -33,7 +33,7 @@ NEXT_TO_NOTHING = 0.02
 """Share of a loss by which bf16 may miss what the losses of its parts add up to."""
 
 
-class Steps:
+class OptimizerSteps:
     """Runs the samples of each step, beginning with the given ones."""
 
     def __init__(
@@ -41,7 +41,7 @@ class Steps:
         trainer: Any,
         model: nn.Module,
         microbatch: Callable[..., Tensor],
-        batches: Sequence[Batch],
+        batches: Sequence[CollatedBatch],
         num_items: Any,
     ) -> None:
         """Collective: after the model is prepared and a checkpoint is loaded. `microbatch` is the Trainer's own
@@ -75,12 +75,12 @@ class Steps:
         if state := trainer.state.stateful_callbacks.get(STATE):
             self.runner.load_state_dict(state)
 
-    def run(self, batches: Sequence[Batch], num_items: Any) -> Tensor:
+    def run(self, batches: Sequence[CollatedBatch], num_items: Any) -> Tensor:
         """Collective: the loss of a step, whose gradients are complete."""
         self._begin(batches, num_items)
         with self._metering():
             result = self.runner.run(self._samples, step=self.trainer.state.global_step + 1)
-        self._batches = {}
+        self._batches.clear()
         self.trainer.state.stateful_callbacks[STATE] = self.runner.state_dict()
         return result.loss_sum / world_size()  # Trainer logs the mean over ranks
 
@@ -94,14 +94,14 @@ class Steps:
         limit = self.runner.limit
         return {"oom_recoveries": self.runner.recoveries, f"microbatch_{limit.unit}": limit.size}
 
-    def _begin(self, batches: Sequence[Batch], num_items: Any) -> None:
+    def _begin(self, batches: Sequence[CollatedBatch], num_items: Any) -> None:
         self._samples = [sample for batch in batches for sample in batch.samples]
         # A microbatch that is just one of them is run as the data loader has collated it.
-        self._batches = {tuple(map(id, batch.samples)): batch for batch in batches}
+        self._batches: dict[tuple[int, ...], CollatedBatch] = {tuple(map(id, each.samples)): each for each in batches}
         self._targets, self._num_items = sum(batch.targets for batch in batches), num_items
         self._before = self._counted()
 
-    def _forward_backward(self, samples: Sequence[Sample]) -> Totals:
+    def _forward_backward(self, samples: Sequence[RawSample]) -> Totals:
         """One microbatch, by the Trainer's own training_step."""
         batch = self._batches.get(tuple(map(id, samples))) or collated(self.trainer.data_collator, samples)
         counts, backward = samples[0].counts, self.trainer.accelerator.backward
@@ -117,7 +117,7 @@ class Steps:
     def _weight(self, rows: int, targets: int) -> float:
         """What a mean over a microbatch is multiplied by, so that those of a step add up to what Trainer makes of its
         batches: their sum, which it divides by their number."""
-        batches = self.trainer.current_gradient_accumulation_steps
+        batches: int = self.trainer.current_gradient_accumulation_steps
         if self.adds_up == "mean of rows":
             return batches * rows / len(self._samples)
         return batches * targets / max(1, self._targets) if self.adds_up == "mean of tokens" else 1.0
@@ -145,10 +145,12 @@ class Steps:
             head.reshard()
 
     def _head(self) -> FSDPModule | None:
-        head = getattr(self.trainer.accelerator.unwrap_model(self.model), "get_output_embeddings", lambda: None)()
-        return head if isinstance(head, FSDPModule) and not head.weight.requires_grad else None
+        model = self.trainer.accelerator.unwrap_model(self.model)
+        head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+        frozen = head is not None and not head.weight.requires_grad
+        return head if frozen and isinstance(head, FSDPModule) else None
 
-    def _how_losses_add_up(self, batches: Sequence[Batch]) -> tuple[str, bool]:
+    def _how_losses_add_up(self, batches: Sequence[CollatedBatch]) -> tuple[str, bool]:
         """Collective: how the loss of two samples follows from those of each, and whether rows are padded.
 
         It is tried out, since Trainer cannot know: a model may take `num_items_in_batch` and ignore it.
@@ -182,7 +184,7 @@ class Steps:
             )
         return how, padded
 
-    def _loss_of(self, batch: Batch) -> float:
+    def _loss_of(self, batch: CollatedBatch) -> float:
         """Collective: without a backward, and without a trace."""
         trainer, training, before = self.trainer, self.model.training, self._counted()
         self.model.eval()
@@ -229,7 +231,7 @@ class Steps:
         step = TrainingStep(
             runner=self.runner,
             sample=self._longest_sample(),
-            cut=Sample.cut,
+            cut=RawSample.cut,
             shortest=4,
             update=update,
             optimizers=[optimizer],
@@ -247,11 +249,11 @@ class Steps:
             print(table, flush=True)
         return limit
 
-    def _longest_sample(self) -> Sample:
+    def _longest_sample(self) -> RawSample:
         """Collective: that of the dataset; of one that is only iterated over, that of the first step."""
         dataset = self.trainer.callback_handler.train_dataloader.dataset
         if hasattr(dataset, "__len__"):
-            return longest(Sample(dataset[index]) for index in range(len(dataset)))
+            return longest(RawSample(dataset[index]) for index in range(len(dataset)))
         return longest(from_all_ranks(longest(self._samples)))
 
     def _memory_with(self, *models: nn.Module) -> MemorySource | None:

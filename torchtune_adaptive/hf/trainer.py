@@ -15,11 +15,14 @@ from transformers import Trainer
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.arguments import AdaptiveArguments
-from torchtune_adaptive.hf.samples import Batch, KeepSamples
-from torchtune_adaptive.hf.steps import Steps
+from torchtune_adaptive.hf.samples import CollatedBatch, KeepSamples
+from torchtune_adaptive.hf.steps import OptimizerSteps
 from torchtune_adaptive.patching import replaced
 
-Base = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    Base = Trainer
+else:
+    Base = object
 
 
 class AdaptiveMixin(Base):
@@ -31,8 +34,8 @@ class AdaptiveMixin(Base):
 
     def __init__(self, *args: Any, adaptive: AdaptiveArguments | None = None, **kwargs: Any) -> None:
         self.adaptive = adaptive or AdaptiveArguments()
-        self._steps: Steps | None = None
-        self._batches: list[Batch] = []
+        self._steps: OptimizerSteps | None = None
+        self._batches: list[CollatedBatch] = []
         super().__init__(*args, **kwargs)
         _refuse_unsupported(self)
 
@@ -59,7 +62,7 @@ class AdaptiveMixin(Base):
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
         """Collective: the batches of one optimizer step, whose samples are kept."""
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        self._batches = [Batch.from_loader(batch) for batch in batches]
+        self._batches = [CollatedBatch.from_loader(batch) for batch in batches]
         return batches, num_items
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -67,7 +70,7 @@ class AdaptiveMixin(Base):
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.args.device)
         if self._steps is None:
-            self._steps = Steps(self, model, super().training_step, self._batches, num_items_in_batch)
+            self._steps = OptimizerSteps(self, model, super().training_step, self._batches, num_items_in_batch)
         batches, self._batches = self._batches, []
         return self._steps.run(batches, num_items_in_batch)
 
