@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from tests.hf.trainers import Counting, Run, arguments, collate, difference, train
 from torchtune_adaptive.errors import AdaptiveError, ConfigError
-from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
+from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -162,12 +162,21 @@ def test_several_gpus_in_one_process_are_refused(folder: Path, monkeypatch: pyte
         AdaptiveTrainer(model=torch.nn.Linear(1, 1), args=arguments(folder))
 
 
-def test_deepspeed_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnDeepSpeed(AdaptiveTrainer):
-        is_deepspeed_enabled = property(lambda self: True, lambda self, value: None)
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [("is_deepspeed_enabled", "DeepSpeed is not supported"), ("is_fsdp_enabled", "FSDP1 is not supported")],
+)
+def test_other_ways_to_shard_are_refused(folder: Path, flag: str, message: str) -> None:
+    class Sharded(Trainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            setattr(self, flag, True)
 
-    with pytest.raises(ConfigError, match="DeepSpeed is not supported"):
-        OnDeepSpeed(model=torch.nn.Linear(1, 1), args=arguments(folder))
+    class Adaptive(AdaptiveMixin, Sharded):
+        pass
+
+    with pytest.raises(ConfigError, match=message):
+        Adaptive(model=torch.nn.Linear(1, 1), args=arguments(folder))
 
 
 def test_a_search_on_a_cpu_needs_a_memory_limit(folder: Path) -> None:
