@@ -132,9 +132,7 @@ class Recovery:
         if not any(model is known for known in self.models):
             raise ValueError("the model of a StepRunner has to be one of its Recovery's: pass it to Recovery(...)")
         if stage in self._stages:
-            raise ValueError(
-                f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`"
-            )
+            raise ValueError(f"this Recovery has a runner for stage {stage!r} already: give each its own `stage`")
         self._stages.add(stage)
 
     def with_gradients(self, *but: nn.Module) -> list[nn.Module]:
