@@ -164,8 +164,8 @@ class StepRunner(Generic[Sample]):
 
     `forward_backward` collates the samples that it is given, runs forward and backward on the unscaled loss sum, and
     returns the totals. It may divide the loss by a number of the whole step, never by one of the microbatch: scale
-    gradients by `result.target_tokens` afterwards. It may be
-    run again with other splits of the same samples, so it must leave nothing of its own behind when it raises.
+    gradients by `result.target_tokens` afterwards. It may be run again with other splits of the same samples, so it
+    must leave nothing of its own behind when it raises.
 
     `limit` is what a microbatch may be, the same on every rank. Under a limit by rows all ranks have the same number of
     samples. `recovery` is made for the model if none is given.
@@ -204,7 +204,7 @@ class StepRunner(Generic[Sample]):
         self._governor = Governor(limit, regrow_after=self.recovery.regrow_after, stage=stage)
         self._gauge, self._counts = Gauge(shared=bool(stage)), EqualCounts()
         self.recovery.add_stage(stage, model)
-        self._not_its_own: list[nn.Module] = []  # models that had gradients before the first attempt
+        self._had_gradients: list[nn.Module] = []  # models that had gradients before the first attempt
         self._checks_counts = fsdp.gathers_from_all(model)  # else a collective does not show that all have begun
         self._around_pass: AroundPass = lambda _: nullcontext()
         self._averages = world_size() > 1 and fsdp.is_whole(model)
@@ -338,7 +338,7 @@ class StepRunner(Generic[Sample]):
         """Collective: the totals of all microbatches, or the number of the one that ran out of memory. After either,
         all ranks are at the same position."""
         if self.trains is None:
-            self._not_its_own = self.recovery.with_gradients(self.model)
+            self._had_gradients = self.recovery.with_gradients(self.model)
         try:
             return self._run_microbatches(samples, plan)
         except BaseException:
@@ -468,7 +468,7 @@ class StepRunner(Generic[Sample]):
         """Collective: the result of an attempt in which no rank failed."""
         if self.trains is None:
             self.trains = reports.gradients
-            if self.recovery.with_gradients(self.model, *self._not_its_own):
+            if self.recovery.with_gradients(self.model, *self._had_gradients):
                 raise ValueError(
                     "this stage has left gradients in a model that is not its own, which a failed attempt would not "
                     "drop: give each trained model a StepRunner, or both one parent module"
