@@ -21,7 +21,6 @@ from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.probes import find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.null_cuda import set_memory
-from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.tune.parts.samples import Sample
 from torchtune_adaptive.tune.start.command_line import locate
 
@@ -52,7 +51,7 @@ def at_size(layers: int, expandable: bool = False) -> Iterator[RealStep]:
         "intermediate_dim": 8192,
     }
     with (
-        mock.patch.object(REHEARSAL, "on", True),
+        mock.patch.object(collectives.Agreement, "gather", lambda _, row: [tuple(row)] * RANKS),
         mock.patch.object(collectives, "_made_to_reach_all", return_value=(None,)),
     ):
         yield build(cfg, device)

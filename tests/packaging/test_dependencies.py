@@ -42,9 +42,10 @@ def imported(path: Path) -> Iterator[str]:
 
 
 def test_every_import_is_declared_and_every_declaration_imported() -> None:
-    required, plot = names(project()["dependencies"]), names(project()["optional-dependencies"]["plot"])
+    extras = project()["optional-dependencies"]
+    declared = names([*project()["dependencies"], *extras["plot"], *extras["hf"]])
     found = {package for path in SOURCES for package in imported(path)}
-    assert found - {"triton"} == required | plot  # which comes with torch where there is one
+    assert found - {"triton"} == declared  # triton comes with torch where there is one
 
 
 def test_constraints_name_versions_of_what_is_declared_or_comes_with_it() -> None:

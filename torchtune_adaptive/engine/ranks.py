@@ -139,7 +139,7 @@ class EqualCounts:
 
     def announce(self, count: int) -> None:
         """Before the first collective of a step."""
-        if count != self._count and world_size() > 1 and not REHEARSAL.on:
+        if count != self._count and world_size() > 1 and dist.get_backend() != "fake":  # whose peers write nothing
             self._count, self._changes, self._changed = count, self._changes + 1, True
             _store().set(self._key(rank()), str(count))
             _store().check([self._key(rank())])  # a TCPStore does not acknowledge `set`: a peer might not find it yet
