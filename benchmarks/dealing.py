@@ -24,8 +24,8 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import deal, join_step, spread_joined, tokens_of_joined
-from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.run.sample_exchange import READ_AHEAD, Dealer
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.sample_exchange import READ_AHEAD, Dealer
 
 RANKS = (2, 8, 64, 512)
 BUDGET = TokenLimit(8 * LONGEST)

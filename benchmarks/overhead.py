@@ -134,7 +134,7 @@ def _goes_on(done: int, pairs: int, began: float) -> bool:
 @contextmanager
 def sharding_always() -> Iterator[None]:
     """Our recipe as stock's for LoRA, over one rank too."""
-    with mock.patch("torchtune_adaptive.tune.parts.model.is_sharded", return_value=True):
+    with mock.patch("torchtune_adaptive.tune.model.is_sharded", return_value=True):
         yield
 
 

@@ -44,7 +44,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-LIMITED_MEMORY = "torchtune_adaptive.tune.run.run_parts.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.run_parts.limited_memory"
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class Contender:
 
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
-        clean = "torchtune_adaptive.tune.parts.devices.start_clean"
+        clean = "torchtune_adaptive.tune.devices.start_clean"
         with mock.patch(LIMITED_MEMORY, return_value=nullcontext()), mock.patch(clean):
             yield
 

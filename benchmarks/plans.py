@@ -15,11 +15,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import RESULTS, Result, Row, save
+from torchtune_adaptive.config.catalogue import installed_configs
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import Question
-from torchtune_adaptive.tune.start.catalogue import installed_configs
 
 NAME = "plans"
 RANKS, CARDS = (8, 1, 64), ("h100", "a100-40", "4090")

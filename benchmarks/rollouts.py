@@ -31,7 +31,7 @@ from tests.recipes.ppo.rollouts import load_ppo, ppo_config
 from torchtune_adaptive.demo.model import demo_model
 from torchtune_adaptive.demo.rewards import demo_classifier
 from torchtune_adaptive.engine.limits import RowLimit
-from torchtune_adaptive.tune.rl.stages import FORWARD, GENERATE, SCORE_POLICY, STAGES, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.rl.stages import FORWARD, GENERATE, SCORE_POLICY, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
 RANKS = 2
 ANSWERS = 32

@@ -29,11 +29,11 @@ from benchmarks.strategies import BRUTE_FORCE, one_more
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES
-from torchtune_adaptive.tune.parts.preference_stages import POLICY, REFERENCE
+from torchtune_adaptive.tune.preference_stages import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
-LIMITED_MEMORY = "torchtune_adaptive.tune.run.run_parts.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.run_parts.limited_memory"
 FOLDERS = {POLICY: "", REFERENCE: "reference"}
 """Where the record of each stage's search lies."""
 

@@ -20,7 +20,7 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES, History
-from torchtune_adaptive.tune.run import fitting
+from torchtune_adaptive.tune import fitting
 
 RANKS = 2
 BRUTE_FORCE = "brute force"

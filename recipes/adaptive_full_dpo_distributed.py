@@ -10,32 +10,32 @@ from __future__ import annotations
 from omegaconf import DictConfig
 from torch import nn
 
-from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.per_recipe import read_full_dpo_settings
-from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.checkpoints.contents import FullContents
-from torchtune_adaptive.tune.parts.checkpoints.loading import load_reference
-from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
-from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
-from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.data import build_pairs
-from torchtune_adaptive.tune.parts.model import build_frozen_model, build_full_model, drop_nothing
-from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
-from torchtune_adaptive.tune.parts.preference_stages import (
+from torchtune_adaptive.checkpoints.contents import FullContents
+from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.checkpoints.progress import start_progress
+from torchtune_adaptive.checkpoints.resuming import find_start
+from torchtune_adaptive.checkpoints.saving import Checkpoints
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.per_recipe import read_full_dpo_settings
+from torchtune_adaptive.life import launch
+from torchtune_adaptive.tune import devices, process_group
+from torchtune_adaptive.tune.course import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.data import build_pairs
+from torchtune_adaptive.tune.loss_watch import LossWatch
+from torchtune_adaptive.tune.metrics import Metrics
+from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, drop_nothing
+from torchtune_adaptive.tune.optimizer import build_optimization
+from torchtune_adaptive.tune.preference_metrics import PreferenceFigures
+from torchtune_adaptive.tune.preference_stages import (
     PAIRS,
     POLICY,
     REFERENCE,
     build_preference_loss,
     build_stages,
 )
-from torchtune_adaptive.tune.parts.profiling import build_profiler
-from torchtune_adaptive.tune.run.course import Parts, begin_epoch, plot_course
-from torchtune_adaptive.tune.run.loss_watch import LossWatch
-from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.preference_metrics import PreferenceFigures
-from torchtune_adaptive.tune.run.reference_table import is_known, precompute_reference
-from torchtune_adaptive.tune.run.run_journal import RunJournal
-from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.tune.profiling import build_profiler
+from torchtune_adaptive.tune.reference_table import is_known, precompute_reference
+from torchtune_adaptive.tune.run_journal import RunJournal
 
 
 class AdaptiveFullDPODistributed:

@@ -9,25 +9,25 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.checkpoints.contents import LoraContents
+from torchtune_adaptive.checkpoints.progress import start_progress
+from torchtune_adaptive.checkpoints.resuming import find_start
+from torchtune_adaptive.checkpoints.saving import Checkpoints
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.per_recipe import read_lora_settings
 from torchtune_adaptive.engine.step import Stages
-from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.per_recipe import read_lora_settings
-from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.checkpoints.contents import LoraContents
-from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
-from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
-from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.data import build_data
-from torchtune_adaptive.tune.parts.loss import build_loss
-from torchtune_adaptive.tune.parts.microbatch import build_step_runner
-from torchtune_adaptive.tune.parts.model import build_lora_model
-from torchtune_adaptive.tune.parts.optimization.optimizer import build_optimization
-from torchtune_adaptive.tune.parts.profiling import build_profiler
-from torchtune_adaptive.tune.run.course import Parts, begin_epoch, plot_course
-from torchtune_adaptive.tune.run.loss_watch import LossWatch
-from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.run_journal import RunJournal
-from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.life import launch
+from torchtune_adaptive.tune import devices, process_group
+from torchtune_adaptive.tune.course import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.data import build_data
+from torchtune_adaptive.tune.loss import build_loss
+from torchtune_adaptive.tune.loss_watch import LossWatch
+from torchtune_adaptive.tune.metrics import Metrics
+from torchtune_adaptive.tune.microbatch import build_step_runner
+from torchtune_adaptive.tune.model import build_lora_model
+from torchtune_adaptive.tune.optimizer import build_optimization
+from torchtune_adaptive.tune.profiling import build_profiler
+from torchtune_adaptive.tune.run_journal import RunJournal
 
 
 class AdaptiveLoraFinetuneDistributed:

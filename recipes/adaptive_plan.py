@@ -12,12 +12,12 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import PLAN_KEYS, Question, read_question
-from torchtune_adaptive.tune.start import launch
-from torchtune_adaptive.tune.start.command_line import name_of
+from torchtune_adaptive.life import launch
 
 
 def main(cfg: DictConfig) -> None:

@@ -12,29 +12,29 @@ from collections.abc import Sequence
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.remedies import KEYS_IN_PPO
-from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
-from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
-from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.parts.profiling import build_profiler
-from torchtune_adaptive.tune.parts.samples import Sample
-from torchtune_adaptive.tune.rl.checkpoints import PPOContents, build_checkpointers
-from torchtune_adaptive.tune.rl.components import build_ppo_loss, build_prompts
-from torchtune_adaptive.tune.rl.course import RolloutParts, begin_epoch, plot_epochs, start_schedules
-from torchtune_adaptive.tune.rl.experience import estimate
-from torchtune_adaptive.tune.rl.figures import Updates, figures_of_run, figures_of_stages
-from torchtune_adaptive.tune.rl.models import build_models, build_ppo_optimization
-from torchtune_adaptive.tune.rl.prompt_room import check_room
-from torchtune_adaptive.tune.rl.rollouts import gathered, rollouts_of, updates_of
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
-from torchtune_adaptive.tune.rl.stage_limits import find_limits
-from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY, TRAIN_VALUE, build_stages, sampling_of
-from torchtune_adaptive.tune.run.loss_watch import LossWatch
-from torchtune_adaptive.tune.run.metrics import Metrics
-from torchtune_adaptive.tune.run.run_journal import RunJournal
-from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.checkpoints.progress import start_progress
+from torchtune_adaptive.checkpoints.resuming import find_start
+from torchtune_adaptive.checkpoints.saving import Checkpoints
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.life import launch
+from torchtune_adaptive.rl.checkpoints import PPOContents, build_checkpointers
+from torchtune_adaptive.rl.components import build_ppo_loss, build_prompts
+from torchtune_adaptive.rl.course import RolloutParts, begin_epoch, plot_epochs, start_schedules
+from torchtune_adaptive.rl.experience import estimate
+from torchtune_adaptive.rl.figures import Updates, figures_of_run, figures_of_stages
+from torchtune_adaptive.rl.models import build_models, build_ppo_optimization
+from torchtune_adaptive.rl.prompt_room import check_room
+from torchtune_adaptive.rl.rollouts import gathered, rollouts_of, updates_of
+from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
+from torchtune_adaptive.rl.stage_limits import find_limits
+from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, build_stages, sampling_of
+from torchtune_adaptive.tune import devices, process_group
+from torchtune_adaptive.tune.loss_watch import LossWatch
+from torchtune_adaptive.tune.metrics import Metrics
+from torchtune_adaptive.tune.profiling import build_profiler
+from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.tune.samples import Sample
 
 
 class AdaptivePPOFullFinetuneDistributed:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torchtune_adaptive.command.keys import Key, at_the_top, of_adaptive_plan, of_the_section
+from torchtune_adaptive.cli.keys import Key, at_the_top, of_adaptive_plan, of_the_section
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))

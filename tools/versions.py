@@ -20,13 +20,13 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- versions: made by tools/versions.py -->\n", "<!-- end of versions -->"
 GROUPS = {
-    "attention without padding": "tests.unit.tune.parts.unpadded",
+    "attention without padding": "tests.unit.tune.unpadded",
     "engine and parts of recipes": "tests.unit",
     "ledger, faults, sharding on 2 to 4 ranks": "tests.distributed",
     "recipes": "tests.recipes",
 }
 """What is run -> where; the first that fits counts a test."""
-UNIT = ("comm", "memory", "search", "step", "tune/parts")
+UNIT = ("engine", "tune")
 SELECTED = (*(f"tests/unit/{room}" for room in UNIT), "tests/distributed", "@tests/promises.txt")
 MOST_MINUTES = 40
 """For one version."""

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class Remedy(Enum):
-    """What a user of the library can do about an error. `tune/config/remedies.py` has the same in keys of a config."""
+    """What a user of the library can do about an error. `config/remedies.py` has the same in keys of a config."""
 
     SHORTER_SAMPLES = "use shorter samples"
     SHORTEN = "pass shorten=True"

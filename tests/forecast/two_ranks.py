@@ -18,12 +18,12 @@ from pathlib import Path
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.measure import measure, rehearsed_config
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.null_cuda import environment
 from torchtune_adaptive.rehearse.answer import Rehearsed
-from torchtune_adaptive.tune.start.command_line import locate
 
 RANKS = 2
 SIZES = ("model.num_layers=2", "model.embed_dim=1024", "model.intermediate_dim=4096", "model.max_seq_len=4096")

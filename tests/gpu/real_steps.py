@@ -24,6 +24,8 @@ from torchtune import training
 
 from tests import ranks
 from tests.recipes.running import demo_config
+from torchtune_adaptive.config.per_recipe import read_full_settings, read_lora_settings
+from torchtune_adaptive.config.settings import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
@@ -32,17 +34,15 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.memory_sizes import MemorySize
-from torchtune_adaptive.tune.config.per_recipe import read_full_settings, read_lora_settings
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts import devices, process_group
-from torchtune_adaptive.tune.parts.data import Batching, Collate, build_collate
-from torchtune_adaptive.tune.parts.limited_memory import resident_tensors
-from torchtune_adaptive.tune.parts.loss import build_loss
-from torchtune_adaptive.tune.parts.microbatch import build_forward_backward
-from torchtune_adaptive.tune.parts.model import Unfilled, build_full_model, build_lora_model
-from torchtune_adaptive.tune.parts.optimization.optimizer import Optimization, build_optimization
-from torchtune_adaptive.tune.parts.samples import TEXT, Sample
-from torchtune_adaptive.tune.run.fitting import training_step
+from torchtune_adaptive.tune import devices, process_group
+from torchtune_adaptive.tune.data import Batching, Collate, build_collate
+from torchtune_adaptive.tune.fitting import training_step
+from torchtune_adaptive.tune.limited_memory import resident_tensors
+from torchtune_adaptive.tune.loss import build_loss
+from torchtune_adaptive.tune.microbatch import build_forward_backward
+from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
+from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
+from torchtune_adaptive.tune.samples import TEXT, Sample
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
 

@@ -14,7 +14,7 @@ from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
 from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.memory_sizes import parse_size
-from torchtune_adaptive.tune.parts.samples import Sample
+from torchtune_adaptive.tune.samples import Sample
 
 ROWS = 8
 LENGTHS = (1024, 2048)

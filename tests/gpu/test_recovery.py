@@ -29,7 +29,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
-from torchtune_adaptive.tune.parts.samples import TEXT, Sample
+from torchtune_adaptive.tune.samples import TEXT, Sample
 
 ROWS = 8
 SMALLER = (4, 2, 1)

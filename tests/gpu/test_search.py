@@ -13,12 +13,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.gpu.real_steps import GIB, Memory, RealStep, build, demo, limit, live_bytes, metered, samples_of, use
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import plain_tensors
 from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
 from torchtune_adaptive.engine.probes import find_max_batch_size
 from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.tune.start.command_line import locate
 
 TOKENS = {"cpu": 128, "cuda": 1024}
 ROOM_BYTES = {"cpu": 12 * 2**20, "cuda": 16 * GIB}

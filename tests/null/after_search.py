@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
 from tests.null.searches import RANKS
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.tune.start.command_line import locate
 
 LENGTHS, LONGEST = "300:2048", 2048
 """Median and longest, drawn as those of instructions."""

@@ -15,14 +15,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from tests.gpu.real_steps import RealStep, build, use, worst
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.engine import ranks as collectives
 from torchtune_adaptive.engine.memory import CudaMemory
 from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.probes import find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.null_cuda import set_memory
-from torchtune_adaptive.tune.parts.samples import Sample
-from torchtune_adaptive.tune.start.command_line import locate
+from torchtune_adaptive.tune.samples import Sample
 
 RANKS = 8
 TOKENS = 2048

@@ -20,10 +20,10 @@ from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
+from torchtune_adaptive.rl.rollouts import worst_rollout
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.rl.rollouts import worst_rollout
-from torchtune_adaptive.tune.run.course import begin_epoch
+from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune.course import begin_epoch
 
 PPO = "full_ppo"
 CARD = 80 * 2**30

@@ -16,11 +16,11 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
+from torchtune_adaptive.config.catalogue import our_configs
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.tune.start.catalogue import our_configs
-from torchtune_adaptive.tune.start.command_line import locate
 
 RANKS, TOKENS = 8, 2048
 MEMORY_GB = (24, 40, 80)

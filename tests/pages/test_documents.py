@@ -15,9 +15,9 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.run import get_args_parser
 
-from torchtune_adaptive.command.main import main, parse
-from torchtune_adaptive.tune.start.catalogue import RECIPES, config_files, installed_configs
-from torchtune_adaptive.tune.start.command_line import read_config
+from torchtune_adaptive.cli.main import main, parse
+from torchtune_adaptive.config.catalogue import RECIPES, config_files, installed_configs
+from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.tune.validate.config import check_config
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ import adaptive_plan
 from tests.ranks import started
 from tests.recipes.running import load_ours
 from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.life import launch
 
 MOST_BYTES = 2 * 2**30
 """Beyond what the process has mapped when it starts."""

@@ -24,8 +24,8 @@ import torchtune
 from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.start.command_line import locate, read_command_line
+from torchtune_adaptive.config.command_line import locate, read_command_line
+from torchtune_adaptive.tune import process_group
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {

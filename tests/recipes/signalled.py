@@ -19,9 +19,9 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import OURS, demo_config, load_ours
+from torchtune_adaptive.checkpoints import folders
 from torchtune_adaptive.engine.probes import Prober
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.tune.parts.checkpoints import folders
 
 LOADING, SEARCH, SAVE, PUBLISH = "loading", "search", "save", "publish"
 """Moments beside the numbers of steps: while weights are read, in the second probe, while a checkpoint is written (on
@@ -59,7 +59,7 @@ def live_on_ranks(ranks: int, kind: str, folder: Path, *overrides: str, blow: Bl
 
 
 def _live(kind: str, folder: Path, blow: Blow | None) -> Ended:
-    from torchtune_adaptive.tune.start import launch
+    from torchtune_adaptive.life import launch
 
     log = folder / f"lines{os.environ['RANK']}"
     log.unlink(missing_ok=True)

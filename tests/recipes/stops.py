@@ -11,8 +11,8 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.checkpoints.background import BackgroundSave
+from torchtune_adaptive.checkpoints.background import BackgroundSave
+from torchtune_adaptive.tune import process_group
 
 
 class _Stopped(Exception):

@@ -26,9 +26,9 @@ from tests.unit.source import (
     room_of,
     tree_of,
 )
-from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts.samples import PAIR
+from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.tune.samples import PAIR
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
 ROOMS_OF_TESTS = sorted(
@@ -44,76 +44,26 @@ ROOMS: dict[str, set[str]] = {
     "engine": set(),
     "schedules": set(),
     "report": {"engine", "schedules"},
-    "tune": set(),
-    "tune/config": {"engine.limits", "engine.search", "schedules"},
-    "tune/start": {"tune.console", "tune/config", "engine.ranks", "engine.memory", "engine.oom"},
-    "tune/parts": {"tune/config", "tune/start", "tune/parts/unpadded", "engine", "schedules"},
-    "tune/parts/unpadded": {"tune/config", "engine.fsdp", "engine.ranks"},
-    "tune/parts/optimization": {"tune/config", "engine.memory", "engine.oom", "engine.ranks"},
-    "tune/parts/checkpoints": {
-        "tune/config",
-        "tune/start",
-        "tune/parts",
-        "tune/parts/optimization",
-        "schedules",
-        "engine.memory",
-        "engine.oom",
-        "engine.ranks",
-    },
-    "tune/run": {
-        "tune.console",
-        "tune/config",
-        "tune/start",
-        "tune/parts",
-        "tune/parts/optimization",
-        "tune/parts/checkpoints",
-        "engine",
-        "schedules",
-        "report",
-    },
-    "tune/rl": {
-        "tune.console",
-        "tune/config",
-        "tune/start",
-        "tune/parts",
-        "tune/parts/optimization",
-        "tune/parts/checkpoints",
-        "tune/run",
-        "engine",
-        "schedules",
-        "report",
-    },
+    "config": {"engine.limits", "engine.search", "schedules"},
+    "life": {"config", "engine.ranks", "engine.memory", "engine.oom"},
+    "checkpoints": {"config", "life", "schedules", "engine.memory", "engine.oom", "engine.ranks"},
+    "tune/unpadded": {"config", "engine.fsdp", "engine.ranks"},
+    "tune": {"tune/unpadded", "config", "life", "checkpoints", "engine", "schedules", "report"},
+    "rl": {"tune", "config", "life", "checkpoints", "engine", "schedules", "report"},
     "tune/validate": {
+        "tune/unpadded",
         "engine.search",
-        "tune/config",
-        "tune/start",
-        "tune/parts",
-        "tune/parts/checkpoints",
-        "tune/parts/unpadded",
-        "tune/run",
-        "tune/rl",
+        "config",
+        "life",
+        "checkpoints",
+        "tune",
+        "rl",
         "forecast",
     },
     # a training script on it, whatever trains
     "rehearse": {"null_cuda"},
-    "forecast": {
-        "rehearse",
-        "null_cuda",
-        "tune/config",
-        "tune/start",
-        "tune/parts",
-        "tune/rl",
-        "tune.run.search_record",
-    },
-    "command": {
-        "rehearse.command",
-        "tune.console",
-        "tune/config",
-        "tune/start",
-        "tune/validate",
-        "forecast.keys",
-        "tune/parts/checkpoints",
-    },
+    "forecast": {"rehearse", "null_cuda", "config", "life", "tune", "rl"},
+    "cli": {"rehearse.command", "config", "life", "tune/validate", "forecast.keys", "checkpoints"},
     "demo": set(),
     "hf": {"engine", "report"},
     # a package of its own, but for its place
@@ -133,22 +83,22 @@ WITHOUT_TORCH = {
     "schedules",
     "null_cuda",
     "rehearse.command",
-    "tune.config.adaptive",
-    "tune.config.rules",
+    "config.adaptive",
+    "config.rules",
     "atomic_files",
     "report.journal",
-    "command.cp",
-    "command.keys",
-    "command.ls",
-    "command.status",
+    "cli.cp",
+    "cli.keys",
+    "cli.ls",
+    "cli.status",
     "forecast.keys",
-    "tune.config.settings",
-    "tune.parts.checkpoints.folders",
-    "tune.start.output_lock",
-    "tune.start.run_file",
-    "tune.start.signals",
+    "config.settings",
+    "checkpoints.folders",
+    "life.output_lock",
+    "life.run_file",
+    "life.signals",
 }
-TUNE_SIDE = {"tune", "demo", "command", "forecast"}
+TUNE_SIDE = {"config", "life", "checkpoints", "tune", "rl", "demo", "cli", "forecast"}
 ABOUT_A_RUN = {"report.__main__", "hf.arguments"}
 """A command that takes the folder of a run, and arguments that are called as keys are."""
 ARGUMENTS_TOO = {"batch_size", "gradient_accumulation_steps"}
@@ -175,13 +125,13 @@ def library() -> set[str]:
 
 def test_the_rules_see_the_whole_project() -> None:
     assert {"engine.step", "engine.plans", "errors"} < library() < set(MODULES)
-    assert {"tune.start.launch", "demo.dataset"} <= set(MODULES) - library()
+    assert {"life.launch", "demo.dataset"} <= set(MODULES) - library()
     assert {path.stem for path in RECIPES} >= {
         "adaptive_full_finetune_distributed",
         "adaptive_lora_finetune_distributed",
     }
     assert len(list(arrows())) > 150
-    assert ("tune.run.fitting", "engine.probes") in arrows()
+    assert ("tune.fitting", "engine.probes") in arrows()
 
 
 def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:
@@ -207,7 +157,7 @@ def test_what_is_to_be_mended_is_still_broken() -> None:
 def test_no_circle_between_rooms() -> None:
     rooms = {room: {room_of(name) for name in modules_in(allowed)} for room, allowed in ROOMS.items()}
     assert len(list(TopologicalSorter(rooms).static_order())) == len(ROOMS)
-    assert "tune/rl" not in rooms["tune/run"]
+    assert "rl" not in rooms["tune"]
 
 
 def test_no_circle_between_modules() -> None:
@@ -236,10 +186,10 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
-    """It raises facts and remedies of its own; tune/config/remedies.py says them in keys."""
+    """It raises facts and remedies of its own; config/remedies.py says them in keys."""
     keys = keys_of_a_config()
     assert {"adaptive.search", "enable_activation_checkpointing", "optimizer_in_bwd"} < keys
-    assert any("adaptive.oversize" in text for text in texts_of(MODULES["tune.config.remedies"]))
+    assert any("adaptive.oversize" in text for text in texts_of(MODULES["config.remedies"]))
     speaking = {
         name: found
         for name in library() - modules_in(ABOUT_A_RUN)
@@ -249,7 +199,7 @@ def test_the_library_does_not_speak_in_keys_of_a_config() -> None:
 
 
 def test_only_tune_demo_and_recipes_know_torchtune() -> None:
-    assert imports(MODULES["tune.start.launch"], "torchtune")
+    assert imports(MODULES["life.launch"], "torchtune")
     assert {name for name in library() if imports(MODULES[name], "torchtune")} == set()
 
 
@@ -298,7 +248,7 @@ def test_only_tests_let_things_fail() -> None:
 def test_the_keys_of_a_pair_are_written_in_one_place() -> None:
     keys = [key for sequence in PAIR.sequences for key in (sequence.tokens, sequence.labels)]
     written = {path for path in [*FILES, *RECIPES] if any(f'"{key}"' in path.read_text() for key in keys)}
-    assert written == {MODULES["tune.parts.samples"]}
+    assert written == {MODULES["tune.samples"]}
 
 
 def test_nothing_in_the_package_imports_a_recipe() -> None:
@@ -314,7 +264,7 @@ def test_a_folder_of_tests_says_what_lives_there(room: Path) -> None:
 def test_the_unit_tests_have_the_same_folders() -> None:
     unit = Path(__file__).parent
     folders = {path.parent.relative_to(unit).as_posix() for path in unit.rglob("*.py")}
-    assert {"engine", "tune/start"} < folders
+    assert {"engine", "life"} < folders
     assert folders <= {*ROOMS, "."}
 
 
@@ -336,5 +286,5 @@ def test_no_two_types_share_a_name() -> None:
             places.setdefault(name, set()).add("type variables" if variable else str(path.relative_to(ROOT)))
     assert {"StepRunner", "AroundPass", "Totals", "Value"} < set(places)
     twins = {name: sorted(found) for name, found in places.items() if len(found) > 1}
-    assert twins.pop(SAME_THING) == ["torchtune_adaptive/tune/parts/samples.py", "type variables"]
+    assert twins.pop(SAME_THING) == ["torchtune_adaptive/tune/samples.py", "type variables"]
     assert twins == {}

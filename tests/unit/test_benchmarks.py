@@ -19,7 +19,7 @@ from benchmarks.packing import DISTRIBUTIONS, LONGEST, SHORTEST, random_tokens
 from benchmarks.recovery import POINTS, Cost, Fault, lost
 from tests.recipes.running import demo_config
 from tests.searching import Shape, Trained
-from torchtune_adaptive.tune.parts.samples import PAIR
+from torchtune_adaptive.tune.samples import PAIR
 
 
 def test_a_ratio_is_the_median_over_pairs_and_not_of_medians() -> None:

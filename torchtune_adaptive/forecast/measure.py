@@ -11,6 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import read_json
+from torchtune_adaptive.config.rules import keys_of
+from torchtune_adaptive.config.signatures import COMPONENT
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import SAMPLES, Question
@@ -18,9 +20,7 @@ from torchtune_adaptive.forecast.which_recipe import trains_with_ppo
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.process import rehearse
-from torchtune_adaptive.tune.config.rules import keys_of
-from torchtune_adaptive.tune.config.signatures import COMPONENT
-from torchtune_adaptive.tune.run.search_record import SEARCH_FILE
+from torchtune_adaptive.tune.search_record import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"

@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.adaptive import read_adaptive
+from torchtune_adaptive.config.rules import MOST_TOKENS, keys_of, read, value_at
+from torchtune_adaptive.config.signatures import COMPONENT
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
@@ -21,14 +25,10 @@ from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pair
 from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
-from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.rules import MOST_TOKENS, keys_of, read, value_at
-from torchtune_adaptive.tune.config.signatures import COMPONENT
-from torchtune_adaptive.tune.parts.culprits import longest_taken
-from torchtune_adaptive.tune.parts.data import build_dataset
-from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS
+from torchtune_adaptive.rl.settings import PPO_KEYS
+from torchtune_adaptive.tune.culprits import longest_taken
+from torchtune_adaptive.tune.data import build_dataset
+from torchtune_adaptive.tune.samples import PAIR, TEXT
 from torchtune_adaptive.wording import did_you_mean
 
 STEPS, STEPS_OF_MANY_LENGTHS = 2, 200

@@ -8,8 +8,8 @@ from typing import Any
 from torch.utils.data import Dataset
 from torchtune import training
 
-from torchtune_adaptive.tune.parts.model import Unfilled
-from torchtune_adaptive.tune.parts.samples import PAIR, TEXT
+from torchtune_adaptive.tune.model import Unfilled
+from torchtune_adaptive.tune.samples import PAIR, TEXT
 
 TOKEN = 1
 """Any that a model knows, and no padding."""

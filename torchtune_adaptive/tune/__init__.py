@@ -1,8 +1,1 @@
-"""The side that knows torchtune: what the recipes share, on top of the library below.
-
-Imported before torchtune, so that notices of dependencies are hidden in time.
-"""
-
-from torchtune_adaptive.dependencies import hide_notices
-
-hide_notices()
+"""What a recipe is made of: place, model, data, a size that fits, a schedule, steps and what they log."""

@@ -56,7 +56,7 @@ dist.destroy_process_group()
 
 NOTHING_LEFT = """
 from torchtune_adaptive.errors import RunFinished
-from torchtune_adaptive.tune.start import launch
+from torchtune_adaptive.life import launch
 
 
 class Recipe:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from tests.lateness import Lateness
 from tests.ranks import run_on_ranks
-from torchtune_adaptive.tune.start.heartbeat import Heartbeat, Silent, own_connection
+from torchtune_adaptive.life.heartbeat import Heartbeat, Silent, own_connection
 
 TIMEOUT_S = 4.0
 

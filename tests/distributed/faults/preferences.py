@@ -17,14 +17,14 @@ from torchtune.rlhf.loss import DPOLoss
 from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
+from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.settings import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.parts.microbatch import batching_of
-from torchtune_adaptive.tune.parts.preference_stages import (
+from torchtune_adaptive.tune.microbatch import batching_of
+from torchtune_adaptive.tune.preference_stages import (
     KEPT,
     POLICY,
     REFERENCE,
@@ -34,7 +34,7 @@ from torchtune_adaptive.tune.parts.preference_stages import (
     build_stages,
     passes_of,
 )
-from torchtune_adaptive.tune.parts.samples import PAIR, Sample
+from torchtune_adaptive.tune.samples import PAIR, Sample
 
 PAIRS_OF_A_RANK = 4
 HOST, LOSS = torch.device("cpu"), DPOLoss(beta=0.5)

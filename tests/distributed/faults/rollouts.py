@@ -19,12 +19,11 @@ from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_o
 from tests.recipes.ppo.rollouts import ppo_config
 from torchtune_adaptive.demo.rewards import demo_classifier
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.rl.experience import estimate
-from torchtune_adaptive.tune.rl.models import Models
-from torchtune_adaptive.tune.rl.rollouts import Rollout, gathered, rollouts_of, updates_of
-from torchtune_adaptive.tune.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.rl.stages import (
+from torchtune_adaptive.rl.experience import estimate
+from torchtune_adaptive.rl.models import Models
+from torchtune_adaptive.rl.rollouts import Rollout, gathered, rollouts_of, updates_of
+from torchtune_adaptive.rl.settings import read_ppo_settings
+from torchtune_adaptive.rl.stages import (
     FORWARD,
     GENERATE,
     STAGES,
@@ -36,6 +35,7 @@ from torchtune_adaptive.tune.rl.stages import (
     passes_of,
     sampling_of,
 )
+from torchtune_adaptive.testing import FaultInjector
 
 ROLLOUTS, NEW, STOP, SEED = 4, 2, 3, 5
 """Of a rank; tokens of an answer; what ends one."""

@@ -29,8 +29,8 @@ from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts.preference_stages import PAIRS, POLICY, REFERENCE
-from torchtune_adaptive.tune.parts.samples import PAIR, Sample
+from torchtune_adaptive.tune.preference_stages import PAIRS, POLICY, REFERENCE
+from torchtune_adaptive.tune.samples import PAIR, Sample
 
 ALL_PAIRS = 12
 SAMPLED = 3  # operations of the stage that fails

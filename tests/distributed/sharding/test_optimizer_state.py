@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torchao.optim import AdamW4bit, AdamW8bit, AdamWFp8
 
 from tests.ranks import run_on_ranks
+from torchtune_adaptive.checkpoints.optimizer_state import SHARDS, gather_state, load_state
 from torchtune_adaptive.engine.memory import plain_tensors, wraps_tensors
-from torchtune_adaptive.tune.parts.optimization.state import SHARDS, gather_state, load_state
 
 CPU = torch.device("cpu")
 OPTIMIZERS = {"8 bits": AdamW8bit, "4 bits": AdamW4bit, "8 bits, floating": AdamWFp8}

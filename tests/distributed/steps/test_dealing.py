@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from tests.distributed.counting import CountCollectives
 from tests.ranks import RankFailed, run_on_ranks
-from torchtune_adaptive.tune.parts.culprits import NamedSamples
-from torchtune_adaptive.tune.run.sample_exchange import Dealer
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.sample_exchange import Dealer
 
 EACH = 6
 STEPS = 4

@@ -13,9 +13,9 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
+from torchtune_adaptive.rl.draws import draws
+from torchtune_adaptive.rl.generation import Sampling, generate
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.rl.draws import draws
-from torchtune_adaptive.tune.rl.generation import Sampling, generate
 
 NEW = 5
 ROLLOUTS = 12

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tests.recipes.crash.variants import EPOCHS, KEEP, STEPS, STEPS_PER_EPOCH
+from torchtune_adaptive.checkpoints.manifest import MANIFEST_FILE
 from torchtune_adaptive.report.journal import STEPS_FILE, read_timeline
-from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
 
 LAST_EPOCH = f"epoch_{EPOCHS - 1}"
 

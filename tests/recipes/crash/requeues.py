@@ -18,7 +18,7 @@ from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import Variant, write_config
 from tests.recipes.crash.victims import Start, tune_command, tune_environment
 from tests.recipes.running import COMMAND_MARK, end_marked
-from torchtune_adaptive.command.status import Condition, judge, look
+from torchtune_adaptive.cli.status import Condition, judge, look
 
 SCRIPT = Path(__file__).parents[3] / "examples" / "slurm.sbatch"
 LEAST_REQUEUED, MOST_REQUEUED = 1, 12

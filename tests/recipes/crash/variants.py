@@ -9,7 +9,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.recipes.ppo.rollouts import ppo_config
 from tests.recipes.running import OURS, demo_config
-from torchtune_adaptive.tune.rl.settings import PPO_KEYS
+from torchtune_adaptive.rl.settings import PPO_KEYS
 
 EPOCHS, STEPS_PER_EPOCH = 4, 5
 STEPS = EPOCHS * STEPS_PER_EPOCH

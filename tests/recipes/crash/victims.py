@@ -19,7 +19,7 @@ from tests.recipes.crash import trap
 from tests.recipes.crash.points import ORDERS, TIME, Order, Point, write_orders
 from tests.recipes.crash.variants import Variant
 from tests.recipes.running import COMMAND_MARK, end_marked, environment, load_ours
-from torchtune_adaptive.command.status import Condition, judge, look
+from torchtune_adaptive.cli.status import Condition, judge, look
 
 ROOT = Path(__file__).parents[3]
 IN_PROCESS_S, TUNE_RUN_S = 90, 200
@@ -98,7 +98,7 @@ def _in_process(start: Start, order: Order, file_bytes: int | None) -> Life:
 
 def _rank(start: Start, order: Order, file_bytes: int | None) -> None:
     """Collective: what `tune run` starts on each rank, its output in a file."""
-    from torchtune_adaptive.tune.start import launch
+    from torchtune_adaptive.life import launch
 
     rank = int(os.environ["RANK"])
     log = os.open(order.notes_folder / f"output{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

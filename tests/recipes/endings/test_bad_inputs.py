@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.hostile import Ended, start
+from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.command_line import locate, read_config
+from torchtune_adaptive.config.settings import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import read_question
-from torchtune_adaptive.tune.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.start.command_line import locate, read_config
 
 CONFIG = ("--config", "adaptive/demo/full")
 SMALL = (*CONFIG, "dataset.samples=16", "output_dir=out", "use_maximum_batch_size=False")

@@ -19,12 +19,12 @@ from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import Finished, demo_config, run_ours, start_here
+from torchtune_adaptive.checkpoints.folders import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError
-from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints
-from torchtune_adaptive.tune.run.loss_watch import LossWatch
-from torchtune_adaptive.tune.start.endings import refusing_early_exits
+from torchtune_adaptive.life.endings import refusing_early_exits
+from torchtune_adaptive.tune.loss_watch import LossWatch
 
 HERE = "tests.recipes.endings.test_endings"
 BAD = 13

@@ -12,8 +12,8 @@ from omegaconf import OmegaConf
 
 from tests.commands import tune_run_here
 from tests.recipes.running import start_here
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.start.command_line import locate
 
 FULL, LORA = "full", "lora"
 SMALL = "dataset.samples=16"

@@ -14,8 +14,8 @@ import pytest
 
 from tests.lateness import Lateness
 from tests.recipes.terminal import STARTS_S, Started, in_a_terminal
-from torchtune_adaptive.command.status import Condition, judge, lines, look
-from torchtune_adaptive.tune.start.signals import ONE_SIGNAL_S
+from torchtune_adaptive.cli.status import Condition, judge, lines, look
+from torchtune_adaptive.life.signals import ONE_SIGNAL_S
 
 FULL = "adaptive_full_finetune_distributed"
 LONG = ("dataset.samples=100000", "use_maximum_batch_size=False", "adaptive=null", "output_dir=out")

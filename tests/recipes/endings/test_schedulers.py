@@ -19,7 +19,7 @@ import yaml
 
 from tests.ranks import PATIENCE
 from tests.recipes.running import COMMAND_MARK, end_marked, environment
-from torchtune_adaptive.tune.start import run_file
+from torchtune_adaptive.life import run_file
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 SCRIPTS = str(Path(sys.executable).parent)

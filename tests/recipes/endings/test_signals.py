@@ -13,7 +13,7 @@ import torch
 from tests.recipes import signalled
 from tests.recipes.running import saved_weights
 from tests.recipes.signalled import Blow, live_on_ranks
-from torchtune_adaptive.command.status import Condition, judge, look
+from torchtune_adaptive.cli.status import Condition, judge, look
 
 TERM, INT, HUP = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 EPOCHS = 2

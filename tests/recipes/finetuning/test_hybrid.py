@@ -20,7 +20,7 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import RELATIVE, SGD, demo_config, run_ours, saved_weights
 from tests.recipes.stops import stopped_before
 from torchtune_adaptive.report.journal import read_timeline
-from torchtune_adaptive.tune.parts import model as model_builder
+from torchtune_adaptive.tune import model as model_builder
 
 BASE = (
     *SGD,

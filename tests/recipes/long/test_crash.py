@@ -46,8 +46,8 @@ from tests.recipes.crash.points import (
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, STEPS, Variant
 from tests.recipes.crash.victims import STOPPED, Life, struck_at
+from torchtune_adaptive.checkpoints.manifest import MANIFEST_FILE
 from torchtune_adaptive.report.journal import STEPS_FILE
-from torchtune_adaptive.tune.parts.checkpoints.manifest import MANIFEST_FILE
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torchtune import generation
 
 from tests.recipes.running import STOCK, stock_on_cpu
+from torchtune_adaptive.config.command_line import locate
 from torchtune_adaptive.demo.tokenizer import SPECIAL_TOKENS
-from torchtune_adaptive.tune.start.command_line import locate
 
 FILES = ("checkpointer", "ref_policy_checkpointer", "value_checkpointer", "reward_checkpointer")
 NEW = 6
@@ -85,7 +85,7 @@ def run_stock_ppo(cfg: DictConfig) -> None:
 @contextmanager
 def given_to_ours() -> Iterator[None]:
     """Open, our policy answers as torchtune's does."""
-    with mock.patch("torchtune_adaptive.tune.rl.passes.generate", _given):
+    with mock.patch("torchtune_adaptive.rl.passes.generate", _given):
         yield
 
 

@@ -21,7 +21,7 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config
 from tests.recipes.stops import train_until
 from torchtune_adaptive.demo.tokenizer import VOCAB_SIZE
-from torchtune_adaptive.tune.rl.stages import TRAIN_POLICY
+from torchtune_adaptive.rl.stages import TRAIN_POLICY
 
 SIZES: dict[str, Any] = {
     "num_layers": 2,

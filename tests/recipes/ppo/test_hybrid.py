@@ -11,8 +11,8 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo
 from tests.recipes.ppo.test_runs import compare
 from torchtune_adaptive.report.journal import read_timeline
+from torchtune_adaptive.rl.stages import STAGES
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.rl.stages import STAGES
 
 ON_FOUR = ("batch_size=2", "ppo_batch_size=2", "forward_batch_size=2")
 HYBRID = "data_parallel_replicate_dim=2"

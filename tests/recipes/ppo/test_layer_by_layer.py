@@ -18,10 +18,10 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, saved
 from tests.recipes.recording import events_of
 from tests.recipes.stops import train_until
+from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.engine.governor import EXHAUSTED, RECOVERY
-from torchtune_adaptive.tune.parts.checkpoints.saving import Checkpoints
-from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY
-from torchtune_adaptive.tune.run.metrics import Metrics
+from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY
+from torchtune_adaptive.tune.metrics import Metrics
 
 DEEP = (
     *(f"{of}.{size}" for of in ("policy_model", "demo_sizes") for size in ("num_layers=10", "embed_dim=128")),

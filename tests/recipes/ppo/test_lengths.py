@@ -23,11 +23,11 @@ from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.profile import MOST_POINTS
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.report.journal import STEPS_FILE
+from torchtune_adaptive.rl import stage_limits
+from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.rl import stage_limits
-from torchtune_adaptive.tune.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
-from torchtune_adaptive.tune.run.fitting import FitRequest, search_batch_size
+from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune.fitting import FitRequest, search_batch_size
 
 NEW = 12
 VARIED = (

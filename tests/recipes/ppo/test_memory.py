@@ -17,10 +17,10 @@ from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo, saved
 from tests.recipes.recording import events_of
 from torchtune_adaptive.errors import OneRowDoesNotFitError
+from torchtune_adaptive.rl.rollouts import Rollout, rollouts_of
+from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.rl.rollouts import Rollout, rollouts_of
-from torchtune_adaptive.tune.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
+from torchtune_adaptive.tune import process_group
 
 FORWARD_BATCH_SIZE = 4
 LARGE_CRITIC = (

@@ -13,8 +13,8 @@ from tests.recipes.ppo.rollouts import load_ppo, ppo_config, run_ppo, saved
 from tests.recipes.recording import events_of, read_log
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.rl.stages import GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE
 
 RELATIVE = 1e-5
 ON_TWO = ("batch_size=4", "ppo_batch_size=2", "forward_batch_size=4")

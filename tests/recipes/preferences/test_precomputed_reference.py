@@ -18,8 +18,8 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours
 from torchtune_adaptive.demo.preferences import demo_preferences
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.tune.parts.preference_stages import KEPT, REFERENCE
-from torchtune_adaptive.tune.run.reference_table import TABLE_FILE
+from torchtune_adaptive.tune.preference_stages import KEPT, REFERENCE
+from torchtune_adaptive.tune.reference_table import TABLE_FILE
 
 BASE = (
     *SGD,

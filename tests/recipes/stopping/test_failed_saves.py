@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.checkpoints import background, contents, folders, saving
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.tune.parts import process_group
-from torchtune_adaptive.tune.parts.checkpoints import background, contents, folders, saving
+from torchtune_adaptive.tune import process_group
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 

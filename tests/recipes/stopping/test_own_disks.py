@@ -13,11 +13,11 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests.ranks import run_on_ranks
-from tests.unit.tune.parts.checkpoints.starting import config
+from tests.unit.checkpoints.starting import config
+from torchtune_adaptive.checkpoints.loading import load_distributed
+from torchtune_adaptive.checkpoints.resuming import find_start
+from torchtune_adaptive.config.per_recipe import read_full_settings
 from torchtune_adaptive.errors import CheckpointError, ConfigError
-from torchtune_adaptive.tune.config.per_recipe import read_full_settings
-from torchtune_adaptive.tune.parts.checkpoints.loading import load_distributed
-from torchtune_adaptive.tune.parts.checkpoints.resuming import find_start
 
 
 def start_on_a_disk_of_its_own(folder: Path) -> str:

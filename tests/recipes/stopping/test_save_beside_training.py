@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import demo_config, load_ours
+from torchtune_adaptive.checkpoints.folders import find_checkpoints, newest_intact
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.parts.checkpoints.folders import find_checkpoints, newest_intact
 
 RUN = (
     "dataset.samples=32",

@@ -20,7 +20,7 @@ from tests.recipes.running import demo_config, load_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import RunFinished
 from torchtune_adaptive.report.journal import read_timeline
-from torchtune_adaptive.tune.parts import process_group
+from torchtune_adaptive.tune import process_group
 
 EPOCHS, STEPS = 2, 4
 EVERY = 3

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.signalled import live_on_ranks
-from tests.unit.tune.start.test_output_lock import another_run
-from torchtune_adaptive.command.status import Condition, judge, look
+from tests.unit.life.test_output_lock import another_run
+from torchtune_adaptive.cli.status import Condition, judge, look
 
 RUN = ("dataset.samples=16", "tokenizer.max_seq_len=64")
 

@@ -18,27 +18,27 @@ from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import training
 from torchtune.config._utils import _get_component_from_path
 
+from torchtune_adaptive.checkpoints.loading import KEEP_LAST, finds_files_itself
+from torchtune_adaptive.checkpoints.named import file_names
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.signatures import COMPONENT
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.patching import replaced
-from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.config.signatures import COMPONENT
-from torchtune_adaptive.tune.parts import profiling
-from torchtune_adaptive.tune.parts.checkpoints.loading import KEEP_LAST, finds_files_itself
-from torchtune_adaptive.tune.parts.checkpoints.named import file_names
-from torchtune_adaptive.tune.parts.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
-from torchtune_adaptive.tune.parts.loss import checked_loss
-from torchtune_adaptive.tune.parts.model import META, built_on
-from torchtune_adaptive.tune.parts.preference_stages import build_preference_loss
-from torchtune_adaptive.tune.rl.components import build_ppo_loss
-from torchtune_adaptive.tune.rl.prompt_room import check_room
-from torchtune_adaptive.tune.rl.settings import (
+from torchtune_adaptive.rl.components import build_ppo_loss
+from torchtune_adaptive.rl.prompt_room import check_room
+from torchtune_adaptive.rl.settings import (
     REFERENCE_FILES,
     REWARD_FILES,
     VALUE_FILES,
     VALUE_SECTION,
     read_ppo_settings,
 )
+from torchtune_adaptive.tune import profiling
+from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
+from torchtune_adaptive.tune.loss import checked_loss
+from torchtune_adaptive.tune.model import META, built_on
+from torchtune_adaptive.tune.preference_stages import build_preference_loss
 from torchtune_adaptive.tune.validate.findings import Findings
 
 T = TypeVar("T")

@@ -7,26 +7,26 @@ from functools import partial
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
+from torchtune_adaptive.checkpoints.progress import start_progress
+from torchtune_adaptive.config.adaptive import read_adaptive
+from torchtune_adaptive.config.catalogue import PLAN, PPO
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.unknown_keys import check_keys
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.forecast.which_recipe import TRAININGS
 from torchtune_adaptive.memory_sizes import size_for_rank
-from torchtune_adaptive.tune.config.adaptive import read_adaptive
-from torchtune_adaptive.tune.config.settings import Settings
-from torchtune_adaptive.tune.config.unknown_keys import check_keys
-from torchtune_adaptive.tune.parts import devices
-from torchtune_adaptive.tune.parts.checkpoints.progress import start_progress
-from torchtune_adaptive.tune.parts.data import is_packed
-from torchtune_adaptive.tune.parts.loss import check_cuts, checked_loss
-from torchtune_adaptive.tune.parts.microbatch import check_sequence_length, obstacle_to_recovery
-from torchtune_adaptive.tune.parts.model import check_replicas_of
-from torchtune_adaptive.tune.parts.process_group import mesh_shape
-from torchtune_adaptive.tune.parts.unpadded.support import is_padded
-from torchtune_adaptive.tune.rl.settings import read_ppo_settings
-from torchtune_adaptive.tune.run.epochs import build_increase_function, check_growth
-from torchtune_adaptive.tune.run.sample_exchange import obstacle_to_dealing
-from torchtune_adaptive.tune.start.catalogue import PLAN, PPO
+from torchtune_adaptive.rl.settings import read_ppo_settings
+from torchtune_adaptive.tune import devices
+from torchtune_adaptive.tune.data import is_packed
+from torchtune_adaptive.tune.epochs import build_increase_function, check_growth
+from torchtune_adaptive.tune.loss import check_cuts, checked_loss
+from torchtune_adaptive.tune.microbatch import check_sequence_length, obstacle_to_recovery
+from torchtune_adaptive.tune.model import check_replicas_of
+from torchtune_adaptive.tune.process_group import mesh_shape
+from torchtune_adaptive.tune.sample_exchange import obstacle_to_dealing
+from torchtune_adaptive.tune.unpadded.support import is_padded
 from torchtune_adaptive.tune.validate.components import (
     check_components,
     check_loss,

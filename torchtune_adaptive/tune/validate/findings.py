@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import AdaptiveError, RunFinished, SeveralErrors
-from torchtune_adaptive.tune.config.remedies import in_keys
 
 T = TypeVar("T")
 

@@ -7,19 +7,19 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.tune.config import components
-from torchtune_adaptive.tune.config.settings import AUTO, Settings
-from torchtune_adaptive.tune.parts.checkpoints import folders
-from torchtune_adaptive.tune.parts.checkpoints.loading import finds_files_itself, missing_directory
-from torchtune_adaptive.tune.parts.checkpoints.named import file_names, named_files
-from torchtune_adaptive.tune.parts.checkpoints.overwriting import check_fresh_start
-from torchtune_adaptive.tune.parts.checkpoints.resuming import (
+from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints.loading import finds_files_itself, missing_directory
+from torchtune_adaptive.checkpoints.named import file_names, named_files
+from torchtune_adaptive.checkpoints.overwriting import check_fresh_start
+from torchtune_adaptive.checkpoints.resuming import (
     check_names_are_free,
     check_same_run,
     checkpoint_directory,
     places_of,
 )
-from torchtune_adaptive.tune.start.output_lock import holder, in_use, unwritable
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.settings import AUTO, Settings
+from torchtune_adaptive.life.output_lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.validate.findings import Findings
 
 

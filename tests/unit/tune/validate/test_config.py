@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.recipes.endings import test_errors
-from tests.unit.tune.parts.checkpoints.making import save
-from torchtune_adaptive.command.main import main
+from tests.unit.checkpoints.making import save
+from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.config.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
 from torchtune_adaptive.forecast.which_recipe import TRAININGS
-from torchtune_adaptive.tune.start.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {

@@ -1,0 +1,49 @@
+"""Checkpoints made of small files, as a run would leave them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints.manifest import Manifest, Position, record_files, write_manifest
+
+CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", "nested/config.json": b"{}"}
+
+
+def manifest(serial: int = 0, **changes: Any) -> Manifest:
+    made = Manifest(
+        run="run",
+        serial=serial,
+        position=Position(epochs=1, steps_in_epoch=0, samples_in_epoch=0, step=4),
+        finished=False,
+        distributed=False,
+        ranks=2,
+        identity={"seed": 0},
+        versions={},
+        saved_at="2026-11-20T00:00:00+00:00",
+        files={},
+    )
+    return replace(made, **changes)
+
+
+def stage(
+    directory: Path, name: str, serial: int = 0, *, content: Mapping[str, bytes] = CONTENT, **changes: Any
+) -> Path:
+    folder = directory / folders.SAVING / name
+    for file, data in content.items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_bytes(data)
+    write_manifest(folder, replace(manifest(serial, **changes), files=record_files(folder)))
+    return folder
+
+
+def save(directory: Path, name: str, serial: int = 0, **options: Any) -> Path:
+    stage(directory, name, serial, **options)
+    return folders.publish(directory, name)
+
+
+def complete(directory: Path) -> list[str]:
+    return [found.name for found in folders.find_checkpoints(directory) if found.manifest]

@@ -1,0 +1,67 @@
+"""Starts of a run beside checkpoints that a test has made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from tests.unit.checkpoints.making import save
+from torchtune_adaptive.checkpoints.identity import identity_of
+from torchtune_adaptive.checkpoints.manifest import Position
+from torchtune_adaptive.checkpoints.resuming import Start, decide
+from torchtune_adaptive.config.per_recipe import read_full_settings
+
+ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
+
+
+def config(directory: Path, *overrides: str) -> DictConfig:
+    base = {
+        "output_dir": str(directory),
+        "device": "cpu",
+        "dtype": "fp32",
+        "seed": 0,
+        "shuffle": True,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 1,
+        "epochs": 3,
+        "model": {"_component_": "m"},
+        "dataset": {"_component_": "d", "source": "a"},
+        "optimizer": {"_component_": "o", "lr": 1e-3},
+        "checkpointer": {"output_dir": "${output_dir}", "checkpoint_files": ["base.pt"]},
+        "resume_from_checkpoint": "auto",
+    }
+    merged = OmegaConf.merge(base, OmegaConf.from_dotlist(list(overrides)))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def start(directory: Path, *overrides: str, recipe: str = "full", steps: Callable[[int], int] | None = None) -> Start:
+    cfg = config(directory, *overrides)
+    return decide(read_full_settings(cfg), recipe, steps)
+
+
+@contextmanager
+def in_a_group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def saved(
+    directory: Path, name: str, serial: int = 0, *, recipe: str = "full", epochs: int = 1, **options: Any
+) -> Path:
+    position = Position(epochs=epochs, steps_in_epoch=0, samples_in_epoch=0, step=4 * epochs)
+    identity = identity_of(config(directory), recipe)
+    return save(directory, name, serial, identity=identity, position=position, **options)
+
+
+def folder_of(begun: Start) -> str:
+    assert begun.files is not None
+    return Path(begun.files.folder).name

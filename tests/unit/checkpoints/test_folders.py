@@ -1,0 +1,247 @@
+"""A checkpoint is complete or absent, wherever writing stops; links are hints; pruning keeps what must stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.checkpoints.making import CONTENT, complete, manifest, save, stage
+from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    read_manifest,
+    record_files,
+    write_manifest,
+)
+
+
+class Killed(BaseException):
+    """What nothing catches, as nothing catches a kill."""
+
+
+class Killer:
+    """Ends the process, as it were, before the n-th change of the file system."""
+
+    NAMES = ("rename", "replace", "symlink", "unlink", "rmdir", "mkdir", "fsync")
+
+    def __init__(self, patch: pytest.MonkeyPatch, at: int) -> None:
+        self.left = at
+        for name in self.NAMES:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+        patch.setattr(Path, "rename", lambda path, target: os.rename(path, target))
+        patch.setattr(Path, "unlink", lambda path, missing_ok=False: os.unlink(path))
+        patch.setattr(Path, "symlink_to", lambda path, target: os.symlink(target, path))
+
+    def _counted(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.left == 0:
+                raise Killed
+            self.left -= 1
+            return change(*args, **kwargs)
+
+        return counted
+
+
+def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_one_complete(tmp_path: Path) -> None:
+    points = 0
+    while True:
+        directory = tmp_path / str(points)
+        save(directory, "epoch_0", 0)
+        save(directory, "step_6", 1)
+        folders.tidy(directory, keep_last=2, resumed_from=None)
+        stage(directory, "epoch_1", 2)
+        with pytest.MonkeyPatch.context() as patch:
+            Killer(patch, points)
+            try:
+                folders.publish(directory, "epoch_1")
+                folders.tidy(directory, keep_last=2, resumed_from=None)
+            except Killed:
+                finished = False
+            else:
+                finished = True
+        left = complete(directory)
+        assert left[0] in ("epoch_1", "step_6")
+        assert len(left) >= 2, f"killed before change {points}: {left}"
+        folders.clean(directory)
+        assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
+        if finished:
+            break
+        points += 1
+    assert points > 10
+    assert left == ["epoch_1", "step_6"]
+
+
+def test_publishing_over_a_folder_of_that_name_replaces_it(tmp_path: Path) -> None:
+    (tmp_path / "epoch_0").mkdir()
+    (tmp_path / "epoch_0" / "torn.bin").write_bytes(b"half")
+    place = save(tmp_path, "epoch_0")
+    assert complete(tmp_path) == ["epoch_0"]
+    assert not (place / "torn.bin").exists()
+
+
+def test_a_file_that_others_have_mapped_keeps_its_content_when_its_checkpoint_is_replaced(tmp_path: Path) -> None:
+    import mmap
+
+    place = save(tmp_path, "epoch_0")
+    with (place / "model-00001-of-00001.bin").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    save(tmp_path, "epoch_0", 1)
+    assert mapped[:] == b"weights"
+
+
+@pytest.mark.parametrize("file", list(CONTENT))
+@pytest.mark.parametrize("damage", ["gone", "cut", "longer"])
+def test_a_checkpoint_that_lacks_a_byte_is_not_complete(tmp_path: Path, file: str, damage: str) -> None:
+    path = save(tmp_path, "epoch_0") / file
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1] if damage == "cut" else path.read_bytes() + b"x")
+    fault = read_manifest(tmp_path / "epoch_0")
+    assert isinstance(fault, str)
+    assert file in fault
+
+
+NAMES = st.sampled_from(["version", "files", "position", "serial", "run", "x"])
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda part: st.lists(part) | st.dictionaries(NAMES, part),
+)
+
+
+@given(JSON)
+@settings(max_examples=200, deadline=None)
+def test_no_manifest_whatever_raises(tmp_path_factory: pytest.TempPathFactory, values: Any) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    (folder / MANIFEST_FILE).write_text(json.dumps(values), encoding="utf-8")
+    assert isinstance(read_manifest(folder), str)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[" * 100_000, b"{}", b'{"version": 99}'])
+def test_a_manifest_that_cannot_be_read_is_a_fault_and_no_error(tmp_path: Path, content: bytes) -> None:
+    folder = save(tmp_path, "epoch_0")
+    (folder / MANIFEST_FILE).write_bytes(content)
+    assert isinstance(read_manifest(folder), str)
+
+
+def test_a_manifest_that_was_copied_along_with_the_first_weights_is_replaced(tmp_path: Path) -> None:
+    folder = stage(tmp_path, "epoch_0")
+    (folder / MANIFEST_FILE).write_text("another run's")
+    write_manifest(folder, manifest(files=record_files(folder)))
+    assert isinstance(read_manifest(folder), Manifest)
+
+
+def test_a_byte_that_has_changed_is_found_before_it_is_trusted(tmp_path: Path) -> None:
+    save(tmp_path, "epoch_0", 0)
+    (save(tmp_path, "epoch_1", 1) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
+    found = folders.find_checkpoints(tmp_path)
+    assert found[0].manifest is not None
+    chosen, passed_over = folders.newest_intact(found)
+    assert chosen is not None
+    assert chosen.name == "epoch_0"
+    assert [(each.name, "model-00001-of-00001.bin" in str(each.fault)) for each in passed_over] == [("epoch_1", True)]
+
+
+def test_the_newest_is_the_one_saved_last_whatever_its_name(tmp_path: Path) -> None:
+    for serial, name in enumerate(["epoch_5", "step_40", "epoch_0"]):
+        save(tmp_path, name, serial)
+    assert complete(tmp_path) == ["epoch_0", "step_40", "epoch_5"]
+
+
+@given(
+    finished=st.lists(st.booleans(), min_size=1, max_size=8),
+    keep_last=st.none() | st.integers(1, 9),
+    resumed_from=st.none() | st.integers(0, 7),
+)
+def test_pruning_keeps_the_newest_the_last_of_a_finished_run_and_the_one_resumed_from(
+    finished: list[bool], keep_last: int | None, resumed_from: int | None
+) -> None:
+    found = [
+        folders.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, finished=last), None)
+        for serial, last in enumerate(finished)
+    ]
+    kept = {each.name for each in folders.to_keep(found, keep_last, f"step_{resumed_from}")}
+    newest = {each.name for each in (found if keep_last is None else found[-keep_last:])}
+    stays = {each.name for each, last in zip(found, finished, strict=True) if last} | {f"step_{resumed_from}"}
+    assert kept == (newest | stays) & {each.name for each in found}
+
+
+def test_pruning_never_touches_what_is_not_complete(tmp_path: Path) -> None:
+    (tmp_path / "epoch_9").mkdir()
+    for serial in range(3):
+        save(tmp_path, f"step_{serial}", serial)
+    folders.tidy(tmp_path, keep_last=1, resumed_from=None)
+    assert sorted(path.name for path in tmp_path.glob("*_*")) == ["epoch_9", "step_2"]
+
+
+def test_links_follow_what_stays(tmp_path: Path) -> None:
+    save(tmp_path, "epoch_0", 0)
+    save(tmp_path, "step_6", 1)
+    folders.tidy(tmp_path, keep_last=2, resumed_from=None)
+    assert os.readlink(tmp_path / "latest") == "step_6"
+    assert os.readlink(tmp_path / "recipe_state") == "epoch_0"
+    save(tmp_path, "step_8", 2)
+    folders.tidy(tmp_path, keep_last=2, resumed_from=None)
+    assert os.readlink(tmp_path / "latest") == "step_8"
+    assert not os.path.lexists(tmp_path / "recipe_state")
+
+
+def test_a_folder_of_torchtunes_own_gets_a_link_in_place_of_its_file(tmp_path: Path) -> None:
+    (tmp_path / "recipe_state").mkdir()
+    (tmp_path / "recipe_state" / "recipe_state.pt").write_bytes(b"stock's")
+    save(tmp_path, "epoch_1")
+    folders.tidy(tmp_path, keep_last=None, resumed_from=None)
+    assert (tmp_path / "recipe_state" / "recipe_state.pt").read_bytes() == CONTENT["recipe_state.pt"]
+    assert not (tmp_path / "recipe_state").is_symlink()
+
+
+def test_without_links_in_the_file_system_a_checkpoint_is_saved_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    save(tmp_path, "epoch_0")
+    folders.tidy(tmp_path, keep_last=1, resumed_from=None)
+    assert complete(tmp_path) == ["epoch_0"]
+    assert not list(tmp_path.glob(".*-*"))
+
+
+def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path, "epoch_0", 0)
+    folders.tidy(tmp_path, None, None)
+    (tmp_path / "dist_epoch_0").mkdir()
+    for name in ("logs", "epoch_final", "epoch_1.bak"):
+        (tmp_path / name).mkdir()
+    folders.remove_all(tmp_path)
+    shutil.rmtree(tmp_path / folders.SAVING)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.bak", "epoch_final", "logs"]
+
+
+def test_names_on_the_way_are_none_that_torchtune_takes_for_checkpoints(tmp_path: Path) -> None:
+    import re
+
+    for name in (folders.SAVING, f"{folders.REMOVING}epoch_1-ab", f"{folders.LINKING}ab"):
+        assert not re.match(r"^epoch_(\d+)", name)
+        assert not re.match(r"dist_epoch_(\d+)", name)
+        assert not folders.NAME.fullmatch(name)
+
+
+def test_a_manifest_in_which_any_bit_has_changed_is_damaged(tmp_path: Path) -> None:
+    path = save(tmp_path, "step_6") / MANIFEST_FILE
+    whole = path.read_bytes()
+    assert isinstance(read_manifest(path.parent), Manifest)
+    for at in range(len(whole)):
+        for bit in range(8):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+            assert isinstance(read_manifest(path.parent), str), (at, bit)

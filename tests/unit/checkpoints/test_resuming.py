@@ -1,0 +1,205 @@
+"""Where a run starts: from what is complete and its own, and with an error that helps from nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoints.making import complete, save
+from tests.unit.checkpoints.starting import ADAPTER, config, folder_of, saved, start
+from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints.identity import difference, identity_of
+from torchtune_adaptive.config.per_recipe import read_full_settings
+from torchtune_adaptive.errors import ConfigError, RunFinished
+from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life.this_run import RESTARTS
+
+
+def test_an_empty_directory_is_a_fresh_start(tmp_path: Path) -> None:
+    begun = start(tmp_path / "new" / "out")
+    assert not begun.resumes
+    assert begun.serial == 0
+    assert start(tmp_path / "new" / "out").run != begun.run
+
+
+def test_the_newest_complete_checkpoint_is_gone_on_from(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, "epoch_0", 0)
+    saved(tmp_path, "step_6", 1)
+    begun = start(tmp_path)
+    assert begun.files is not None
+    assert begun.files.folder == tmp_path / "step_6"
+    assert begun.files.weights == (str(tmp_path / "step_6" / "model-00001-of-00001.bin"),)
+    assert begun.files.recipe_state == str(tmp_path / "step_6" / "recipe_state.pt")
+    assert (begun.run, begun.serial) == ("run", 2)
+
+
+def test_a_torn_newer_one_is_passed_over_and_the_log_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "torchtune_adaptive")
+    saved(tmp_path, "epoch_0", 0)
+    (saved(tmp_path, "step_6", 1) / "recipe_state.pt").write_bytes(b"stat")
+    (saved(tmp_path, "step_8", 2) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
+    begun = start(tmp_path)
+    assert begun.files is not None
+    assert begun.files.folder.name == "epoch_0"
+    assert sum("skipped" in line for line in caplog.messages) == 2
+    assert any("step_8" in line and "has changed" in line for line in caplog.messages)
+    assert any("resuming from" in line and "epoch_0" in line for line in caplog.messages)
+
+
+CHANGES = {
+    "model._component_=other": ("model._component_", "'other'", "'m'"),
+    "dataset.source=b": ("dataset.source", "'b'", "'a'"),
+    "dataset.more=1": ("dataset.more", "1", "not set"),
+    "seed=7": ("seed", "7", "0"),
+    "batch_size=4": ("batch_size", "4", "2"),
+    "optimizer.lr=0.5": ("optimizer.lr", "0.5", "0.001"),
+}
+
+
+@pytest.mark.parametrize("change", list(CHANGES))
+def test_what_makes_another_run_is_an_error_with_both_values(tmp_path: Path, change: str) -> None:
+    saved(tmp_path, "epoch_0")
+    with pytest.raises(ConfigError) as error:
+        start(tmp_path, change)
+    for word in (*CHANGES[change], "overwrite_output_dir"):
+        assert word in str(error.value)
+    assert complete(tmp_path) == ["epoch_0"]
+
+
+NAMED = ("resume_from_checkpoint=True", "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]")
+
+
+def test_a_run_that_the_launcher_restarts_goes_on_from_what_it_has_saved_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, "epoch_0", 0)
+    saved(tmp_path, "epoch_1", 1, epochs=2)
+    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0"
+    run_file.begin(tmp_path, "tune run", tmp_path, serial=2)
+    monkeypatch.setenv(RESTARTS, "1")
+    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "nothing has been saved since"
+    saved(tmp_path, "step_6", 2)
+    assert folder_of(start(tmp_path, *NAMED)) == "step_6"
+    monkeypatch.delenv(RESTARTS)
+    assert folder_of(start(tmp_path, *NAMED)) == "epoch_0", "it was asked for, by a command of its own"
+
+
+def test_where_steps_are_counted_a_run_is_finished_by_the_ranks_that_it_had(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_0", ranks=2)  # after 4 steps
+    assert start(tmp_path, steps=lambda ranks: 10 // ranks).resumes
+    with pytest.raises(RunFinished, match="raise num_steps"):
+        start(tmp_path, steps=lambda ranks: 8 // ranks)
+
+
+@pytest.mark.parametrize("change", ["epochs=9", "log_every_n_steps=3", "+adaptive.memory_limit=1GiB", "dtype=bf16"])
+def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> None:
+    saved(tmp_path, "epoch_0")
+    assert start(tmp_path, change.lstrip("+")).resumes
+
+
+def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_2", epochs=3, finished=True)
+    folders.clean(tmp_path)  # as a run does before it ends
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(RunFinished, match=r"nothing left to train.*epoch_2"):
+        start(tmp_path)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert start(tmp_path, "epochs=4").resumes
+
+
+def test_a_finished_run_that_was_killed_before_it_ended_is_tidied_up(tmp_path: Path) -> None:
+    saved(tmp_path, "epoch_2", epochs=3, finished=True)
+    assert (tmp_path / folders.SAVING).is_dir()
+    with pytest.raises(RunFinished):
+        start(tmp_path)
+    assert not (tmp_path / folders.SAVING).exists()
+    assert (tmp_path / folders.LATEST).resolve().name == "epoch_2"
+
+
+@pytest.mark.parametrize("last_word", ["read_manifest", "remove", "link"])
+def test_a_finished_run_that_is_killed_while_it_is_tidied_up_is_tidied_up_by_the_next(
+    last_word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        saved(tmp_path, f"step_{step}", serial=step)
+    saved(tmp_path, "epoch_2", serial=8, epochs=3, finished=True)
+    (tmp_path / folders.REMOVING).mkdir()
+
+    original, before = getattr(folders, last_word), 5 if last_word == "read_manifest" else 0
+    calls = iter(range(99))  # each manifest has been read once when a start knows that there is nothing left to train
+
+    def killed(*args: Any) -> Any:
+        if next(calls) < before:
+            return original(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(folders, last_word, killed)
+    with pytest.raises(KeyboardInterrupt):
+        start(tmp_path, "keep_last_n_checkpoints=1")
+    monkeypatch.undo()
+    with pytest.raises(RunFinished):
+        start(tmp_path, "keep_last_n_checkpoints=1")
+    assert sorted(path.name for path in folders.named(tmp_path)) == ["epoch_2"]
+    assert folders.leftovers(tmp_path) == []
+
+
+def test_a_manifest_that_somebody_has_edited_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, "epoch_0")
+    saved(tmp_path, "epoch_1", serial=1)
+    file = tmp_path / "epoch_1" / "adaptive_checkpoint.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "identity": None}))
+    with caplog.at_level("WARNING"):
+        assert start(tmp_path).resumes
+    assert "epoch_1 has a damaged adaptive_checkpoint.json" in caplog.text
+
+
+def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_path: Path) -> None:
+    out, base = tmp_path / "out", tmp_path / "base"
+    base.mkdir()
+    (base / "base.pt").write_bytes(b"one model")
+    where = f"checkpointer.checkpoint_dir={base}"
+    identity = identity_of(config(out, where), "lora")
+    save(out, "epoch_0", identity=identity, content=ADAPTER)
+    assert start(out, where, recipe="lora").resumes
+    base.rename(tmp_path / "moved")
+    assert start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora").resumes
+    (tmp_path / "moved" / "base.pt").write_bytes(b"two model")
+    with pytest.raises(ConfigError, match=r"frozen weights in base\.pt"):
+        start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora")
+
+
+def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> None:
+    files = {"filename_format": "base-{}-of-{}.bin", "max_filename": "00002"}
+    for folder, second in (("one", b"1"), ("two", b"2")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "base-00001-of-00002.bin").write_bytes(b"0")
+        (tmp_path / folder / "base-00002-of-00002.bin").write_bytes(second)
+    identities = []
+    for folder in ("one", "two"):
+        cfg = config(tmp_path / "out", f"checkpointer.checkpoint_dir={tmp_path / folder}")
+        cfg.checkpointer.checkpoint_files = files
+        identities.append(identity_of(cfg, "lora"))
+    assert (difference(*identities) or "").startswith("frozen weights in base-00002-of-00002.bin are ")
+
+
+def test_leftovers_of_a_kill_are_removed(tmp_path: Path) -> None:
+    for name in (".saving", ".removing-step_3-ab12", ".linking-ab12"):
+        (tmp_path / name / "epoch_0").mkdir(parents=True)
+    begun = start(tmp_path)
+    assert not begun.resumes
+    assert [path.name for path in tmp_path.iterdir()] == [".saving"]
+    assert [path.name for path in (tmp_path / ".saving").iterdir()] == [begun.mark]
+
+
+def test_the_number_of_checkpoints_to_keep_may_stand_in_the_checkpointers_section(tmp_path: Path) -> None:
+    assert read_full_settings(config(tmp_path, "keep_last_n_checkpoints=2")).keep_last_n_checkpoints == 2
+    cfg = config(tmp_path, "checkpointer.keep_last_n_checkpoints=2")
+    assert read_full_settings(cfg).keep_last_n_checkpoints == 2
+    for wrong in ("0", "many", "[2]"):
+        with pytest.raises(ConfigError, match=r"checkpointer\.keep_last_n_checkpoints"):
+            read_full_settings(config(tmp_path, f"checkpointer.keep_last_n_checkpoints={wrong}"))
+    with pytest.raises(ConfigError, match="remove one of them"):
+        read_full_settings(config(tmp_path, "checkpointer.keep_last_n_checkpoints=2", "keep_last_n_checkpoints=3"))

@@ -1,0 +1,301 @@
+"""What `tune-adaptive` says of recipes, configs and keys: ls, cp, print, keys."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.ranks import PATIENCE
+from torchtune_adaptive.cli import keys
+from torchtune_adaptive.cli.main import COMMANDS, main
+from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.catalogue import RECIPES, our_configs, recipe_files
+from torchtune_adaptive.forecast.keys import PlanSettings
+from torchtune_adaptive.life.endings import NOBODY_READS
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "configs" / "demo" / "full.yaml"
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str, str]:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    return left.value.code, *capsys.readouterr()
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    code, out, error = told(capsys, *words)
+    assert (code, out) == (1, "")
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
+    return error
+
+
+def test_every_recipe_that_is_installed_is_known_and_has_a_config() -> None:
+    assert RECIPES.keys() == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+    assert {each.recipe for each in our_configs()} == {name for name, stock in RECIPES.items() if stock}
+    assert all(path.is_file() for path in recipe_files().values())
+
+
+def test_ls_has_a_line_for_every_config_that_ours_take_and_on_request_torchtunes_recipes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out, _ = told(capsys, "ls")
+    lines = [tuple(line.split(maxsplit=1)) for line in out.splitlines()]
+    assert code == 0
+    assert lines[0] == ("RECIPE", "CONFIG")
+    assert {("adaptive_full_finetune_distributed", name) for name in ("adaptive/demo/full", "llama3_2/1B_full")} < {
+        *lines
+    }
+    assert ("adaptive_lora_finetune_distributed", "adaptive/demo/lora") in lines
+    assert not any(recipe == "knowledge_distillation_distributed" for recipe, _ in lines)
+    assert "knowledge_distillation_distributed" in told(capsys, "ls", "--all")[1]
+    assert lines[-1] == (
+        "adaptive_plan",
+        "<any config for finetuning, preference training or PPO, except images and tensor parallelism>",
+    )
+
+
+def test_ls_finds_lines_with_all_words_also_behind_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = told(capsys, "ls", "qwen2_5", "--all", "3B_lora_single")
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["lora_finetune_single_device", "qwen2_5/3B_lora_single_device"]
+    ]
+    assert "did you mean qwen2 or qwen2_5?" in refused(capsys, "ls", "qven")
+
+
+def test_cp_makes_a_file_that_runs_as_the_last_line_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "mine.v2"))
+    copy = tmp_path / "mine.v2.yaml"
+    assert code == 0
+    assert copy.read_bytes() == DEMO.read_bytes()
+    assert out.splitlines()[-1] == (
+        f"run it with: tune run --nproc_per_node 2 adaptive_full_finetune_distributed --config {copy}"
+    )
+    told(capsys, "cp", "llama3_2/1B_lora", str(tmp_path))
+    assert yaml.safe_load((tmp_path / "1B_lora.yaml").read_text())["model"]["lora_rank"] > 0
+    told(capsys, "cp", "adaptive_plan", str(tmp_path))
+    assert "adaptive_plan" in (tmp_path / "adaptive_plan.py").read_text()
+
+
+def test_cp_replaces_nothing_unless_it_is_told_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    there = tmp_path / "there.yaml"
+    there.write_text("mine: 1")
+    assert "--force" in refused(capsys, "cp", "adaptive/demo/full", str(there))
+    assert there.read_text() == "mine: 1"
+    assert told(capsys, "cp", "adaptive/demo/full", str(there), "--force")[0] == 0
+    assert there.read_bytes() == DEMO.read_bytes()
+
+
+def test_cp_says_what_keeps_it_from_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    below = tmp_path / "new" / "mine.yaml"
+    assert "--make-parents" in refused(capsys, "cp", "adaptive/demo/full", str(below))
+    assert told(capsys, "cp", "adaptive/demo/full", str(below), "--make-parents")[0] == 0
+    (tmp_path / "file").touch()
+    refused(capsys, "cp", "adaptive/demo/full", str(tmp_path / "file" / "mine.yaml"), "--make-parents")
+    assert "choose another place" in refused(capsys, "cp", "adaptive/demo/full", "/proc/mine.yaml")
+
+
+@pytest.mark.parametrize("command", ["validate", "print"])
+def test_a_file_of_bytes_and_a_lone_bracket_are_refused_in_a_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "ls.yaml"
+    program.write_bytes(bytes([0x7F, 0x45, 0x4C, 0x46, 0xD0, 0xFF]))
+    assert "ls.yaml" in refused(capsys, command, str(program))
+    for override in ("[", "[=1"):
+        assert "cannot be read" in refused(capsys, command, "adaptive/demo/full", override)
+
+
+def test_cp_takes_what_ends_as_a_folder_for_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = f"{tmp_path / 'mine'}/"
+    assert "does not exist" in refused(capsys, "cp", "adaptive/demo/full", folder)
+    assert not list(tmp_path.iterdir())
+    assert told(capsys, "cp", "adaptive/demo/full", folder, "--make-parents")[0] == 0
+    assert [path.name for path in Path(folder).iterdir()] == ["full.yaml"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_cp_into_a_folder_without_permission_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tmp_path.chmod(0o500)
+    assert "Permission denied" in refused(capsys, "cp", "adaptive/demo/full", str(tmp_path))
+
+
+@pytest.mark.parametrize("command", [("cp", "TARGET"), ("print",)], ids=lambda words: words[0])
+def test_a_wrong_name_is_answered_with_those_that_are_like_it(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = [str(tmp_path / "x") for _ in command[1:]]
+    assert "did you mean adaptive/demo/full" in refused(capsys, command[0], "adaptive/demo/ful.yaml", *target)
+    assert "llama3_2/1B_full" in refused(capsys, command[0], "llama3.2/1B_full", *target)
+    assert "tune-adaptive ls" in refused(capsys, command[0], "%%%", *target)
+
+
+def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told(capsys, "print", "adaptive/demo/full")[1] == DEMO.read_text()
+    mine = tmp_path / "mine.yaml"
+    mine.write_text("a: 1\nb: ${a}\n")
+    assert told(capsys, "print", str(mine))[1] == mine.read_text()
+    before = list(sys.argv)
+    assert told(capsys, "print", str(mine), "a=2", "c.d=[1]")[1] == "a: 2\nb: 2\nc:\n  d:\n  - 1\n"
+    assert sys.argv == before
+    assert "key=value, got lr" in refused(capsys, "print", str(mine), "lr")
+    assert "is a recipe" in refused(capsys, "print", "adaptive_plan", "a=2")
+    assert "def wants_advice" in told(capsys, "print", "adaptive_plan")[1]
+
+
+@pytest.mark.parametrize("before", [None, "mine: 1\n"], ids=["new", "replaced"])
+def test_a_copy_for_which_there_is_no_room_leaves_what_was_there(
+    before: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = tmp_path / "copy.yaml"
+    if before is not None:
+        copy.write_text(before)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        error = refused(capsys, "cp", "adaptive/demo/full", str(copy), "--force")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert error == f"error: cannot write {copy}: File too large; choose another place\n"
+    assert [path.read_text() for path in tmp_path.iterdir()] == [before] * (before is not None)
+
+
+def test_force_makes_no_folder_and_follows_a_link(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--make-parents" in refused(capsys, "cp", "adaptive/demo/full", str(tmp_path / "none" / "x"), "--force")
+    (tmp_path / "link.yaml").symlink_to(tmp_path / "mine.yaml")
+    (tmp_path / "mine.yaml").touch()
+    assert told(capsys, "cp", "adaptive/demo/full", str(tmp_path / "link.yaml"), "--force")[0] == 0
+    assert (tmp_path / "mine.yaml").read_bytes() == DEMO.read_bytes()
+    assert (tmp_path / "link.yaml").is_symlink()
+
+
+def test_keys_explains_every_key_of_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = told(capsys, "keys")
+    for field in dataclasses.fields(AdaptiveConfig):
+        assert field.metadata["means"], field.name
+        assert f"adaptive.{field.name}: " in out
+    assert {"use_maximum_batch_size", "resume_from_checkpoint", "batch_increase_function"} < {
+        key.name for key in keys.at_the_top()
+    }
+    assert "adaptive.regrow_after: 200\n    allowed: a whole number of at least 0\n" in out
+    assert max(map(len, out.splitlines())) <= keys.WIDEST
+
+
+def test_keys_finds_by_a_part_of_the_name_and_knows_slips(capsys: pytest.CaptureFixture[str]) -> None:
+    names = [line.split(":")[0] for line in told(capsys, "keys", "search")[1].splitlines() if line[:1] != " "]
+    assert list(filter(None, names)) == ["adaptive.search", "adaptive.reuse_search"]
+    assert "did you mean memory_limit?" in refused(capsys, "keys", "memory_limt")
+
+
+def test_keys_knows_those_of_adaptive_plan_and_that_no_other_recipe_does(capsys: pytest.CaptureFixture[str]) -> None:
+    of_the_plan = told(capsys, "keys", "adaptive_plan")[1]
+    for field in dataclasses.fields(PlanSettings):
+        assert f"{field.name}: " in of_the_plan
+    assert "adaptive.regrow_after" not in of_the_plan
+    assert "memory_limit: null   (adaptive_plan only)\n" in told(capsys, "keys", "memory_limit")[1]
+    assert "adaptive.memory_limit: null\n" in told(capsys, "keys", "memory_limit")[1]
+
+
+def test_the_tables_of_keys_say_what_the_keys_say_of_themselves() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "keys.py"))
+    pages = [page.read_text(encoding="utf-8") for page in tool["PAGES"]]
+    for name in tool["TABLES"]:
+        assert sum(page.count(tool["begin"](name)) for page in pages) == 1, name
+    assert [page for page in pages if tool["renewed"](page) != page] == [], "python tools/keys.py writes them anew"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_a_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = told(capsys, name, "--help")
+    assert code == 0
+    assert str(COMMANDS[name].__doc__).splitlines()[0] in out
+    assert str(COMMANDS[name].__doc__).splitlines()[0] in " ".join(told(capsys, "--help")[1].split())
+
+
+@pytest.mark.parametrize("words", [["ls", "--al"], ["keys", "--foo"], ["status", "a", "b"], ["nonsense"], []])
+def test_what_is_not_understood_ends_with_the_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, error = told(capsys, *words)
+    assert (code, out) == (2, "")
+    assert error.startswith("usage: tune-adaptive")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"ls\"])'"
+    ended = shell(f"{command} | true; echo ${{PIPESTATUS[0]}}")
+    assert ended.stderr == ""
+    assert int(ended.stdout) in (0, NOBODY_READS)
+
+
+def shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+
+
+UNWRITTEN = "cannot write the output: No space left on device"
+LAUNCHED = """
+import sys
+from torchtune_adaptive.life.launch import run_without_training
+sys.argv = ["plan", "--config", "adaptive/demo/full"]
+run_without_training(lambda cfg: print("an answer\\n" * 100_000), keys=[])
+"""
+
+
+@pytest.mark.parametrize(
+    ("into", "status", "said"),
+    [
+        ("| head -n 1", NOBODY_READS, ""),
+        ("> /dev/full", 1, f"\nerror: {UNWRITTEN}"),
+    ],
+    ids=["head", "a full disk"],
+)
+def test_an_answer_that_cannot_be_written_is_no_traceback(into: str, status: int, said: str) -> None:
+    ended = shell(f"{sys.executable} -c '{LAUNCHED}' {into}; echo ${{PIPESTATUS[0]}}")
+    assert ended.stderr.partition(";")[0] == said
+    assert ended.stdout.splitlines()[-1] == str(status)
+
+
+def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
+    command = f"{sys.executable} -c 'from torchtune_adaptive.cli.main import main; main([\"keys\"])'"
+    ended = shell(f"{command} > /dev/full; echo $?")
+    assert ended.stderr == f"error: {UNWRITTEN}; redirect it elsewhere\n"
+    assert ended.stdout == "1\n"
+
+
+def test_a_terminal_without_the_letters_of_a_path_still_shows_it(tmp_path: Path) -> None:
+    (mine := tmp_path / "größe.yaml").write_text("a: ä\n", encoding="utf-8")
+    command = f'{sys.executable} -c \'from torchtune_adaptive.cli.main import main; main(["print", "{mine}"])\''
+    ended = shell(f"PYTHONIOENCODING=ascii {command}")
+    assert (ended.stdout, ended.stderr) == ("a: \\xe4\n", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["ls"], ["cp", "adaptive/demo/full", "copy"], ["print", "llama3_2/1B_full"], ["keys"], ["keys", "--help"]],
+    ids=" ".join,
+)
+def test_it_answers_without_waiting_for_torch(words: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys; from torchtune_adaptive.cli.main import main\n"
+        f"try: main({words!r})\n"
+        "finally: print([name for name in ('torch', 'torchtune', 'matplotlib') if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (0, "[]"), ended.stderr

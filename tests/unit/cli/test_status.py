@@ -1,0 +1,254 @@
+"""What `tune-adaptive status` makes of what a run has left."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import PATIENCE
+from tests.unit.checkpoints.making import save
+from torchtune_adaptive.cli.main import main
+from torchtune_adaptive.life import output_lock, run_file
+
+COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
+FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
+
+
+def status(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Any, str]:
+    with pytest.raises(SystemExit) as left:
+        main(["status", str(directory)])
+    return left.value.code, capsys.readouterr().out
+
+
+def started(directory: Path, serial: int = 0) -> None:
+    run_file.begin(directory, COMMAND, directory, serial)
+
+
+def test_a_run_that_was_killed_goes_on_from_its_newest_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "step_2", serial=0)
+    save(tmp_path, "step_4", serial=1)
+    code, told = status(tmp_path, capsys)
+    assert code == CAN_GO_ON
+    first, newest, command = told.splitlines()
+    assert first == "can go on: step 4"
+    assert newest.startswith(f"newest complete checkpoint: {tmp_path / 'step_4'} (step 4, 20")
+    assert command == f"resume with: cd {Path.cwd()} && {COMMAND}"
+
+
+def test_before_the_first_checkpoint_it_goes_on_from_its_beginning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    run_file.end(tmp_path, run_file.STOPPED, "SIGTERM: stopped during the search, before the first step")
+    code, told = status(tmp_path, capsys)
+    assert code == CAN_GO_ON
+    assert "from the beginning" in told
+    assert told.splitlines()[-1] == f"start over with: cd {Path.cwd()} && {COMMAND}"
+    assert "last time: SIGTERM: stopped during the search" in told
+
+
+def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_1", serial=3, finished=True)
+    code, told = status(tmp_path, capsys)
+    assert code == FINISHED
+    assert told.startswith("finished: step 4\n")
+    assert "resume with" not in told
+    started(tmp_path, serial=4)
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+    save(tmp_path, "epoch_2", serial=4, finished=True)
+    assert status(tmp_path, capsys)[0] == FINISHED
+
+
+def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "step_2", serial=0)
+    run_file.end(tmp_path, run_file.ERROR, "step 3: the loss is nan")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (BROKEN, "broken: step 3: the loss is nan")
+    assert str(tmp_path / "step_2") in told
+    started(tmp_path, serial=1)  # it was mended, and goes on
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+
+
+def test_checkpoints_of_which_none_is_complete_are_broken(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    started(tmp_path)
+    (save(tmp_path, "step_2", serial=0) / "recipe_state.pt").unlink()
+    code, told = status(tmp_path, capsys)
+    assert code == BROKEN
+    assert f"skipped: {tmp_path / 'step_2'} is damaged: recipe_state.pt is missing" in told
+
+
+def test_a_checkpoint_whose_contents_have_changed_is_none_to_finish_with(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    intact, damaged = save(tmp_path, "step_2", serial=0), save(tmp_path, "epoch_0", serial=1, finished=True)
+    (damaged / "recipe_state.pt").write_bytes(b"stata")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "can go on: step 4")
+    assert f"newest complete checkpoint: {intact} " in told
+    assert f"skipped: {damaged} is damaged: the content of recipe_state.pt has changed" in told
+    (intact / "recipe_state.pt").write_bytes(b"stata")
+    assert status(tmp_path, capsys)[0] == BROKEN
+
+
+def test_of_a_large_checkpoint_it_says_that_its_contents_were_not_looked_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    (save(tmp_path, "epoch_0", finished=True) / "recipe_state.pt").write_bytes(b"stata")
+    monkeypatch.setattr("torchtune_adaptive.cli.status.COMPARED_BYTES", 10)
+    code, told = status(tmp_path, capsys)
+    assert code == FINISHED
+    assert (
+        told.splitlines()[-1] == "  the checksums of its 14 B were not verified; a run verifies them before it resumes"
+    )
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_where_no_run_was_it_says_so(missing: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = status(tmp_path / "none" if missing else tmp_path, capsys)
+    assert code == BROKEN
+    assert told == (f"{tmp_path / 'none'} does not exist\n" if missing else f"{tmp_path} contains no run\n")
+    assert len(told.splitlines()) == 1
+
+
+def test_checkpoints_elsewhere_are_found_and_so_is_a_folder_that_was_moved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = tmp_path / "large disk"
+    run_file.begin(_made(tmp_path / "out"), COMMAND, place, serial=0)
+    save(place, "step_2", serial=0)
+    assert str(place / "step_2") in status(tmp_path / "out", capsys)[1]
+    started(place)
+    place.rename(tmp_path / "moved")
+    assert str(tmp_path / "moved" / "step_2") in status(tmp_path / "moved", capsys)[1]
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
+
+
+@pytest.mark.parametrize("within", [".", "checkpoints"])
+def test_a_copy_is_judged_by_what_is_in_it(within: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    original, copy = tmp_path / "original", tmp_path / "a copy"
+    (original / within).mkdir(parents=True)
+    run_file.begin(original, COMMAND, original / within, serial=0)
+    save(original / within, "step_2", serial=0)
+    shutil.copytree(original, copy)
+    save(original / within, "epoch_0", serial=1, finished=True)
+    assert status(original, capsys)[0] == FINISHED
+    code, told = status(copy, capsys)
+    assert code == CAN_GO_ON
+    assert f"newest complete checkpoint: {copy / within / 'step_2'} " in told
+    assert told.splitlines()[-1] == f"resume with: cd {Path.cwd()} && {COMMAND} 'output_dir={copy}'"
+
+
+def test_a_run_that_runs_is_said_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    monkeypatch.setattr("torchtune_adaptive.cli.status.holder", lambda _: "process 7 on node3, since noon")
+    code, told = status(tmp_path, capsys)
+    assert (code, told) == (CAN_GO_ON, "running: process 7 on node3, since noon\n")
+    assert output_lock.holder(tmp_path) is None
+
+
+def test_a_run_that_could_not_say_that_it_began_runs_all_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_0", serial=0, finished=True)
+    monkeypatch.setattr("torchtune_adaptive.cli.status.holder", lambda _: "another run")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (CAN_GO_ON, "running: another run")
+
+
+def no_room_beside(directory: Path) -> None:
+    """As on a full disk: no file can be made, but what one holds can be overwritten."""
+    (directory / f"{run_file.RUN_FILE}.tmp").mkdir()
+
+
+def test_a_run_that_begins_on_a_full_disk_is_not_the_one_before_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_0", serial=0, finished=True)
+    run_file.end(tmp_path, run_file.FINISHED)
+    assert status(tmp_path, capsys)[0] == FINISHED
+    no_room_beside(tmp_path)
+    started(tmp_path, serial=1)
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+    run_file.end(tmp_path, run_file.ERROR, "the disk is full")
+    code, told = status(tmp_path, capsys)
+    assert (code, told.splitlines()[0]) == (BROKEN, "broken: the disk is full")
+    started(tmp_path, serial=1)  # what is shorter leaves nothing of what was longer
+    assert status(tmp_path, capsys)[0] == CAN_GO_ON
+
+
+def test_where_nothing_can_be_noted_the_run_says_what_that_means(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / run_file.RUN_FILE).mkdir()
+    started(tmp_path)
+    assert caplog.messages == [
+        f"cannot write {tmp_path / run_file.RUN_FILE} (Is a directory): "
+        "`tune-adaptive status` cannot report how this run ended"
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == [run_file.RUN_FILE]
+
+
+def test_without_a_complete_checkpoint_nothing_is_advised_that_a_run_would_refuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "step_2").mkdir()
+    code, told = status(tmp_path, capsys)
+    assert code == BROKEN
+    assert "it has no intact checkpoint" in told
+    assert "resume with" not in told
+    assert "start over with: overwrite_output_dir=True" in told
+
+
+FIELDS = [field.name for field in fields(run_file.RunFile)]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"command": 3', *(json.dumps(dict.fromkeys(FIELDS, value)) for value in ("x", {}, [], [3], 2))],
+)
+def test_a_file_about_the_run_that_cannot_be_read_is_none(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, "step_2", serial=0)
+    (tmp_path / run_file.RUN_FILE).write_text(content)
+    code, told = status(tmp_path, capsys)
+    assert code == CAN_GO_ON
+    assert "resume with: the command that started it, with resume_from_checkpoint=auto" in told
+
+
+def test_it_answers_without_waiting_for_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from torchtune_adaptive.cli.main import main\n"
+        f"try: main(['status', {str(tmp_path)!r}])\n"
+        "finally: print([name for name in ('torch', 'torchtune', 'omegaconf', 'numpy') if name in sys.modules])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=20 * PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1]) == (BROKEN, "[]"), ended.stderr

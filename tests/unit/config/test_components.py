@@ -1,0 +1,96 @@
+"""Components that cannot be built: which key it is, and what was meant."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.config.components import build, build_section, require_parts
+from torchtune_adaptive.errors import ConfigError
+
+HERE = "tests.unit.config.test_components"
+
+
+def optimizer(parameters: list[int], lr: float, betas: Any = None, *, weight_decay: float = 0) -> tuple[float, Any]:
+    return lr, betas
+
+
+def anything(lr: float, **others: Any) -> float:
+    return optimizer([], lr, **others)[0]
+
+
+def fails(lr: float) -> None:
+    raise TypeError(f"{lr} is no number")
+
+
+bound = partial(optimizer, betas=3)
+
+
+def message(name: str, **keys: Any) -> str:
+    section = OmegaConf.create({"_component_": name if name is None or "." in name else f"{HERE}.{name}", **keys})
+    with pytest.raises(ConfigError) as caught:
+        build_section("optimizer", section, *([[1]] if name in ("optimizer", "bound") else []))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("optimizer", {"lr": 1, "lrr": 2}, "optimizer.lrr: optimizer has no such argument; did you mean lr?"),
+        (
+            "optimizer",
+            {"lr": 1, "beta": 2, "weight": 3},
+            "optimizer.beta, optimizer.weight: optimizer has no such arguments; did you mean betas, weight_decay?",
+        ),
+        (
+            "optimizer",
+            {"lr": 1, "colour": 2},
+            "optimizer.colour: optimizer has no such argument; remove it; allowed: lr, betas, weight_decay",
+        ),
+        ("optimizer", {}, "optimizer.lr is missing: optimizer requires it"),
+        (
+            "bound",
+            {"lrr": 2},
+            "optimizer.lr is missing: bound requires it; optimizer.lrr: bound has no such argument; did you mean lr?",
+        ),
+        ("anything", {}, "optimizer.lr is missing: anything requires it"),
+    ],
+)
+def test_a_key_that_does_not_fit_the_components_signature_is_named(name: str, keys: dict[str, Any], says: str) -> None:
+    assert message(name, **keys) == says
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "says"),
+    [
+        ("fails", {"lr": 3}, "TypeError: 3 is no number"),
+        ("anything", {"lr": 3, "lrr": 4}, "unexpected keyword argument 'lrr'"),
+        ("builtins.range", {"lr": 3}, "TypeError"),
+    ],
+)
+def test_what_no_signature_explains_is_told_as_it_was_raised(name: str, keys: dict[str, Any], says: str) -> None:
+    text = message(name, **keys)
+    assert text.startswith("optimizer could not be built from ")
+    assert says in text
+
+
+def test_a_key_that_a_component_hands_on_to_what_does_not_take_it_can_be_left_out() -> None:
+    text = message("anything", lr=3, lrr=4)
+    assert text.endswith("; remove optimizer.lrr (~optimizer.lrr on the command line)")
+    assert "leave" not in message("fails", lr=3)
+
+
+@pytest.mark.parametrize(("path", "shown"), [(None, "null"), (5, "5")])
+def test_a_component_that_is_no_path_is_refused(path: Any, shown: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^model\._component_ is {shown}: allowed is the dotted path"):
+        build_section("model", OmegaConf.create({"_component_": path}))
+
+
+def test_a_list_stands_for_a_section_where_several_may_be() -> None:
+    cfg = OmegaConf.create({"optimizer": ["torch.optim.AdamW"], "dataset": [{"_component_": f"{HERE}.fails"}]})
+    with pytest.raises(ConfigError, match=r"^optimizer is .*AdamW.*: allowed is a section with a _component_"):
+        build("optimizer", cfg)
+    assert require_parts(cfg, "dataset") == cfg.dataset

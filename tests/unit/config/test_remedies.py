@@ -1,0 +1,92 @@
+"""The library's advice, as somebody reads it who wrote a config."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune_adaptive import (
+    MemoryMeter,
+    Recovery,
+    RowLimit,
+    SampleKind,
+    StepRunner,
+    TrainingStep,
+    find_max_batch_size,
+)
+from torchtune_adaptive.config.remedies import KEYS, KEYS_IN_PPO, in_keys
+from torchtune_adaptive.engine.limits import exhausted
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, Remedy, UnrecoverableError
+from torchtune_adaptive.life import launch
+
+
+def test_every_remedy_has_its_words() -> None:
+    assert set(KEYS) == set(KEYS_IN_PPO) == set(Remedy)
+
+
+def test_a_rollout_is_shorter_by_its_answer_too() -> None:
+    told = in_keys(exhausted(512), KEYS_IN_PPO)
+    assert "smaller; lower max_generated_tokens or tokenizer.max_seq_len, set enable_activation" in told
+
+
+def test_the_library_says_what_to_give_and_the_recipe_what_to_set() -> None:
+    error = exhausted(512)
+    fact = "a microbatch of 1 row of 512 tokens does not fit and cannot be made smaller"
+    assert str(error) == f"{fact}; use shorter samples, checkpoint activations, or train on more ranks"
+    assert in_keys(error) == (
+        f"{fact}; lower tokenizer.max_seq_len (and adaptive.sequence_length if set), "
+        "set enable_activation_checkpointing: True, or train on more ranks"
+    )
+
+
+@pytest.mark.parametrize(
+    ("remedies", "advice"),
+    [
+        ((), ""),
+        ((Remedy.NO_RECOVERY,), "; pass Recovery(..., enabled=False)"),
+        ((Remedy.SMALLER_LIMIT, Remedy.NO_RECOVERY), "; lower the limit or pass Recovery(..., enabled=False)"),
+    ],
+)
+def test_remedies_are_a_list_as_one_speaks(remedies: tuple[Remedy, ...], advice: str) -> None:
+    assert str(UnrecoverableError("a fact", *remedies)) == f"a fact{advice}"
+
+
+def test_an_error_without_remedies_reads_the_same_everywhere() -> None:
+    assert in_keys(ConfigError("epochs is 0: allowed is 1")) == "epochs is 0: allowed is 1"
+
+
+def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
+    sent: AdaptiveError = pickle.loads(pickle.dumps(exhausted(8)))
+    assert isinstance(sent, LimitExhaustedError)
+    assert in_keys(sent) == in_keys(exhausted(8))
+
+
+def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key() -> None:
+    model = nn.Linear(1, 1)
+    runner = StepRunner(
+        model,
+        lambda _: None,
+        limit=RowLimit(1),
+        kind=SampleKind(length_of=len, stand_in=lambda sample: sample),
+        recovery=Recovery(model, enabled=False),
+    )
+    step = TrainingStep(runner=runner, sample=torch.ones(1), update=lambda _: None, optimizers=[])
+    with pytest.raises(ConfigError, match=r"'binary' runs out of memory .* pass strategy='linear'") as caught:
+        find_max_batch_size(step, memory=MemoryMeter(1), strategy="binary")
+    assert in_keys(caught.value).endswith("; set adaptive.search to linear")
+
+
+def test_a_command_ends_with_the_message_in_keys(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def question(cfg: object) -> None:
+        raise exhausted(512)
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
+    with pytest.raises(SystemExit):
+        launch.run_without_training(question, [])
+    assert capsys.readouterr().err == f"\nerror: {in_keys(exhausted(512))}\n"

@@ -1,0 +1,103 @@
+"""Config sections become checked, frozen values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from torchtune_adaptive.config.adaptive import read_adaptive
+from torchtune_adaptive.config.rules import (
+    ABOVE_ZERO,
+    BOOL,
+    COUNT,
+    INTEGER,
+    NAMES,
+    NULL,
+    NUMBER,
+    TEXT,
+    Rule,
+    one_of,
+    option,
+    read,
+    some_of,
+)
+from torchtune_adaptive.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Section:
+    rows: int = option(COUNT)
+    names: tuple[str, ...] | None = option(NAMES | NULL, None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "good", "bad"),
+    [
+        (BOOL, [True, False], [0, 1, "True", None]),
+        (COUNT, [1, 7], [0, -1, 1.0, "1", True, None]),
+        (INTEGER, [0, -3], [0.5, "0", False]),
+        (NUMBER, [0, -1.5, float("inf")], ["1", True, None]),
+        (ABOVE_ZERO, [1, 0.001, float("inf")], [0, -1, float("nan"), "1", True]),
+        (TEXT, ["a"], ["", 1, None]),
+        (NULL, [None], [0, "", False]),
+        (NAMES, [[], ["a", "b"]], ["a", [1], None]),
+        (some_of("a", "b"), [["a"], ["b", "a"]], [[], ["c"], ["a", "c"], "a", None]),
+        (one_of("a", 1), ["a", 1], ["b", 2, None]),
+        (COUNT | NULL, [1, None], [0, ""]),
+    ],
+    ids=lambda value: value.allowed if isinstance(value, Rule) else None,
+)
+def test_a_rule_tells_good_from_bad(rule: Rule, good: list[Any], bad: list[Any]) -> None:
+    assert [value for value in good if not rule.accepts(value)] == []
+    assert [value for value in bad if rule.accepts(value)] == []
+
+
+def test_a_section_is_read_key_by_key_and_other_keys_are_left_alone() -> None:
+    assert read(Section, {"rows": 3, "other": "x"}) == Section(rows=3, names=None)
+
+
+def test_a_list_becomes_a_tuple_so_that_the_value_is_frozen() -> None:
+    section = read(Section, OmegaConf.create({"rows": 1, "names": ["a", "b"]}))
+    assert section.names == ("a", "b")
+    assert hash(section) is not None
+
+
+def test_interpolations_of_the_whole_config_hold_in_a_section() -> None:
+    cfg = OmegaConf.create({"batch": 4, "section": {"rows": "${batch}"}})
+    assert read(Section, cfg.section).rows == 4
+
+
+def test_an_error_names_the_key_with_its_section_the_value_and_what_is_allowed() -> None:
+    with pytest.raises(ConfigError, match=r"^model\.rows is 'x': allowed is a whole number of at least 1$"):
+        read(Section, {"rows": "x"}, prefix="model.")
+
+
+def test_a_required_key_that_is_missing_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"^rows is missing: give a whole number of at least 1$"):
+        read(Section, {})
+
+
+@pytest.mark.parametrize("section", [None, OmegaConf.create({})])
+def test_without_an_adaptive_section_everything_has_its_default(section: Any) -> None:
+    assert read_adaptive(section).recover_from_oom is None
+
+
+def test_a_typo_under_adaptive_is_an_error_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match=r"adaptive\.recover_form_oom is not .* did you mean recover_from_oom\?"):
+        read_adaptive(OmegaConf.create({"recover_form_oom": True}))
+
+
+def test_a_key_under_adaptive_that_is_like_none_has_no_hint() -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_adaptive(OmegaConf.create({"colour": "red"}))
+    assert "did you mean" not in str(caught.value)
+    assert "; allowed: " in str(caught.value)
+
+
+@pytest.mark.parametrize("section", [5, "yes", ["recover_from_oom"]])
+def test_a_section_that_is_none_is_an_error(section: Any) -> None:
+    with pytest.raises(ConfigError, match=r"adaptive is .* allowed is a section"):
+        read_adaptive(section)

@@ -1,0 +1,141 @@
+"""Log lines, and progress with and without a terminal, which a run outlives."""
+
+from __future__ import annotations
+
+import io
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.ranks import PATIENCE
+from torchtune_adaptive.life import console
+from torchtune_adaptive.life.console import progress_bar, show_decisions
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def ours(monkeypatch: pytest.MonkeyPatch) -> Iterator[logging.Logger]:
+    """Our logger as at the start of a process."""
+    logger = logging.getLogger(console.OURS)
+    before, propagates = list(logger.handlers), logger.propagate
+    logger.handlers.clear()
+    logger.propagate = True  # pytest listens at each logger that does not
+    yield logger
+    logger.handlers[:], logger.propagate = before, propagates
+
+
+def piped(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """Not by a fixture: pytest puts its own in place when the test begins."""
+    monkeypatch.setattr("sys.stderr", stderr := io.StringIO())
+    return stderr
+
+
+@pytest.mark.parametrize(("between_s", "middle"), [(30, []), (0, [2, 3, 4])])
+def test_without_a_terminal_progress_is_a_first_and_a_last_line_and_some_between(
+    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch, between_s: float, middle: list[int]
+) -> None:
+    written = piped(monkeypatch)
+    monkeypatch.setattr(console, "BETWEEN_LINES_S", between_s)
+    show_decisions()
+    with progress_bar("epoch 1", 5, "steps", done=1, at_once=True) as bar:
+        for step in (2, 3, 4, 5):
+            bar.set_postfix_str(f"loss {step}.0", refresh=False)
+            bar.update()
+    first, *between, last = written.getvalue().splitlines()
+    assert (first, last) == ("epoch 1 · 1 of 5 steps", "epoch 1 · 5 of 5 steps, loss 5.0")
+    assert between == [f"epoch 1 · {step} of 5 steps, loss {step}.0" for step in middle]
+
+
+def test_what_is_short_says_nothing_and_what_is_not_shown_never_does(
+    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = piped(monkeypatch)
+    show_decisions()
+    for shown, at_once in ((True, False), (False, True)):
+        with progress_bar("batch search", None, "probes", shown=shown, at_once=at_once) as bar:
+            bar.update()
+    assert written.getvalue() == ""
+
+
+def test_what_takes_long_is_told_without_being_asked(ours: logging.Logger, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = piped(monkeypatch)
+    monkeypatch.setattr(console, "BETWEEN_LINES_S", 0.01)
+    show_decisions()
+    with progress_bar("batch search", None, "probes") as bar:
+        time.sleep(0.02)
+        bar.update()
+    assert written.getvalue() == "batch search · 1 probes\n"
+
+
+def test_in_a_terminal_it_is_a_bar_and_lines_stand_by_themselves(
+    ours: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    show_decisions()
+    with progress_bar("epoch 1", 3, "steps", at_once=True) as bar:
+        bar.set_postfix_str("loss 1.0000", refresh=False)
+        bar.update()
+        ours.info("out of memory")
+        bar.update(2)
+    written = terminal.getvalue()
+    assert "epoch 1: " in written
+    assert "loss 1.0000" in written
+    assert any(part.strip() == "out of memory" for part in written.replace("\r", "\n").split("\n"))
+    assert "of 3 steps" not in written
+
+
+PRINTS = """
+import time
+from torchtune_adaptive.life.console import outlive_readers, show_decisions
+show_decisions()
+outlive_readers()
+time.sleep(0.5)
+print("first")
+print("second")
+"""
+LOST = "cannot write to stdout ({}): its output is lost\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "-u"])
+@pytest.mark.parametrize(
+    ("into", "printed", "said"),
+    [
+        ("| cat", "first\nsecond\n", ""),
+        ("> /dev/full", "", LOST.format("No space left on device")),
+        ("| true", "", LOST.format("Broken pipe")),
+        (">&-", "", ""),
+    ],
+)
+def test_a_run_outlives_who_reads_what_is_printed(into: str, printed: str, said: str, unbuffered: str) -> None:
+    ended = subprocess.run(
+        ["bash", "-c", f"{sys.executable} {unbuffered} -c '{PRINTS}' {into}; echo ${{PIPESTATUS[0]}}"],
+        capture_output=True,
+        text=True,
+        timeout=30 * PATIENCE,
+        check=False,
+    )
+    assert (ended.stdout, ended.stderr) == (f"{printed}0\n", said)
+
+
+FALLS_SILENT = """
+import time
+from torchtune_adaptive.life.console import progress_bar, show_decisions
+show_decisions()
+time.sleep(0.5)
+with progress_bar("epoch 1", 2, "steps", at_once=True) as bar:
+    bar.update(2)
+"""
+
+
+def test_a_run_outlives_who_reads_its_log() -> None:
+    command = f"{sys.executable} -c '{FALLS_SILENT}' 2>&1 | true; echo ${{PIPESTATUS[0]}}"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=30 * PATIENCE, check=False)
+    assert ended.stdout == "0\n", ended.stderr

@@ -1,0 +1,102 @@
+"""Which rank tells of a failure, and which answers a question."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from torchtune_adaptive.config.remedies import in_keys
+from torchtune_adaptive.errors import (
+    LimitExhaustedError,
+    RanksPartedError,
+    RecoveryUnsupportedError,
+    UnrecoverableError,
+)
+from torchtune_adaptive.life import launch, run_file
+from torchtune_adaptive.life.endings import speaks_first
+
+
+def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, as torchrun says it."""
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (attempt / str(rank)).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(attempt / str(rank) / "error.json"))
+
+
+def test_one_rank_speaks_in_each_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for attempt in ("attempt_0", "attempt_1"):
+        be_rank_of(tmp_path / attempt, 1, monkeypatch)
+        assert speaks_first()
+        be_rank_of(tmp_path / attempt, 0, monkeypatch)
+        assert not speaks_first()
+
+
+def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank_of(tmp_path, 1, monkeypatch)
+    for error_file in ("", str(tmp_path / "gone" / "1" / "error.json")):
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", error_file)
+        assert speaks_first()
+        assert speaks_first()
+
+
+@pytest.mark.parametrize(
+    ("recover", "why"), [(False, "adaptive.recover_from_oom is False"), (None, "this part cannot be repeated")]
+)
+def test_memory_that_runs_out_where_nothing_is_run_again_is_told_with_what_helps(
+    recover: bool | None, why: str
+) -> None:
+    with pytest.raises(RecoveryUnsupportedError) as caught, launch.telling_where_memory_runs_out(recover):
+        raise torch.OutOfMemoryError("aten.mm needs 9 bytes, but the limit is 8 bytes")
+    text = in_keys(caught.value)
+    assert text.startswith("out of memory on rank 0 outside training, and ")
+    assert why in text
+    assert "(OutOfMemoryError: aten.mm needs 9 bytes, but the limit is 8 bytes)" in text
+    assert "lower batch_size, " in text
+    assert ("remove adaptive.recover_from_oom: False" in text) == (recover is False)
+
+
+@pytest.mark.parametrize("error", [KeyError("no memory"), LimitExhaustedError("out of memory")])
+def test_another_error_is_left_as_it_is(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, launch.telling_where_memory_runs_out(False):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("error", "ended"),
+    [(RanksPartedError("rank 1 has ended"), None), (UnrecoverableError("too much"), run_file.ERROR)],
+)
+def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
+    error: Exception, ended: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    monkeypatch.setattr(launch.THIS_RUN, "places", (tmp_path,))
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+
+    def question(_: DictConfig) -> None:
+        raise error
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
+    with pytest.raises(SystemExit):
+        launch.run_without_training(question, [])
+    run = run_file.read(tmp_path)
+    assert run is not None
+    assert run.ended == ended
+
+
+def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    def question(_: DictConfig) -> None:
+        raise AssertionError("asked")
+
+    monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
+    monkeypatch.setenv("RANK", "1")
+    launch.run_without_training(question, [])
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(AssertionError, match="asked"):
+        launch.run_without_training(question, [])

@@ -1,0 +1,295 @@
+"""How a process hears that it is to end, without any training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from torch.distributed.launcher.api import LaunchConfig
+
+from tests.ranks import PATIENCE
+from torchtune_adaptive.life import run_file, signals, started_by
+from torchtune_adaptive.life.signals import Meaning, meaning_of
+from torchtune_adaptive.life.started_by import command_to_go_on, launcher_waits_s
+from torchtune_adaptive.life.this_run import ThisRun
+
+LISTENS = """
+import os, signal, sys, time
+from torchtune_adaptive.life.signals import listen
+from torchtune_adaptive.life.this_run import THIS_RUN
+listen()
+me = os.getpid()
+"""
+
+
+def python(program: str, before: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """What a process that listens does then; `before` is done by the shell that starts it."""
+    return subprocess.run(
+        ["sh", "-c", f'{before}exec "$0" -c "$1"', sys.executable, LISTENS + textwrap.dedent(program)],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=20 * PATIENCE,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("first_at_s", "meaning"),
+    [(None, Meaning.FIRST), (99.99, Meaning.COPY), (99.0, Meaning.COPY), (98.9, Meaning.AGAIN)],
+)
+def test_what_follows_within_a_second_is_the_same_signal(first_at_s: float | None, meaning: Meaning) -> None:
+    assert meaning_of(first_at_s, now_s=100.0) is meaning
+
+
+def told(number: signal.Signals, before: str = "", **environment: str) -> tuple[int, str, str]:
+    """The status, and what is known and said by a process that this signal was sent to."""
+    known = 'THIS_RUN.asked_to_stop(), getattr(THIS_RUN.signal, "name", None)'
+    ended = python(f"os.kill(me, {int(number)}); time.sleep(0.5); print({known})", before, **environment)
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_what_the_launcher_passes_on_is_heard() -> None:
+    forwarded = getattr(LaunchConfig, "signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # an option from 2.12 on
+    assert {number.name for number in signals.HANDLED} == set(forwarded.split(","))
+
+
+@pytest.mark.parametrize("number", signals.HANDLED)
+def test_the_first_is_noted_and_nothing_is_interrupted(number: signal.Signals) -> None:
+    status, known, said = told(number)
+    assert (status, known) == (0, f"True {number.name}\n")
+    assert said.count(number.name) == 1
+    assert "nothing is saved" in said
+
+
+def test_only_rank_0_says_so() -> None:
+    assert told(signal.SIGTERM, RANK="1") == (0, "True SIGTERM\n", "")
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    assert told(signal.SIGHUP, before="trap '' HUP; ") == (0, "False None\n", "")
+
+
+def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> None:
+    """In a collective, say, that waits for a peer that is gone."""
+    ended = python("""
+        os.kill(me, signal.SIGTERM)
+        if not os.fork():
+            time.sleep(1.3)
+            os.kill(me, signal.SIGTERM)
+            os._exit(0)
+        import ctypes
+        while True:  # in C, out of reach of Python's own handlers
+            ctypes.CDLL(None).sleep(60)
+    """)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM again: ended immediately; nothing is saved" in ended.stderr
+
+
+def test_another_one_that_ends_it_is_named_beside_the_first() -> None:
+    ended = python("os.kill(me, signal.SIGINT); time.sleep(1.3); os.kill(me, signal.SIGTERM); time.sleep(60)")
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert "SIGTERM after SIGINT: ended immediately; nothing is saved" in ended.stderr
+
+
+def test_a_forked_worker_that_is_told_to_end_ends_and_not_the_run() -> None:
+    ended = python("""
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(7)
+        time.sleep(0.5)
+        os.kill(child, signal.SIGTERM)
+        _, status = os.waitpid(child, 0)
+        time.sleep(0.5)
+        print(os.WTERMSIG(status), THIS_RUN.signal)
+    """)
+    assert (ended.returncode, ended.stdout) == (0, f"{int(signal.SIGTERM)} None\n"), ended.stderr
+
+
+@pytest.fixture
+def attempt(tmp_path: Path) -> Path:
+    """torchrun's folder, with those of two ranks."""
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+    (tmp_path / "0" / signals.PID_FILE).write_text(str(os.getpid()))
+    return tmp_path
+
+
+def rank_0(attempt: Path) -> dict[str, str]:
+    return {"TORCHELASTIC_ERROR_FILE": str(attempt / "0" / "error.json"), "LOCAL_RANK": "0"}
+
+
+def rank_1(attempt: Path) -> dict[str, str]:
+    return {"TORCHELASTIC_ERROR_FILE": str(attempt / "1" / "error.json"), "LOCAL_RANK": "1", "RANK": "1"}
+
+
+def test_a_rank_that_alone_was_asked_says_so_at_once(attempt: Path) -> None:
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(1)", **rank_1(attempt))
+    assert "SIGTERM on rank 1: the run ends as soon as all ranks agree" in ended.stderr
+
+
+SEVERAL = {"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4", "TORCHELASTIC_MAX_RESTARTS": "3"}
+
+
+@pytest.mark.parametrize(
+    ("number", "nodes", "told"),
+    [
+        ("SIGTERM", SEVERAL, True),
+        ("SIGINT", SEVERAL, False),
+        ("SIGTERM", {**SEVERAL, "WORLD_SIZE": "2"}, False),
+        ("SIGTERM", {**SEVERAL, "TORCHELASTIC_MAX_RESTARTS": "0"}, False),
+    ],
+)
+def test_of_several_nodes_one_may_have_failed(number: str, nodes: dict[str, str], told: bool, attempt: Path) -> None:
+    ended = python(f"os.kill(me, signal.{number}); time.sleep(1)", **rank_1(attempt), **nodes)
+    assert f"{number} on rank 1: the run ends" in ended.stderr
+    assert ("If another node has lost a rank, torchrun restarts all ranks instead." in ended.stderr) == told
+
+
+def test_what_all_ranks_are_asked_is_said_once(attempt: Path) -> None:
+    (attempt / signals.ASKED_FILE).touch()  # as rank 0 does
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(1); print(THIS_RUN.asked_to_stop())", **rank_1(attempt))
+    assert (ended.stdout, ended.stderr) == ("True\n", "")
+
+
+def gone() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(20 * PATIENCE)
+    return process.pid
+
+
+def test_sigterm_means_that_a_peer_has_failed_where_one_is_gone_or_has_said_so(attempt: Path) -> None:
+    assert not signals.a_peer_has_failed(rank_0(attempt))
+    peer = attempt / "1" / signals.PID_FILE
+    peer.write_text(str(os.getppid()))
+    assert not signals.a_peer_has_failed(rank_0(attempt))
+    peer.write_text(str(gone()))
+    assert signals.a_peer_has_failed(rank_0(attempt))
+    peer.unlink()
+    (attempt / "told").touch()
+    assert signals.a_peer_has_failed(rank_0(attempt))
+    assert not signals.a_peer_has_failed({})
+
+
+def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None:
+    (attempt / "1" / signals.PID_FILE).write_text(str(gone()))
+    ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
+
+
+TRAINS = """
+from pathlib import Path
+from torchtune_adaptive.life.this_run import Doing
+THIS_RUN.newest, THIS_RUN.doing, THIS_RUN.places = Path("out/step_2"), Doing.TRAINING, (Path({0!r}),)
+os.kill(me, signal.SIGTERM)
+time.sleep({1})
+"""
+LATE = (
+    "the current step will not finish in time (if torchrun forwarded the signal, it kills the run in 2 s); "
+    "last checkpoint: out/step_2, and all training"
+)
+LAUNCHED = {"TORCHELASTIC_RUN_ID": "none", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "3"}
+
+
+def noted(folder: Path) -> str:
+    run = run_file.read(folder)
+    assert run is not None
+    assert run.ended == run_file.ASKED
+    return run.message
+
+
+def test_what_is_lost_is_told_and_noted_before_the_launcher_ends_the_run(tmp_path: Path) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    ended = python(TRAINS.format(str(tmp_path), 4), **LAUNCHED)
+    assert f"SIGTERM: {LATE} since then is lost" in ended.stderr
+    assert "with too little time to save; last checkpoint: out/step_2" in noted(tmp_path)
+
+
+def test_a_run_that_is_killed_before_that_has_noted_the_signal(tmp_path: Path) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    ended = python(TRAINS.format(str(tmp_path), 0.5) + "os.kill(me, signal.SIGKILL)", **LAUNCHED)
+    assert "will not finish in time" not in ended.stderr
+    assert noted(tmp_path).startswith("SIGTERM")
+    assert noted(tmp_path).endswith("; the run was then killed without another message")
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_who_has_saved_in_time_or_whom_no_launcher_ends_says_no_such_thing(saves: bool, tmp_path: Path) -> None:
+    saving = "THIS_RUN.asked_by = 'SIGTERM'\n" if saves else ""
+    program = f"{TRAINS.format(str(tmp_path), 0.5)}{saving}time.sleep(1.5)"
+    ended = python(program, **(LAUNCHED if saves else {}))
+    assert "SIGTERM: " in ended.stderr
+    assert "will not finish in time" not in ended.stderr
+
+
+def test_a_note_of_a_signal_is_no_word_against_that_of_the_end(tmp_path: Path) -> None:
+    run_file.begin(tmp_path, "tune run", tmp_path, 0)
+    run_file.end(tmp_path, run_file.ASKED, "SIGTERM")
+    run_file.end(tmp_path, run_file.ERROR, "lower the rate")
+    run_file.end(tmp_path, run_file.ASKED, "SIGTERM")
+    run = run_file.read(tmp_path)
+    assert run is not None
+    assert (run.ended, run.message) == (run_file.ERROR, "lower the rate")
+
+
+@pytest.mark.parametrize(
+    ("newest_step", "step", "told"),
+    [
+        (9, 9, ""),
+        (8, 9, ", and step 9 is not saved"),
+        (2, 9, ", and steps 3 to 9 are not saved"),
+        (0, 1, ", and step 1 is not saved"),
+    ],
+)
+def test_what_is_not_saved_is_named(newest_step: int, step: int, told: str) -> None:
+    assert ThisRun(newest_step=newest_step).not_saved(step) == told
+
+
+@pytest.mark.parametrize(
+    ("typed", "variables", "waits_s"),
+    [
+        ("tune run r", {}, 30),
+        ("tune run r", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 4),
+        ("tune run --shutdown-timeout 5 r", {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 5),
+        ("tune run --shutdown_timeout=270 r", {}, 270),
+        ("tune run r", {"PET_SHUTDOWN_TIMEOUT": "6", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "4"}, 6),
+    ],
+)
+def test_how_long_the_launcher_waits(
+    typed: str, variables: dict[str, str], waits_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(started_by, "as_typed", typed.split)
+    assert launcher_waits_s() is None
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", **variables}.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_waits_s() == waits_s
+    monkeypatch.setattr(started_by.metadata, "version", lambda _: "2.11.0+cpu")
+    assert launcher_waits_s() == 30
+
+
+@pytest.mark.parametrize(
+    ("typed", "goes_on"),
+    [
+        (["/v/bin/python", "/v/bin/tune", "run", "r", "epochs=2"], "tune run r epochs=2 resume_from_checkpoint=auto"),
+        (
+            ["python3", "recipe.py", "--config", "a b", "resume_from_checkpoint=False", "overwrite_output_dir=True"],
+            "python3 recipe.py --config 'a b' resume_from_checkpoint=auto",
+        ),
+        (
+            ["python3", "-m", "torch.distributed.run", "r.py", "resume_from_checkpoint=auto", "epochs=3"],
+            "python3 -m torch.distributed.run r.py resume_from_checkpoint=auto epochs=3",
+        ),
+    ],
+)
+def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(started_by.sys, "orig_argv", typed)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    assert command_to_go_on() == goes_on
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    assert command_to_go_on() == f"TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 {goes_on}"

@@ -1,0 +1,98 @@
+"""The table of what the reference says: how it is read, and by what mark a pair is known again in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from torchtune_adaptive.errors import SampleError
+from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
+from torchtune_adaptive.tune.preference_stages import KEPT
+from torchtune_adaptive.tune.reference_table import Table, mark_of, packed, unpacked
+from torchtune_adaptive.tune.samples import PAIR
+
+SAMPLE = {
+    "chosen_input_ids": [1, 2, 3],
+    "chosen_labels": [-100, 2, 3],
+    "rejected_input_ids": [1, 4],
+    "rejected_labels": [-100, 4],
+}
+
+
+def test_tensors_have_the_mark_of_lists() -> None:
+    assert mark_of({key: torch.tensor(values) for key, values in SAMPLE.items()}) == mark_of(SAMPLE)
+
+
+@pytest.mark.parametrize("key", SAMPLE)
+def test_every_sequence_counts(key: str) -> None:
+    assert {key for fields in PAIR.sequences for key in fields[:2]} == SAMPLE.keys()
+    assert mark_of({**SAMPLE, key: [*SAMPLE[key], 5]}) != mark_of(SAMPLE)
+    assert mark_of({**SAMPLE, key: [*SAMPLE[key][:-1], 5]}) != mark_of(SAMPLE)
+
+
+PATH = Path("reference/log_probs.bin")
+MADE_OF = {"config": {"dtype": "fp32"}, "weights": {"reference in demo.pt": "9 bytes"}, "pairs": 2}
+
+
+def table_of(*samples: dict[str, Any]) -> Table:
+    return Table(torch.ones(len(samples), 2), torch.tensor([mark_of(sample) for sample in samples]), PATH)
+
+
+def test_a_table_is_read_as_it_was_written() -> None:
+    made = table_of(SAMPLE, SAMPLE)
+    found = unpacked(packed(made, MADE_OF), MADE_OF, PATH)
+    assert torch.equal(found.log_probs, made.log_probs)
+    assert torch.equal(found.marks, made.marks)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b"\xff\xfe", b"[1]\n", b"7\n"], ids=range(6))
+def test_a_file_that_is_no_table_is_said_to_be_damaged(content: bytes) -> None:
+    with pytest.raises(ValueError, match=r"^it is damaged$"):
+        unpacked(content, MADE_OF, PATH)
+
+
+def test_a_table_of_which_the_end_is_missing_is_torn() -> None:
+    with pytest.raises(ValueError, match=r"^it is truncated"):
+        unpacked(packed(table_of(SAMPLE, SAMPLE), MADE_OF)[:-1], MADE_OF, PATH)
+
+
+def test_a_table_of_other_weights_is_refused() -> None:
+    others = {**MADE_OF, "weights": {"reference in demo.pt": "8 bytes"}}
+    with pytest.raises(ValueError, match="was made with a different"):
+        unpacked(packed(table_of(SAMPLE, SAMPLE), others), MADE_OF, PATH)
+
+
+def test_a_pair_comes_with_what_was_found_for_it() -> None:
+    pair = table_of(SAMPLE).complete(0, SAMPLE)
+    assert torch.equal(pair.pop(KEPT), torch.ones(2))
+    assert pair == SAMPLE
+
+
+NO_PAIRS = {
+    "no labels": ({key: SAMPLE[key] for key in list(SAMPLE)[:3]}, "no rejected_input_ids or no rejected_labels: check"),
+    "no pair": (None, "no chosen_input_ids or no chosen_labels: check"),
+    "words": ({**SAMPLE, "chosen_labels": ["a"] * 3}, "chosen_labels that are not a list of integers"),
+    "large": ({**SAMPLE, "rejected_input_ids": [10**30, 4]}, "rejected_input_ids that are not a list of integers"),
+}
+
+
+@pytest.mark.parametrize("case", NO_PAIRS)
+def test_what_is_no_pair_beside_a_table_is_named_as_without_one(case: str) -> None:
+    sample, flaw = NO_PAIRS[case]
+    dataset = NamedSamples([SAMPLE, sample], PAIR)
+    dataset.complete = table_of(SAMPLE, SAMPLE).complete
+    with pytest.raises(SampleError, match=rf"^sample 1 of the dataset \(on rank 0\) has {flaw}"):
+        dataset[1]
+    with pytest.raises(SampleError, match=r"^sample 1 "), naming_bad_samples(nn.Linear(1, 1), dataset, last=2):
+        raise KeyError("rejected_labels")
+    assert not table_of(SAMPLE, SAMPLE).knows(1, sample)
+
+
+def test_a_pair_that_has_changed_is_named() -> None:
+    changed = {**SAMPLE, "chosen_labels": [-100, 2, 4]}
+    with pytest.raises(SampleError, match=r"^sample 0 of the dataset has changed since .*log_probs.bin was written"):
+        table_of(SAMPLE).complete(0, changed)

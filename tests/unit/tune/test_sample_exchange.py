@@ -1,0 +1,75 @@
+"""Whose steps are dealt, and why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+from tests.unit.tune.unpadded.models import build
+from tests.unit.tune.unpadded.test_support import BUDGET, SETTINGS
+from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune import sample_exchange as dealer_module
+from torchtune_adaptive.tune.sample_exchange import dealer_of
+
+DATA: Any = SimpleNamespace(dataset="the dataset", packed=False)
+LIMIT = TokenLimit(4096)
+
+
+@pytest.fixture(autouse=True)
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """That do not exist; what rank 0 says."""
+    said: list[str] = []
+    monkeypatch.setattr(dealer_module, "world_size", lambda: 2)
+    monkeypatch.setattr(dealer_module, "say", said.append)
+    monkeypatch.setattr(dealer_module, "Dealer", lambda dataset, *_: dataset)
+    return said
+
+
+def dealer(
+    adaptive: AdaptiveConfig,
+    limit: Limit | None = LIMIT,
+    *,
+    model: nn.Module | None = None,
+    tensor_parallel_dim: int = 1,
+) -> Any:
+    settings = replace(SETTINGS, adaptive=adaptive, tensor_parallel_dim=tensor_parallel_dim)
+    return dealer_of(model or build(), settings, DATA, limit)
+
+
+def test_steps_are_dealt_under_a_limit_by_length() -> None:
+    assert dealer(BUDGET) == "the dataset"
+    assert dealer(BUDGET, RowLimit(8)) is None
+    assert dealer(AdaptiveConfig(), None) is None
+    assert dealer(replace(BUDGET, deal=False)) is None
+
+
+def test_one_rank_has_nobody_to_deal_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dealer_module, "world_size", lambda: 1)
+    assert dealer(replace(BUDGET, deal=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor_parallel_dim", "reason"),
+    [(build(), 2, "tensor_parallel_dim is 2"), (nn.Linear(1, 1), 1, "the model takes more than text")],
+    ids=["tensor-parallel", "images"],
+)
+def test_what_stands_in_the_way_is_said_and_samples_stay(
+    model: nn.Module, tensor_parallel_dim: int, reason: str, two_ranks: list[str]
+) -> None:
+    assert dealer(BUDGET, model=model, tensor_parallel_dim=tensor_parallel_dim) is None
+    assert two_ranks == [line for line in two_ranks if f"stay on the ranks that read them: {reason}" in line] != []
+    with pytest.raises(ConfigError, match=f"adaptive.deal is True, but {reason}.*set adaptive.deal to null or False"):
+        dealer(replace(BUDGET, deal=True), model=model, tensor_parallel_dim=tensor_parallel_dim)
+
+
+def test_packs_are_not_dealt_and_nobody_can_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DATA, "packed", True)
+    assert dealer(BUDGET, RowLimit(8)) is None
+    with pytest.raises(ConfigError, match=r"adaptive\.deal is True, but the dataset is packed, .*: set adaptive\.deal"):
+        dealer(replace(BUDGET, deal=True), RowLimit(8))

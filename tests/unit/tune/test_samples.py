@@ -1,0 +1,120 @@
+"""Kinds of sample: one sequence, or a pair of them; what limits, packing and fillers make of each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torchtune.data import padded_collate_dpo, padded_collate_sft
+
+from torchtune_adaptive.engine.limits import TokenLimit
+from torchtune_adaptive.engine.plans import Load, load_of, plan_step
+from torchtune_adaptive.errors import SampleError
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind
+
+JOINED = replace(PAIR, padded=False)
+
+
+def pair(chosen: int, rejected: int) -> dict[str, Any]:
+    return {
+        "chosen_input_ids": [*range(chosen)],
+        "chosen_labels": [-100, *range(1, chosen)],
+        "rejected_input_ids": [*range(rejected)],
+        "rejected_labels": [-100, *range(1, rejected)],
+    }
+
+
+def test_a_pair_is_as_long_as_its_longer_answer_and_without_padding_as_both() -> None:
+    assert PAIR.length_of(pair(3, 7)) == 7
+    assert JOINED.length_of(pair(3, 7)) == 10
+    assert PAIR.lengths_of(pair(3, 7)) == (3, 7)
+    assert (PAIR.length_at(5), JOINED.length_at(5), TEXT.length_at(5)) == (5, 10, 5)
+
+
+def test_rows_of_pairs_are_those_of_the_stock_recipe() -> None:
+    pairs = [pair(3, 7), pair(6, 2), pair(4, 4)]
+    ids, labels = padded_collate_dpo(pairs, padding_idx=0, ignore_idx=-100)
+    ours = padded_collate_sft(PAIR.rows_of(pairs), padding_idx=0, ignore_idx=-100)
+    assert ours["tokens"].equal(ids)
+    assert ours["labels"].equal(labels)
+
+
+@given(st.integers(0, 30), st.integers(0, 30), st.integers(2, 40))
+def test_what_is_cut_is_no_longer_than_it_may_be_and_no_shorter_than_it_has_to(a: int, b: int, length: int) -> None:
+    for kind in (PAIR, JOINED):
+        sample = pair(a, b) if a and b else {**pair(1, 1), "chosen_input_ids": [0] * a, "rejected_input_ids": [0] * b}
+        cut = kind.cut(sample, length)
+        assert kind.length_of(cut) == min(length, kind.length_of(sample))
+        assert all(left <= whole for left, whole in zip(kind.lengths_of(cut), (a, b), strict=True))
+
+
+def test_a_pair_knows_what_is_learned_of_it_and_whether_its_answers_are_the_same() -> None:
+    assert PAIR.learned_tokens(pair(3, 7)) == (2, 6)
+    first_label_only = {**pair(3, 7), "rejected_labels": [5, *[-100] * 6]}
+    assert PAIR.learned_tokens(first_label_only) == (2, 0), "which no token comes before"
+    assert PAIR.learned_tokens({**pair(3, 7), "chosen_labels": torch.tensor([-100, 4, -100])}) == (1, 6)
+    assert PAIR.repeats_itself(pair(4, 4))
+    assert not PAIR.repeats_itself(pair(4, 5))
+    assert not PAIR.repeats_itself(pair(0, 0)), "both are empty"
+
+
+def test_without_padding_the_longer_answer_is_cut_first() -> None:
+    assert JOINED.lengths_of(JOINED.cut(pair(20, 4), 10)) == (6, 4)
+    assert JOINED.lengths_of(JOINED.cut(pair(20, 16), 10)) == (5, 5)
+
+
+@pytest.mark.parametrize("kind", [TEXT, PAIR, JOINED])
+def test_the_worst_sample_has_the_length_asked_for_and_is_all_targets(kind: Kind) -> None:
+    worst = kind.uniform(3, 12)
+    assert kind.length_of(worst) == 12
+    assert all(set(values) == {3} for values in worst.values())
+
+
+def test_a_filler_pair_has_no_label_and_is_known_as_one() -> None:
+    sample = pair(5, 6)
+    filler = PAIR.filler(sample)
+    assert (PAIR.counts(sample), PAIR.counts(filler)) == (True, False)
+    assert filler["chosen_labels"] == filler["rejected_labels"] == [-100, -100]
+    assert sample == pair(5, 6)
+    assert TEXT.filler({"tokens": [1, 2, 3], "labels": [1, 2, 3]}) == {"tokens": [1, 2], "labels": [-100, -100]}
+
+
+def test_an_answer_without_tokens_becomes_one_that_is_not_learned() -> None:
+    empty = {**pair(3, 3), "rejected_input_ids": [], "rejected_labels": []}
+    assert PAIR.rows_of([empty])[1] == {"tokens": [0], "labels": [-100]}
+
+
+def test_a_token_budget_counts_both_rows_of_a_pair() -> None:
+    limit = TokenLimit(100, rows_per_sample=2)
+    assert limit.rows_at(10) == 5
+    assert limit.fits(5, 10)
+    assert not limit.fits(6, 10)
+    assert limit.fits(7, 10, tokens=100)
+    assert (PAIR.padded_rows, JOINED.padded_rows) == (2, 1)
+    assert limit.size_of(5, 10) == "100"
+    assert limit.after_oom(5, 10) == TokenLimit(64, rows_per_sample=2)
+    lengths = [10, 9, 8, 4, 4, 3]
+    assert all(2 * len(rows) * max(lengths[i] for i in rows) <= 100 for rows in plan_step(lengths, limit))
+
+
+def test_the_load_of_pairs_counts_their_rows() -> None:
+    rows = [(3, 7), (6, 2)]
+    assert load_of(((0, 1),), [7, 6], rows=rows) == Load(18, 28, 2, 28, cost=28)
+    assert load_of(((0, 1),), [10, 8], rows=rows, padded=False) == Load(18, 18, 2, 18, cost=18)
+
+
+def test_each_row_of_a_pair_costs_what_it_costs_alone() -> None:
+    rows, squares = [(7, 3), (2, 6)], lambda length: length**2
+    assert load_of(((0, 1),), [7, 6], rows=rows, cost=squares).cost == 4 * 49
+    assert load_of(((0, 1),), [10, 8], rows=rows, cost=squares, padded=False).cost == 49 + 9 + 4 + 36
+
+
+def test_an_answer_with_too_few_labels_is_named() -> None:
+    samples = NamedSamples([{**pair(4, 5), "rejected_labels": [1]}], PAIR)
+    with pytest.raises(SampleError, match=r"sample 0 .* has 5 rejected_input_ids and 1 rejected_labels"):
+        samples[0]

@@ -1,0 +1,233 @@
+"""Where microbatches cannot do without padding they have it, and one line says why."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchtune.models.gemma2 import gemma2
+from torchtune.modules import MultiHeadAttention
+
+from tests.unit.tune.unpadded.models import MODELS, SIZES, build
+from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.contradictions import check_token_budget
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.unpadded.attention import take_documents
+from torchtune_adaptive.tune.unpadded.support import is_padded
+
+SETTINGS = Settings(
+    device="cpu",
+    dtype="fp32",
+    output_dir="out",
+    batch_size=1,
+    gradient_accumulation_steps=1,
+    epochs=1,
+    shuffle=False,
+)
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+BUDGET = AdaptiveConfig(token_budget=4096)
+
+
+def own_attention() -> nn.Module:
+    model = without_seam()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module._attention_call = windowed
+    take_documents(model)
+    return model
+
+
+def windowed(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError
+
+
+def without_seam() -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module._attention_call = module._attention_call.stock
+    return model
+
+
+class OwnAttention(MultiHeadAttention):
+    """As torchtune's, but for whoever overrides `forward`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def own_class() -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.__class__ = OwnAttention
+    return model
+
+
+def own_forward() -> nn.Module:
+    model = build()
+    for module in model.modules():
+        if isinstance(module, MultiHeadAttention):
+            module.forward = partial(MultiHeadAttention.forward, module)  # type: ignore[method-assign]
+    return model
+
+
+def shifting_tokens(share: float = 0.5) -> nn.Module:
+    """Every layer's feed-forward sees some of the token before, whoever's that is."""
+    model = build()
+
+    def shifted(_: nn.Module, states: tuple[Tensor]) -> tuple[Tensor]:
+        return (states[0] + share * nn.functional.pad(states[0], (0, 0, 1, -1)),)
+
+    for layer in model.layers:
+        layer.mlp.register_forward_pre_hook(shifted)
+    return model
+
+
+class ByPlace(nn.Module):
+    """Positions that are counted by place in the row."""
+
+    def __init__(self, positions: nn.Module) -> None:
+        super().__init__()
+        self.positions = positions
+
+    def forward(self, states: Tensor, *, input_pos: Tensor | None = None) -> Tensor:
+        found: Tensor = self.positions(states)
+        return found
+
+
+class Learned(nn.Embedding):
+    """Tokens, and learned absolute positions."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens) + 0.02 * torch.arange(tokens.size(1))[:, None]
+
+
+def centred() -> nn.Module:
+    """Every sample of a row sees the same of the others."""
+    model = build()
+    for layer in model.layers:
+        layer.mlp.register_forward_pre_hook(lambda _, states: (states[0] - states[0].mean(dim=1, keepdim=True),))
+    return model
+
+
+def learned_positions() -> nn.Module:
+    model = build()
+    model.tok_embeddings.__class__ = Learned
+    return model
+
+
+def narrow_gemma2() -> nn.Module:
+    model = gemma2(**{**SIZES, "head_dim": 8, "hidden_capping_value": 30.0, "final_capping_value": 30.0})
+    take_documents(model)
+    return model
+
+
+OBSTACLES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "the dataset is packed": (build, {}, {"packed": True}),
+    "collate_fn is my.collate": (build, {"collate_fn": "my.collate"}, {}),
+    "tensor_parallel_dim is 2": (build, {"tensor_parallel_dim": 2}, {}),
+    "the model is a Linear, which takes more than text": (lambda: nn.Linear(1, 1), {}, {}),
+    "Gemma2Attention is not torchtune's attention": (narrow_gemma2, {}, {}),
+    "the model's attention was replaced by windowed": (own_attention, {}, {}),
+    "OwnAttention overrides forward": (own_class, {}, {}),
+    "MultiHeadAttention overrides forward": (own_forward, {}, {}),
+    r"the model has attention dropout \(0.1\)": (lambda: build(attn_dropout=0.1), {}, {}),
+    "dtype is fp32, which flash attention on a GPU": (build, {}, {"device": GPU}),
+    "there is no attention kernel for variable lengths on mps": (build, {}, {"device": torch.device("mps")}),
+}
+
+
+@pytest.fixture
+def modern_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some card")
+    return monkeypatch
+
+
+def decide(adaptive: AdaptiveConfig, model: nn.Module, settings: Settings = SETTINGS, **other: Any) -> bool:
+    return is_padded(model, replace(settings, adaptive=adaptive), **{"device": CPU, "packed": False, **other})
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_what_stands_in_the_way_is_said_and_rows_are_padded(
+    reason: str, modern_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, changed, other = OBSTACLES[reason]
+    model, settings = make(), replace(SETTINGS, **changed)
+    with caplog.at_level(logging.INFO):
+        assert decide(BUDGET, model, settings, **other)
+    with pytest.raises(ConfigError, match=f"adaptive.padding is False, but {reason}.*set adaptive.padding to null"):
+        decide(replace(BUDGET, padding=False), model, settings, **other)
+    said = [record.getMessage() for record in caplog.records if "samples are padded" in record.getMessage()]
+    assert len(said) == (reason != "the dataset is packed"), (
+        "of packed rows, the token budget says what becomes of them"
+    )
+
+
+@pytest.mark.parametrize(
+    ("capability", "heads", "reason"),
+    [
+        ((7, 5), 4, "has no flash attention"),
+        ((9, 0), 1, "heads are 512 wide, but flash attention supports at most 256"),
+    ],
+)
+def test_a_card_or_a_head_that_flash_attention_does_not_take(
+    modern_gpu: pytest.MonkeyPatch, capability: tuple[int, int], heads: int, reason: str
+) -> None:
+    modern_gpu.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    model = build(embed_dim=512, num_heads=heads, num_kv_heads=heads)
+    with pytest.raises(ConfigError, match=reason):
+        decide(replace(BUDGET, padding=False), model, replace(SETTINGS, dtype="bf16"), device=GPU)
+
+
+@pytest.mark.parametrize("padding", [None, False])
+@pytest.mark.parametrize(("device", "dtype"), [(CPU, "fp32"), (CPU, "bf16"), (GPU, "bf16")], ids=str)
+def test_a_model_of_torchtunes_does_without_padding(
+    padding: bool | None, device: torch.device, dtype: str, modern_gpu: pytest.MonkeyPatch
+) -> None:
+    assert not decide(replace(BUDGET, padding=padding), build(), replace(SETTINGS, dtype=dtype), device=device)
+
+
+@pytest.mark.parametrize("make", [shifting_tokens, centred, learned_positions])
+def test_a_model_that_looks_along_the_row_is_found_by_trying(
+    make: Callable[[], nn.Module], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert decide(BUDGET, make(), run_model=True)
+    assert "depends on the other samples in its row (logits differ by " in caplog.text
+    with pytest.raises(ConfigError, match=r"one of its modules mixes them: set adaptive\.padding to null or True"):
+        decide(replace(BUDGET, padding=False), make(), run_model=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_trial_leaves_the_model_as_it_was(name: str, dtype: torch.dtype) -> None:
+    model = build(name).to(dtype)
+    modes = [module.training for module in model.modules()]
+    assert not decide(BUDGET, model, run_model=True)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_rows_are_padded_where_the_config_says_so_and_without_a_token_budget() -> None:
+    assert decide(replace(BUDGET, padding=True), build())
+    assert decide(AdaptiveConfig(), build())
+
+
+def test_without_a_token_budget_nothing_is_dealt() -> None:
+    with pytest.raises(ConfigError, match=r"deal is True, but adaptive\.token_budget is null"):
+        check_token_budget(replace(SETTINGS, adaptive=AdaptiveConfig(deal=True)))
+
+
+def test_without_a_token_budget_there_is_no_doing_without_padding() -> None:
+    with pytest.raises(ConfigError, match=r"padding is False, but adaptive\.token_budget is null"):
+        check_token_budget(replace(SETTINGS, adaptive=AdaptiveConfig(padding=False)))

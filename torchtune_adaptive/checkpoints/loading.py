@@ -1,0 +1,183 @@
+"""Reading weights and state, through torchtune's checkpointers or torch.distributed.checkpoint.
+
+Every rank reads the same files. What goes wrong on one of them is told by all, since a rank that is missing looks to
+the others like anything but what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException  # which is no Exception
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict import _init_optim_state
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torchtune import training
+from torchtune.training.memory import OptimizerInBackwardWrapper
+
+from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints.contents import Checkpointer, State, saves_adapters
+from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer
+from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
+from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
+from torchtune_adaptive.checkpoints.sources import Files
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.engine.oom import is_oom
+from torchtune_adaptive.engine.ranks import Value, from_all_ranks
+from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped
+from torchtune_adaptive.life.this_run import THIS_RUN
+
+KEEP_LAST = "keep_last_n_checkpoints"
+REFERENCE_SECTION = "ref_checkpointer"
+
+
+def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
+    """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
+    section = components.require(cfg, "checkpointer")
+    _check_directory(section)
+    plain = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(plain, dict)
+    plain.pop(KEEP_LAST, None)
+    plain["output_dir"] = str(staging)
+    from_files = files is not None and not files.distributed
+    if files is not None and from_files:
+        # On resuming, torchtune looks for an adapter in the largest epoch of output_dir, and fails where there is none.
+        (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
+        plain["recipe_checkpoint"] = files.recipe_state
+        plain["adapter_checkpoint"] = files.adapter
+        if files.adapter is None:  # an adapter belongs to the weights that the run began with
+            plain["checkpoint_files"] = list(files.weights)
+    return cast(
+        Checkpointer,
+        components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files),
+    )
+
+
+def load_reference(settings: Settings, key: str = REFERENCE_SECTION) -> State:
+    """Collective: the weights that a section names, which never change."""
+    section = components.require(settings.config, key)
+    _check_directory(section, key)
+    plain = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(plain, dict)
+    plain["output_dir"] = str(checkpoint_directory(settings) / folders.SAVING)  # it writes nothing there
+    checkpointer = components.build_section(key, OmegaConf.create(plain), should_load_recipe_state=False)
+    weights: State = _on_all_ranks(partial(read_weights, checkpointer, key), "the weights", key)[training.MODEL_KEY]
+    return weights
+
+
+def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
+    """Collective: the weights to start from and, when resuming, the state that belongs to them."""
+    if files is None or files.distributed:
+        return _on_all_ranks(partial(read_weights, checkpointer), "the weights")
+
+    def read() -> State:
+        state = read_weights(checkpointer)
+        _check_belongs_together(state, files, recipe)
+        return state
+
+    return _on_all_ranks(read, f"checkpoint {files.folder}")
+
+
+def load_distributed(folder: Path, model: nn.Module, optimizer: AnyOptimizer, group: dist.ProcessGroup | None) -> State:
+    """Collective: fills model and optimizer, for however many ranks it was saved by; returns the recipe state."""
+    for one in optimizer.optim_map.values() if isinstance(optimizer, OptimizerInBackwardWrapper) else [optimizer]:
+        _init_optim_state(one)  # only state that exists is loaded
+    state: State = {training.MODEL_KEY: model.state_dict(), training.OPT_KEY: optimizer.state_dict()}
+    state.update(dict.fromkeys(TORCHTUNE_KEYS.values(), 0))
+    reader, what = FileSystemReader(folder), f"checkpoint {folder}"
+    # by itself: a rank that cannot read it would be missing in the next collective, which is another group's
+    if ADAPTIVE_KEY in _on_all_ranks(reader.read_metadata, what).state_dict_metadata:
+        state[ADAPTIVE_KEY] = ""
+
+    def fill() -> None:
+        load_parts(state, storage_reader=reader, process_group=group)
+        model.load_state_dict(state.pop(training.MODEL_KEY))
+        optimizer.load_state_dict(state.pop(training.OPT_KEY))
+
+    _on_all_ranks(fill, what)
+    return state
+
+
+def read_weights(checkpointer: Checkpointer, key: str = "checkpointer") -> State:
+    state = checkpointer.load_checkpoint()
+    if not isinstance(weights := state[training.MODEL_KEY], Mapping):
+        raise ConfigError(
+            f"{key}.checkpoint_files: the file contains a {type(weights).__name__}, not a mapping of weights"
+        )
+    return state
+
+
+def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer") -> Value:
+    """Collective: what the work returns; where it fails, the first rank's problem, on all of them. Or that some rank
+    was asked to end the run."""
+    result, problem = None, None
+    try:
+        result = work()
+    except AdaptiveError as error:
+        problem = str(error)
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - files can be wrong in any way
+        problem = _problem(error, what, key)
+    told = from_all_ranks((problem, THIS_RUN.asked_to_stop()))
+    first = next((each for each, _ in told if each is not None), None)
+    if first is not None:
+        raise CheckpointError(first)
+    if any(asked_to_stop for _, asked_to_stop in told):
+        raise RunStopped("stopped during setup, before the first step")
+    return cast(Value, result)
+
+
+def finds_files_itself(section: DictConfig) -> bool:
+    """Whether the checkpointer is one of torchtune's, which look where the config says; the demo's makes its files."""
+    return str(section.get(COMPONENT)).startswith("torchtune.training.")
+
+
+def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | None:
+    """What is wrong where there is no directory of weights: torchtune's checkpointers name neither key nor directory.
+    None where nothing is; refuses a section that gives none."""
+    directory = section.get("checkpoint_dir")
+    if not isinstance(directory, str):
+        raise ConfigError(f"{key}.checkpoint_dir is {directory!r}: set it to the directory of the weights")
+    if not finds_files_itself(section) or Path(directory).is_dir():
+        return None
+    return (
+        f"{key}.checkpoint_dir is {directory!r}, which is not a directory: "
+        "download the weights first (tune download) or correct the path"
+    )
+
+
+def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
+    if (problem := missing_directory(section, key)) is not None:
+        raise ConfigError(problem)
+
+
+def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
+    """Refuses a state that was saved after another epoch than these weights, where no manifest vouches for them."""
+    if saves_adapters(recipe) and training.ADAPTER_KEY not in state:
+        raise ConfigError(
+            "resume_from_checkpoint is True, but no adapter weights were found: "
+            "set checkpointer.adapter_checkpoint, or output_dir to that of the run to resume"
+        )
+    if training.OPT_KEY not in state or not state[training.OPT_KEY]:
+        raise ConfigError(f"{files.recipe_state} has no optimizer state: the run cannot be resumed from it")
+    epochs_run = state.get(training.EPOCHS_KEY)
+    if files.complete or files.epoch is None or epochs_run == files.epoch + 1:
+        return
+    raise ConfigError(
+        f"resume_from_checkpoint is True, but the weights are from {files.folder.name} and the state in "
+        f"{files.recipe_state} is from after {epochs_run} epochs, which belongs to "
+        f"epoch_{int(epochs_run or 0) - 1}: use both of the same epoch"
+    )
+
+
+def _problem(error: BaseException, what: str, key: str) -> str:
+    if is_oom(error) or isinstance(error, MemoryError):
+        return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
+    return f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.in_a_line(error)}"

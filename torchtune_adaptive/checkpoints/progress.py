@@ -1,0 +1,154 @@
+"""How far a run has come: what a checkpoint keeps besides weights and optimizer state."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torchtune import training
+
+from torchtune_adaptive.checkpoints.manifest import Position
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.schedules.growth import EpochSizes
+
+logger = logging.getLogger(__name__)
+
+TORCHTUNE_KEYS = {
+    "seed": training.SEED_KEY,
+    "epochs_run": training.EPOCHS_KEY,
+    "total_epochs": training.TOTAL_EPOCHS_KEY,
+    "max_steps_per_epoch": training.MAX_STEPS_KEY,
+}
+"""Field -> its name in torchtune's recipe state."""
+GIVEN = {"seed": "seed", "total_epochs": "epochs", "max_steps_per_epoch": "max_steps_per_epoch"}
+"""Field -> the key of the config that gives it."""
+
+SavedLimits: TypeAlias = Mapping[str, Any]
+"""What the limits have come to, as StepRunner tells it: that of training as it is, those of other stages by names."""
+
+ADAPTIVE_KEY = "adaptive"
+"""The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
+ADAPTIVE_FIELDS = ("past", "begun", "steps_in_epoch", "samples_in_epoch", "step", "limit", "ranks", "dataset_samples")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """A resumed run goes on with the checkpoint's seed and steps per epoch, but up to the config's epochs."""
+
+    seed: int
+    epochs_run: int
+    total_epochs: int
+    max_steps_per_epoch: int | None
+    past: tuple[EpochSizes, ...] = ()
+    """The epochs run so far, as they were; empty for a checkpoint of torchtune's own."""
+    begun: EpochSizes | None = None
+    """The epoch that is under way, if one is: it ends as it was planned, whatever fits today."""
+    steps_in_epoch: int = 0
+    samples_in_epoch: int = 0
+    """Samples of that epoch that all ranks together have trained on. Never those that were only read ahead."""
+    step: int = 0
+    """Steps since the run began; 0 for a checkpoint of torchtune's own, which does not count them."""
+    limit: SavedLimits | None = None
+    """None before the first epoch, and from torchtune's recipes."""
+    ranks: int
+    """Data-parallel ranks; of a resumed run, those that it had."""
+    dataset_samples: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.epochs_run >= self.total_epochs
+
+    @property
+    def position(self) -> Position:
+        return Position(
+            epochs=self.epochs_run,
+            steps_in_epoch=self.steps_in_epoch,
+            samples_in_epoch=self.samples_in_epoch,
+            step=self.step,
+        )
+
+    def name_of_checkpoint(self, *, distributed: bool) -> str:
+        if self.steps_in_epoch:
+            return f"step_{self.step}"
+        prefix = "dist_" if distributed else ""  # the name under which torchtune's recipes look for them
+        return f"{prefix}epoch_{self.epochs_run - 1}"
+
+    def after_step(self, sizes: EpochSizes, ranks: int) -> Progress:
+        return replace(
+            self,
+            begun=sizes,
+            steps_in_epoch=self.steps_in_epoch + 1,
+            samples_in_epoch=self.samples_in_epoch + sizes.samples_per_step * ranks,
+            step=self.step + 1,
+        )
+
+    def after_epoch(self, sizes: EpochSizes) -> Progress:
+        return replace(
+            self,
+            epochs_run=self.epochs_run + 1,
+            past=(*self.past, sizes),
+            begun=None,
+            steps_in_epoch=0,
+            samples_in_epoch=0,
+        )
+
+    def resumed(self, checkpoint: Mapping[str, Any], told: Mapping[str, str] = GIVEN) -> Progress:
+        """The progress that a checkpoint continues; `told`: of which fields differences are told, and their keys."""
+        absent = [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]
+        if absent:
+            raise ConfigError(
+                f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
+                "set checkpointer.recipe_checkpoint to the recipe state of an unfinished run"
+            )
+        saved = self._read(checkpoint)
+        going_on = replace(saved, total_epochs=self.total_epochs)
+        if going_on.finished:
+            raise ConfigError(
+                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from already has "
+                f"{going_on.epochs_run}: raise epochs, or set resume_from_checkpoint: False"
+            )
+        self._log_differences(saved, going_on, told)
+        return going_on
+
+    def recipe_state(self) -> dict[str, object]:
+        """The progress in torchtune's keys, and one of ours that its recipes ignore."""
+        values = asdict(self)
+        ours = {name: values[name] for name in ADAPTIVE_FIELDS}
+        return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
+
+    def _read(self, checkpoint: Mapping[str, Any]) -> Progress:
+        theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
+        if (wrong := theirs["epochs_run"]) < 0:
+            raise ConfigError(f"the checkpoint says that {wrong} epochs were run: its recipe state is damaged")
+        ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
+        past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
+        begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
+        return Progress(**theirs, past=past, begun=begun, **ours)
+
+    def _log_differences(self, saved: Progress, going_on: Progress, told: Mapping[str, str]) -> None:
+        if dist.get_rank() != 0:
+            return
+        for field, key in told.items():
+            configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
+            if configured != kept:
+                logger.info("%s: config %s, checkpoint %s; using %s", key, configured, kept, chosen)
+
+
+def start_progress(settings: Settings, ranks: int) -> Progress:
+    """Collective: seeds every rank and starts counting."""
+    try:
+        seed = training.set_seed(seed=settings.seed, debug_mode=settings.cudnn_deterministic_mode)
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"seed is {settings.seed!r}: {error}") from error
+    return Progress(
+        seed=seed,
+        epochs_run=0,
+        total_epochs=settings.epochs,
+        max_steps_per_epoch=settings.max_steps_per_epoch,
+        ranks=ranks,
+    )

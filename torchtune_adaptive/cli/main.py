@@ -1,0 +1,70 @@
+"""The command line of `tune-adaptive`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+
+from torchtune_adaptive.cli import cp, keys, ls, show, status, validate
+from torchtune_adaptive.config.remedies import in_keys
+from torchtune_adaptive.errors import AdaptiveError
+from torchtune_adaptive.life.endings import INTERRUPTED, printing
+from torchtune_adaptive.rehearse import command as rehearse
+
+COMMANDS: dict[str, ModuleType] = {
+    "ls": ls,
+    "cp": cp,
+    "print": show,
+    "validate": validate,
+    "keys": keys,
+    "status": status,
+    "rehearse": rehearse,
+}
+"""Each has a docstring for its help, `add_arguments(parser)`, and `run(options) -> int`, which is the exit status.
+One that takes any number of words has them in `options.words`."""
+
+FAILED = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    try:
+        with printing():
+            status = options.run(options)
+    except AdaptiveError as error:
+        print(f"error: {in_keys(error)}", file=sys.stderr)
+        status = FAILED
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    sys.exit(status)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="tune-adaptive", description="Recipes, configs, their keys, and runs of torchtune-adaptive."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        summary, _, _ = str(module.__doc__).partition("\n")
+        command = commands.add_parser(
+            name,
+            help=summary,
+            description=module.__doc__,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, refuse=command.error)
+    options, rest = parser.parse_known_args(arguments)
+    return with_rest(options, rest)
+
+
+def with_rest(options: argparse.Namespace, rest: Sequence[str]) -> argparse.Namespace:
+    """Words behind an option, which argparse leaves over, go to the command that takes any number of them."""
+    if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
+        options.refuse(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.words = [*options.words, *rest]
+    return options

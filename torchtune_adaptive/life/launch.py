@@ -1,0 +1,205 @@
+"""What happens around a recipe: read the config, run the four methods, end with one clear message.
+
+config  ->  Recipe(cfg)  ->  setup()  ->  train()  ->  cleanup()
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torchtune import config
+
+from torchtune_adaptive.config.adaptive import read_adaptive
+from torchtune_adaptive.config.command_line import read_command_line
+from torchtune_adaptive.config.components import in_a_line
+from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
+from torchtune_adaptive.config.unknown_keys import check_keys
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
+from torchtune_adaptive.errors import (
+    AdaptiveError,
+    RanksPartedError,
+    RecoveryUnsupportedError,
+    Remedy,
+    RunFinished,
+    RunStopped,
+)
+from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life.console import SHOW_CONFIG, outlive_readers, show_decisions, tell_error
+from torchtune_adaptive.life.endings import (
+    INTERRUPTED,
+    end_silently,
+    end_with_the_launcher,
+    printing,
+    refusing_early_exits,
+    speaks_first,
+)
+from torchtune_adaptive.life.signals import listen, stop_listening
+from torchtune_adaptive.life.silent_ranks import ending_when_a_rank_is_silent
+from torchtune_adaptive.life.this_run import THIS_RUN, Doing, saved_and_what_next
+from torchtune_adaptive.wording import ranks_named
+
+logger = logging.getLogger(__name__)
+
+
+class Recipe(Protocol):
+    def __init__(self, cfg: DictConfig) -> None: ...
+    def setup(self) -> None: ...
+    def train(self) -> None: ...
+    def cleanup(self) -> None: ...
+
+
+def main(recipe_type: type[Recipe], keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
+    """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act.
+
+    `keys` are those that only this recipe knows, `remedies` what the library advises, in keys of its config.
+    """
+    end_with_the_launcher()
+    outlive_readers()
+    listen()
+    faulthandler.enable(file=2)  # where a library aborts, a run says at least what it was doing
+    _ending_well(lambda: _run(recipe_type, keys), remedies)
+
+
+def run_without_training(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+    """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
+    if _rank() == 0:
+        _ending_well(lambda: _ask(question, keys))
+
+
+def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
+    cfg = read_command_line(sys.argv)
+    check_keys(cfg, keys, aloud=_rank() == 0)
+    if _rank() == 0 and os.environ.get(SHOW_CONFIG):
+        config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
+    try:
+        with refusing_early_exits(), leaving_out_what_is_set(cfg):
+            recipe = recipe_type(cfg)
+            adaptive = read_adaptive(cfg.get("adaptive"))
+            with (
+                ending_when_a_rank_is_silent(adaptive.silent_rank_timeout),
+                telling_where_memory_runs_out(adaptive.recover_from_oom),
+            ):
+                _live(recipe)
+    except RunFinished as finished:
+        if _rank() == 0:
+            logger.info("%s", finished)
+    except RunStopped as stopped:
+        if _rank() == 0:
+            logger.info("%s: %s; %s", THIS_RUN.asked_by, stopped, saved_and_what_next())
+            THIS_RUN.note_end(run_file.STOPPED, f"{THIS_RUN.asked_by}: {stopped}")
+    else:
+        if _rank() == 0:
+            THIS_RUN.note_end(run_file.FINISHED)
+
+
+def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractContextManager[None]:
+    """Around a run: where memory runs out and nothing is run again, one line says so."""
+
+    def told(error: Exception) -> RecoveryUnsupportedError:
+        off = recover_from_oom is False
+        why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
+        where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside training"
+        return RecoveryUnsupportedError(
+            f"out of memory on rank {_rank()} {where}, and {why} ({in_a_line(error)})",
+            Remedy.SMALLER_LIMIT,
+            Remedy.SHORTER_SAMPLES,
+            Remedy.CHECKPOINT_ACTIVATIONS,
+            Remedy.MORE_RANKS,
+            Remedy.LARGER_BUDGET,
+            *([Remedy.RECOVERY] if off else []),
+        )
+
+    return fatal_where_memory_runs_out(told)
+
+
+def _live(recipe: Recipe) -> None:
+    """Collective: the life of a recipe, which all ranks may agree to cut short between two steps."""
+    try:
+        recipe.setup()
+        THIS_RUN.doing = Doing.TRAINING
+        recipe.train()
+    except RunStopped:
+        THIS_RUN.asked_by = _who_was_asked()
+        if THIS_RUN.doing is not Doing.SETTING_UP:
+            recipe.cleanup()
+        raise
+    recipe.cleanup()
+
+
+def _who_was_asked() -> str:
+    """Collective: the signal that ends the run, and which ranks have heard it, unless rank 0 has."""
+    by_rank = {rank: number.name for rank, number in enumerate(from_all_ranks(THIS_RUN.signal)) if number is not None}
+    where = "" if 0 in by_rank else f" on {ranks_named(by_rank)}"
+    return f"{by_rank[min(by_rank)]}{where}"
+
+
+def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+    cfg = read_command_line(sys.argv)
+    check_keys(cfg, keys, aloud=True)
+    with printing(), refusing_early_exits():
+        question(cfg)
+
+
+def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:
+    """Does the work. Whatever ends it early is reported once, by the rank that met it first.
+
+    The ranks are not in step then, and the group is still there: its threads are let go, or they could abort the
+    process after its last word.
+    """
+    try:
+        try:
+            show_decisions()
+            work()
+        except AdaptiveError as error:
+            stop_listening()
+            _end_with(error, in_keys(error, remedies))
+        except Exception:
+            stop_listening()
+            if not speaks_first():
+                end_silently()
+            raise
+    except KeyboardInterrupt:  # it may also come while another error is told
+        _end_interrupted()
+    finally:
+        let_go()
+
+
+def _end_with(error: AdaptiveError, message: str) -> None:
+    if not speaks_first():
+        end_silently()
+    if isinstance(error, RanksPartedError):  # the same command goes on: nothing has to be changed
+        message = f"{message}; {saved_and_what_next()}"
+    else:
+        THIS_RUN.note_end(run_file.ERROR, message)
+    if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
+        traceback.print_exception(error)
+    # until the ranks have met, an error is about the config, which is the same for all of them
+    where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
+    tell_error(message, where)
+    # what was only half built complains when it is collected
+    sys.unraisablehook = lambda _: None
+    sys.exit(1)
+
+
+def _end_interrupted() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if speaks_first():  # all ranks are told at once, and the launcher waits for them
+        print("\ninterrupted", file=sys.stderr, flush=True)
+    sys.unraisablehook = lambda _: None
+    sys.exit(INTERRUPTED)
+
+
+def _rank() -> int:
+    """The rank that the launcher assigned: known before there is a process group."""
+    return int(os.environ.get("RANK", "0"))

@@ -1,0 +1,188 @@
+"""Signals that ask a run to end: the ranks agree on the first at their next step, a second ends this rank at once.
+
+A thread hears them. Python runs handlers in the main thread only, which may be inside a collective for long, but its
+own handler in C writes the number of every signal into a pipe at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+from types import FrameType
+
+from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life.endings import attempt_folder, makes_first, somebody_told, speaks_first
+from torchtune_adaptive.life.started_by import launcher_waits_s
+from torchtune_adaptive.life.this_run import THIS_RUN, Doing
+
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+ONE_SIGNAL_S = 1.0
+"""Ctrl-C comes from the terminal and from the launcher, a scheduler's signal to launcher and ranks: that is one."""
+RANK_0_FIRST_S = 0.2
+"""What comes to all ranks is told by rank 0."""
+LEAST_NOTICE_S, SHARE_OF_NOTICE = 2.0, 0.1
+"""How long before the launcher kills this rank it says what is lost by that; of what the launcher waits."""
+PID_FILE, ASKED_FILE = "pid", "asked"
+
+
+class Meaning(Enum):
+    FIRST = auto()
+    COPY = auto()
+    """The first signal, heard a second time by another way."""
+    AGAIN = auto()
+
+
+def meaning_of(first_at_s: float | None, now_s: float) -> Meaning:
+    if first_at_s is None:
+        return Meaning.FIRST
+    return Meaning.COPY if now_s - first_at_s <= ONE_SIGNAL_S else Meaning.AGAIN
+
+
+def listen() -> None:
+    """Starts to listen to signals. What the caller has set to be ignored, as nohup does, stays ignored."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for number in HANDLED:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _leave_it_to_the_thread)
+            signal.siginterrupt(number, False)  # nor is a system call in the main thread disturbed
+    _note_own_pid(os.environ)
+    os.register_at_fork(after_in_child=stop_listening)  # a data worker that is told to end is no end of the run
+    threading.Thread(target=_hear, args=(reader,), daemon=True).start()
+
+
+def stop_listening() -> None:
+    """Signals end the process again: nothing more will be agreed on."""
+    signal.set_wakeup_fd(-1)
+    for number in HANDLED:
+        if signal.getsignal(number) is _leave_it_to_the_thread:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None: ...
+
+
+def _hear(reader: int) -> None:
+    first_at_s: float | None = None
+    while numbers := os.read(reader, 64):
+        for number in numbers:
+            if number not in HANDLED:
+                continue
+            meaning = meaning_of(first_at_s, time.monotonic())
+            if meaning is Meaning.FIRST:
+                first_at_s = time.monotonic()
+                _first(signal.Signals(number))
+            elif meaning is Meaning.AGAIN:
+                _end_at_once(signal.Signals(number))
+
+
+def _first(asked_by: signal.Signals) -> None:
+    if asked_by == signal.SIGTERM and a_peer_has_failed(os.environ):
+        os._exit(128 + asked_by)  # the launcher ends the others then: there is nobody to agree with
+    THIS_RUN.signal = asked_by
+    rank = int(os.environ.get("RANK", "0"))
+    if rank != 0:
+        time.sleep(RANK_0_FIRST_S)
+    if not _hears_first(os.environ):
+        return
+    name = asked_by.name + f" on rank {rank}" * (rank != 0)
+    waits_s = launcher_waits_s()
+    time_left = "" if waits_s is None else f" (if torchrun forwarded the signal, it waits {waits_s:g} s)"
+    _say(
+        f"{name}: {THIS_RUN.doing.value}; until then {THIS_RUN.saved}{time_left}. "
+        f"{_or_a_restart(asked_by, os.environ)}A second signal ends the run immediately"
+    )
+    by_torchrun = " (torchrun also sends it when another rank has exited)" * (waits_s is not None)
+    THIS_RUN.try_to_note(run_file.ASKED, f"{name}{by_torchrun}; the run was then killed without another message")
+    if waits_s is not None:
+        notice_s = min(waits_s, max(LEAST_NOTICE_S, SHARE_OF_NOTICE * waits_s))
+        late = threading.Timer(waits_s - notice_s, _too_late, (name, notice_s))
+        late.daemon = True
+        late.start()
+
+
+def _or_a_restart(asked_by: signal.Signals, environment: Mapping[str, str]) -> str:
+    """What SIGTERM may mean where there are several nodes, and nobody here knows of a rank of another."""
+    here, everywhere = (environment.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if asked_by != signal.SIGTERM or here == everywhere or not restarts:
+        return ""
+    return "If another node has lost a rank, torchrun restarts all ranks instead. "
+
+
+def _too_late(name: str, notice_s: float) -> None:
+    """The launcher is about to kill a rank that is still in the step, the search or the save that it was asked in."""
+    if THIS_RUN.asked_by:  # the ranks have agreed, and all is saved
+        return
+    left = f"{THIS_RUN.saved}{_lost()}"
+    _say(
+        f"{name}: the current step will not finish in time "
+        f"(if torchrun forwarded the signal, it kills the run in {notice_s:g} s); {left}"
+    )
+    THIS_RUN.note_end(run_file.ASKED, f"{name}, with too little time to save; {left}")
+
+
+def _hears_first(environment: Mapping[str, str]) -> bool:
+    """Whether this rank is the first of its machine to be asked; without a launcher's folder that is rank 0, if any."""
+    folder = attempt_folder(environment)
+    if folder is None:
+        return environment.get("RANK", "0") == "0"
+    return makes_first(folder / ASKED_FILE)
+
+
+def _end_at_once(asked_by: signal.Signals) -> None:
+    if speaks_first():
+        first = THIS_RUN.signal
+        # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
+        which = "again" if first in (None, asked_by) else f"after {first.name}"
+        told = f"{asked_by.name} {which}: ended immediately; {THIS_RUN.saved}{_lost()}"
+        _say(told)
+        THIS_RUN.try_to_note(run_file.ASKED, told)
+    os._exit(128 + asked_by)
+
+
+def _lost() -> str:
+    """What goes with a run that ends here, in words that follow what is saved."""
+    since = " since then" if THIS_RUN.newest else ""
+    return "" if THIS_RUN.doing is Doing.SETTING_UP else f", and all training{since} is lost"
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # a terminal that has hung up takes no more lines
+        print(f"\n{line}", file=sys.stderr, flush=True)
+
+
+def _note_own_pid(environment: Mapping[str, str]) -> None:
+    """Where the other ranks of this attempt find it."""
+    folder = attempt_folder(environment)
+    if folder is not None and "LOCAL_RANK" in environment:
+        with suppress(OSError):
+            (folder / environment["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
+
+
+def a_peer_has_failed(environment: Mapping[str, str]) -> bool:
+    """Whether SIGTERM means that another rank of this machine is gone, and not that somebody asked the run to end."""
+    folder = attempt_folder(environment)
+    if folder is None:
+        return False
+    return somebody_told(environment) or any(_is_gone(path) for path in folder.glob(f"*/{PID_FILE}"))
+
+
+def _is_gone(path: Path) -> bool:
+    try:
+        os.kill(int(path.read_text()), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError):  # not written yet
+        return False
+    return False

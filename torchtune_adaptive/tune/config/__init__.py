@@ -1,1 +1,0 @@
-"""What a config says: its keys as checked values, its sections as objects, and errors that name the key."""

@@ -1,0 +1,102 @@
+"""The worst sample that a dataset can put into a microbatch: as long as samples get, every token a target."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.atomic_files import keep_file, read_json
+from torchtune_adaptive.config.rules import MOST_TOKENS
+from torchtune_adaptive.engine.ranks import Agreement
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.life.console import progress_bar
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.samples import Kind, Sample
+
+logger = logging.getLogger(__name__)
+
+LENGTHS_FILE = "sample_lengths.json"
+
+
+def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int | None) -> Sample:
+    """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
+    sample: Sample = data.dataset[0]
+    if "encoder_input" in sample:
+        raise ConfigError(
+            "use_maximum_batch_size is True, or adaptive.token_budget is auto, but the dataset has images: their "
+            "memory differs from sample to sample, so there is no worst case to measure; set batch_size yourself"
+        )
+    if data.packed:
+        return {**sample, "labels": sample["tokens"].clone()}
+    longest = data.max_seq_len
+    if not sequence_length and longest is not None and longest > MOST_TOKENS:
+        raise ConfigError(
+            f"tokenizer.max_seq_len is {longest}, which no model supports: lower it, or set it to null and set "
+            "adaptive.sequence_length"
+        )
+    known = sequence_length or longest
+    length = kind.length_at(known) if known else longest_sample(cfg, data.dataset, kind).length
+    tokens = sample[kind.sequences[0].tokens]
+    return kind.uniform(int(tokens[0]) if len(tokens) else 0, max(1, length))
+
+
+class Longest(NamedTuple):
+    """The longest sample of a dataset, the first of those that are alike."""
+
+    length: int
+    at: int
+    """The index of the sample."""
+
+
+def longest_sample(cfg: DictConfig, dataset: NamedSamples, kind: Kind) -> Longest:
+    """Collective: the longest sample; each rank reads its share, and the result is kept for the next run."""
+    path = Path(cfg.output_dir) / LENGTHS_FILE
+    key = _key(cfg, len(dataset), kind)
+    known = _read(path, key)
+    if not all(length for length, _ in Agreement(2).gather(known)):
+        known = _scan(dataset, kind)
+        if dist.get_rank() == 0:
+            record = {"key": key, "longest": known.length, "index": known.at}
+            keep_file(
+                path, (json.dumps(record) + "\n").encode(), "the next run will search for the longest sample again"
+            )
+    return known
+
+
+def _scan(dataset: NamedSamples, kind: Kind) -> Longest:
+    """Collective: the longest of all samples."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    mine = Longest(0, 0)
+    with progress_bar("longest sample", len(dataset), "samples", shown=rank == 0) as bar:
+        for index in range(rank, len(dataset), ranks):
+            mine = max(mine, Longest(kind.length_of(dataset[index]), index), key=_by_length)
+            bar.update(min(ranks, len(dataset) - bar.n))
+    everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
+    return max(everywhere, key=_by_length)
+
+
+def _by_length(sample: Longest) -> tuple[int, int]:
+    return sample.length, -sample.at
+
+
+def _read(path: Path, key: str) -> Longest:
+    """The result of an earlier scan of the same data; a sample of length 0 if there was none."""
+    try:
+        record = read_json(path) or {}
+        return Longest(int(record["longest"]), int(record["index"])) if record.get("key") == key else Longest(0, 0)
+    except (ValueError, KeyError, TypeError, OverflowError):  # the last one for Infinity, which JSON in Python can say
+        return Longest(0, 0)
+
+
+def _key(cfg: DictConfig, samples: int, kind: Kind) -> str:
+    sections = OmegaConf.to_container(OmegaConf.create({"d": cfg.dataset, "t": cfg.tokenizer}), resolve=True)
+    # of one sequence, the length is the same with and without padding
+    counted = [samples] if kind.rows == 1 else [samples, kind.sequences, kind.padded]
+    return hashlib.sha256(json.dumps([sections, *counted], sort_keys=True).encode()).hexdigest()

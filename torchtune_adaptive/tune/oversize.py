@@ -1,0 +1,83 @@
+"""`adaptive.oversize`: samples that are too long for any microbatch, and what becomes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import torch
+
+from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.config.rules import value_at
+from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.engine.ranks import sum_over_ranks
+from torchtune_adaptive.errors import Remedy, SampleTooLargeError
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.samples import Kind, Sample
+from torchtune_adaptive.wording import count_of
+
+Item = TypeVar("Item")
+
+
+def remedy_for(settings: Settings, shortest: int) -> str:
+    """The end of the error; `shortest`: the tokenizer's limit under which all samples fit."""
+    asked = value_at(settings.config, "tokenizer.max_seq_len")
+    shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
+    if isinstance(asked, int) and asked <= shortest:
+        shorter = f"use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len ({asked})"
+    oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (drops them)"
+    return f"; {', '.join(ways_to_make_room(settings, shorter))}, or {oversize}"
+
+
+def ways_to_make_room(settings: Settings, shorter: str) -> list[str]:
+    """Ways to make room for longer samples, or to have shorter ones."""
+    if settings.adaptive.token_budget != "auto":
+        return ["raise adaptive.token_budget", shorter]
+    # then it is memory that says how many tokens fit
+    checkpointing = [] if settings.enable_activation_checkpointing else [Remedy.CHECKPOINT_ACTIVATIONS]
+    return [shorter, *(KEYS[each] for each in (*checkpointing, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET))]
+
+
+def too_large(kind: Kind, index: int | None, length: int, longest: int, remedy: str) -> SampleTooLargeError:
+    """An error for a sample that is longer than any microbatch has room for."""
+    return SampleTooLargeError(
+        f"sample {index} of the dataset has {length} tokens{kind.length_suffix}, but a microbatch has room for "
+        f"{longest}{remedy}"
+    )
+
+
+class Admission:
+    """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
+
+    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str) -> None:
+        self.done = "truncated" if oversize == "truncate" else "skipped"
+        self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
+        self._remedy = remedy
+        self._seen = self._changed = 0
+
+    def admit(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples that were read last, each if it fits; else its beginning, or a stand-in without labels: no rank
+        may be a sample short."""
+        indices = reversed(self._dataset.last(len(samples)))
+        return [self._admitted(sample, index) for sample, index in zip(samples, indices, strict=True)]
+
+    def _admitted(self, sample: Sample, index: int) -> Sample:
+        length = self._kind.length_of(sample)
+        self._seen += 1
+        if length <= self._longest:
+            return sample
+        if self._oversize == "error" or "encoder_input" in sample:
+            raise too_large(self._kind, index, length, self._longest, self._remedy)
+        self._changed += 1
+        return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)
+
+    def telling(self, steps: Iterable[Item], epoch: int) -> Iterator[Item]:
+        """Collective: the steps of an epoch; once they are done, one line says how many samples were changed."""
+        self._seen = self._changed = 0
+        yield from steps
+        seen, changed = (int(count) for count in sum_over_ranks(torch.tensor([self._seen, self._changed])))
+        if changed:
+            share = f"{changed} of {seen} samples ({100 * changed / seen:.1f} %)"
+            tokens = f"{count_of(self._longest, 'token')}{self._kind.length_suffix}"
+            say(f"token budget · epoch {epoch}: {share} were longer than {tokens} and {self.done}")
