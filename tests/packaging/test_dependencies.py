@@ -5,13 +5,10 @@ from __future__ import annotations
 import ast
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import pytest
-
-tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
 
 ROOT = Path(__file__).parents[2]
 SOURCES = [*(ROOT / "torchtune_adaptive").rglob("*.py"), *(ROOT / "recipes").glob("*.py")]

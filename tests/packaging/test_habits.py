@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 from packaging.specifiers import SpecifierSet
-
-tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
 
 ROOT = Path(__file__).parents[2]
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"

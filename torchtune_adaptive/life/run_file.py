@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from torchtune_adaptive.atomic_files import reason, replace_file
@@ -43,7 +43,7 @@ class RunFile:
 
 def now() -> str:
     """The time, to the second, as files tell it."""
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def begin(directory: Path, command: str, checkpoints: Path, serial: int, launchers: Iterable[str] = ()) -> None:
