@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import RESULTS, Result, Row, save
-from torchtune_adaptive.config.catalogue import installed_configs
+from torchtune_adaptive.config.registry import installed_configs
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.measure import measure

@@ -16,7 +16,7 @@ from torchtune_adaptive.checkpoints.progress import start_progress
 from torchtune_adaptive.checkpoints.resuming import find_start
 from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.per_recipe import read_full_dpo_settings
+from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.course import Parts, begin_epoch, plot_course

@@ -17,7 +17,7 @@ from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.ranks import rank as this_rank
 from torchtune_adaptive.engine.ranks import world_size
 from torchtune_adaptive.engine.step import KindOfPass, StepRunner
-from torchtune_adaptive.memory_sizes import MemorySize
+from torchtune_adaptive.text import MemorySize
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

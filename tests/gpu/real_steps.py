@@ -24,8 +24,8 @@ from torchtune import training
 
 from tests import ranks
 from tests.recipes.running import demo_config
-from torchtune_adaptive.config.per_recipe import read_full_settings, read_lora_settings
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import CudaMemory, plain_tensors
@@ -33,7 +33,7 @@ from torchtune_adaptive.engine.meter import MemoryMeter
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
-from torchtune_adaptive.memory_sizes import MemorySize
+from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.data import Batching, Collate, build_collate
 from torchtune_adaptive.tune.fitting import training_step

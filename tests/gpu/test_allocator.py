@@ -13,7 +13,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
 from torchtune_adaptive.engine.oom import release
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.memory_sizes import parse_size
+from torchtune_adaptive.text import parse_size
 from torchtune_adaptive.tune.samples import Sample
 
 ROWS = 8

@@ -16,8 +16,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import save
-from torchtune_adaptive.config.catalogue import our_configs
 from torchtune_adaptive.config.command_line import locate
+from torchtune_adaptive.config.registry import our_configs
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.measure import measure
 from torchtune_adaptive.forecast.question import read_question

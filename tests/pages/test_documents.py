@@ -16,8 +16,8 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from torchtune_adaptive.cli.main import main, parse
-from torchtune_adaptive.config.catalogue import RECIPES, config_files, installed_configs
 from torchtune_adaptive.config.command_line import read_config
+from torchtune_adaptive.config.registry import RECIPES, config_files, installed_configs
 from torchtune_adaptive.tune.validate.config import check_config
 
 ROOT = Path(__file__).parents[2]

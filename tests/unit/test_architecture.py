@@ -26,8 +26,7 @@ from tests.unit.source import (
     room_of,
     tree_of,
 )
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.tune.samples import PAIR
 
 RECIPES = sorted((ROOT / "recipes").glob("*.py"))
@@ -35,7 +34,7 @@ ROOMS_OF_TESTS = sorted(
     {path.parent for at in ("distributed", "recipes") for path in (ROOT / "tests" / at).rglob("test_*.py")}
 )
 
-GROUND = {"atomic_files", "bisecting", "dependencies", "errors", "patching", "memory_sizes", "rehearsal", "wording"}
+GROUND = {"atomic_files", "dependencies", "errors", "rehearsal", "text"}
 """Modules beside the rooms that everything may import, and that know nothing of ours but each other."""
 DOORS = {"__init__", "testing"}
 """Modules beside the rooms that are for users; nothing of ours imports these but tests."""
@@ -83,8 +82,8 @@ WITHOUT_TORCH = {
     "schedules",
     "null_cuda",
     "rehearse.command",
-    "config.adaptive",
-    "config.rules",
+    "config.keys",
+    "config.registry",
     "atomic_files",
     "report.journal",
     "cli.cp",
@@ -92,7 +91,6 @@ WITHOUT_TORCH = {
     "cli.ls",
     "cli.status",
     "forecast.keys",
-    "config.settings",
     "checkpoints.folders",
     "life.output_lock",
     "life.run_file",

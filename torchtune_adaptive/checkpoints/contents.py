@@ -20,7 +20,7 @@ from torchtune.training._distributed import _gather_nf4_tensor
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer
 from torchtune_adaptive.checkpoints.problems import tried
 from torchtune_adaptive.checkpoints.random_state import RandomState, capture_random_state
-from torchtune_adaptive.config.settings import LoraSettings
+from torchtune_adaptive.config.keys import LoraSettings
 from torchtune_adaptive.engine.memory import plain_tensors
 from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
 from torchtune_adaptive.engine.ranks import from_all_ranks

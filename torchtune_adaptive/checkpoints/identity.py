@@ -11,8 +11,8 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from torchtune_adaptive.checkpoints.contents import saves_adapters
 from torchtune_adaptive.checkpoints.named import file_names
-from torchtune_adaptive.config.rules import value_at
-from torchtune_adaptive.config.signatures import COMPONENT, default_of
+from torchtune_adaptive.config.components import COMPONENT, default_of
+from torchtune_adaptive.config.keys import value_at
 
 RUN_KEYS = (
     "model",

@@ -28,8 +28,8 @@ from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.checkpoints.sources import Files
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.oom import is_oom
 from torchtune_adaptive.engine.ranks import Value, from_all_ranks
 from torchtune_adaptive.errors import AdaptiveError, CheckpointError, ConfigError, RunStopped

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 MANIFEST_FILE = "adaptive_checkpoint.json"
 VERSION = 1

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig
 
 from torchtune_adaptive.checkpoints.folders import FoundCheckpoint
 from torchtune_adaptive.checkpoints.named import file_names
-from torchtune_adaptive.config.settings import AUTO, Settings
+from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.this_run import was_restarted
 

@@ -14,7 +14,7 @@ from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.remedies import KEYS
 from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
 from torchtune_adaptive.errors import Remedy
-from torchtune_adaptive.memory_sizes import format_bytes
+from torchtune_adaptive.text import format_bytes
 
 Value = TypeVar("Value")
 GATHERS_WITH_LESS = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.manifest import Position
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.schedules.growth import EpochSizes
 

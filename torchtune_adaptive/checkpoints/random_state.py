@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from torchtune_adaptive.checkpoints.sources import RANDOM_FILE
 from torchtune_adaptive.engine.memory import RngState
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 RandomState = dict[str, Any]
 

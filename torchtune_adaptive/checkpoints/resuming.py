@@ -26,7 +26,7 @@ from torchtune_adaptive.checkpoints.named import named_files
 from torchtune_adaptive.checkpoints.overwriting import check_fresh_start
 from torchtune_adaptive.checkpoints.sources import Files, files_of
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import AUTO, Settings
+from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.life import run_file

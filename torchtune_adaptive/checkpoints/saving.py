@@ -40,12 +40,12 @@ from torchtune_adaptive.checkpoints.random_state import (
 )
 from torchtune_adaptive.checkpoints.resuming import Start, checkpoint_directory
 from torchtune_adaptive.checkpoints.sources import Files
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import RunStopped
 from torchtune_adaptive.life.run_file import now
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 logger = logging.getLogger(__name__)
 

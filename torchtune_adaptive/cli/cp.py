@@ -9,7 +9,7 @@ from pathlib import Path
 
 from torchtune_adaptive.atomic_files import replace_file
 from torchtune_adaptive.cli.names import file_of, recipe_for
-from torchtune_adaptive.config.catalogue import flags_of
+from torchtune_adaptive.config.registry import flags_of
 from torchtune_adaptive.errors import ConfigError
 
 

@@ -13,9 +13,9 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from torchtune_adaptive.config.catalogue import PLAN
+from torchtune_adaptive.config.registry import PLAN
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import did_you_mean
+from torchtune_adaptive.text import did_you_mean
 
 WIDEST = 110
 """Columns of a line, on a terminal that has more."""
@@ -44,7 +44,7 @@ INCREASE = Key(
 
 def at_the_top() -> tuple[Key, ...]:
     """Keys that stand beside torchtune's own."""
-    from torchtune_adaptive.config.settings import Settings  # with numpy and omegaconf, which other commands spare
+    from torchtune_adaptive.config.keys import Settings  # with numpy and omegaconf, which other commands spare
 
     search, *others = _keys_of(Settings)
     return search, INCREASE, *others
@@ -52,7 +52,7 @@ def at_the_top() -> tuple[Key, ...]:
 
 def of_the_section() -> tuple[Key, ...]:
     """Keys of `adaptive:`."""
-    from torchtune_adaptive.config.adaptive import AdaptiveConfig
+    from torchtune_adaptive.config.keys import AdaptiveConfig
 
     return _keys_of(AdaptiveConfig, "adaptive.")
 
@@ -96,7 +96,7 @@ def explained(key: Key, width: int) -> str:
 
 
 def _keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
-    from torchtune_adaptive.config.rules import options_of
+    from torchtune_adaptive.config.keys import options_of
 
     return tuple(
         Key(prefix + field.name, field.metadata["rule"].allowed, written(field.default), field.metadata["means"])

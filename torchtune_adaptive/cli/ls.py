@@ -8,9 +8,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from torchtune_adaptive.config.catalogue import RECIPES, stock_configs, taken_by_ours
+from torchtune_adaptive.config.registry import RECIPES, stock_configs, taken_by_ours
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import did_you_mean
+from torchtune_adaptive.text import did_you_mean
 
 HEADING = ("RECIPE", "CONFIG")
 ANY_OF_THEM = "<any config for finetuning, preference training or PPO, except images and tensor parallelism>"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchtune_adaptive.config.catalogue import (
+from torchtune_adaptive.config.registry import (
     config_files,
     file_named,
     recipe_files,

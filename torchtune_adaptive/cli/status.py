@@ -16,7 +16,7 @@ from torchtune_adaptive.checkpoints.folders import FoundCheckpoint, compared, fi
 from torchtune_adaptive.life import run_file
 from torchtune_adaptive.life.output_lock import holder
 from torchtune_adaptive.life.run_file import RunFile
-from torchtune_adaptive.memory_sizes import format_bytes
+from torchtune_adaptive.text import format_bytes
 
 COMPARED_BYTES = 2**28
 """Bytes that are read of checkpoints at most: a second or two, from most disks."""

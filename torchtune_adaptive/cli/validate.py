@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 from torchtune_adaptive.cli.names import config_of, recipe_for
-from torchtune_adaptive.config.catalogue import FULL, LORA, RECIPES, recipe_of
+from torchtune_adaptive.config.registry import FULL, LORA, RECIPES, recipe_of
 from torchtune_adaptive.errors import ConfigError
 
 FITS, REFUSED = 0, 1

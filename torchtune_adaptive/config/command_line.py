@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torchtune import config
 
-from torchtune_adaptive.config.catalogue import config_files, file_named
+from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
 
 UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, RecursionError, IndexError)

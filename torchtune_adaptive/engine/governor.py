@@ -13,7 +13,7 @@ from typing import TypedDict
 from torchtune_adaptive.engine.limits import Limit, Microbatch
 from torchtune_adaptive.errors import LimitExhaustedError
 from torchtune_adaptive.rehearsal import REHEARSAL
-from torchtune_adaptive.wording import count_of, ranks_named
+from torchtune_adaptive.text import count_of, ranks_named
 
 RECOVERY = "recovery"
 THRASHING = "thrashing"

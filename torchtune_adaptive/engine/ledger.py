@@ -25,7 +25,7 @@ from torchtune_adaptive.engine.fsdp import AllGather, FSDPModule, ReduceScatter
 from torchtune_adaptive.engine.memory import wraps_tensors
 from torchtune_adaptive.engine.ranks import backend_for, explaining_failures, is_aside, rank, world_size
 from torchtune_adaptive.errors import RecoveryUnsupportedError, Remedy, UnrecoverableError
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload

@@ -9,17 +9,16 @@ surface has a knee at that length.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from torchtune_adaptive.bisecting import most_that_fit
 from torchtune_adaptive.errors import ConfigError, LimitExhaustedError, Remedy
-from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of, format_bytes
 
 MAX_ROWS = 4096
 """Searched up to where the user sets no bound; ends the search on memory that does not grow with the rows."""
@@ -348,6 +347,11 @@ class SurfaceLimit:
 
     def __str__(self) -> str:
         return f"{format_bytes(self.budget_bytes)} predicted"
+
+
+def most_that_fit(fits: Callable[[int], bool], at_most: int) -> int:
+    """The largest number up to `at_most` that fits, where every smaller one fits too; 0 if 1 does not."""
+    return bisect_left(range(1, at_most + 1), True, key=lambda number: not fits(number))
 
 
 def longest_row(limit: Limit, at_most: int) -> int:

@@ -14,8 +14,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
-from torchtune_adaptive.memory_sizes import MemorySize
 from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.text import MemorySize
 
 FRAGMENTATION = 0.05
 """The share of a GPU that a search leaves free.

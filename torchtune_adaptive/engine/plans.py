@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, pairwise
 from typing import NamedTuple, Protocol, TypeAlias
 
-from torchtune_adaptive.bisecting import most_that_fit
+from torchtune_adaptive.engine.limits import most_that_fit
 
 Plan: TypeAlias = tuple[tuple[int, ...], ...]
 """The samples of a step, by index, in the microbatches that they run in."""

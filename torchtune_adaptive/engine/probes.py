@@ -39,7 +39,7 @@ from torchtune_adaptive.errors import (
     without_backward,
 )
 from torchtune_adaptive.rehearsal import REHEARSAL
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 UPDATE = "update"
 

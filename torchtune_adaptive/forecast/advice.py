@@ -10,8 +10,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.measure import Found, measure
 from torchtune_adaptive.forecast.overrides import Overrides, combinations, savers, starts
 from torchtune_adaptive.forecast.question import Question
-from torchtune_adaptive.memory_sizes import format_bytes
-from torchtune_adaptive.wording import count_of, in_columns
+from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
 ENOUGH = 2
 """Settings that fit, after which no more are tried unless all are asked for."""

@@ -8,15 +8,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.rules import value_at
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import read_adaptive, value_at
 from torchtune_adaptive.forecast.measure import Found
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_with_ppo
-from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.rehearse.launchers import ONE_MACHINE
-from torchtune_adaptive.wording import count_of, in_columns
+from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
 Row = dict[str, Any]
 

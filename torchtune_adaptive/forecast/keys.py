@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchtune_adaptive.config.rules import (
+from torchtune_adaptive.config.keys import (
     BOOL,
     COUNT,
     COUNT_OR_0,

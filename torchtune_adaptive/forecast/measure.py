@@ -11,8 +11,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import read_json
-from torchtune_adaptive.config.rules import keys_of
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import keys_of
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import SAMPLES, Question

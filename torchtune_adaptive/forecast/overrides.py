@@ -10,9 +10,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.settings import Settings, on_gpu
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings, on_gpu, read_adaptive
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, training_of
 

@@ -15,21 +15,19 @@ import torch
 from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.rules import MOST_TOKENS, keys_of, read, value_at
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import MOST_TOKENS, keys_of, read, read_adaptive, value_at
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
 from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pairs, trains_with_ppo
-from torchtune_adaptive.memory_sizes import format_bytes, parse_amount
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
 from torchtune_adaptive.rl.settings import PPO_KEYS
+from torchtune_adaptive.text import did_you_mean, format_bytes, parse_amount
 from torchtune_adaptive.tune.culprits import longest_taken
 from torchtune_adaptive.tune.data import build_dataset
 from torchtune_adaptive.tune.samples import PAIR, TEXT
-from torchtune_adaptive.wording import did_you_mean
 
 STEPS, STEPS_OF_MANY_LENGTHS = 2, 200
 """The first one has no optimizer state in its backward."""

@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO
-from torchtune_adaptive.config.per_recipe import (
+from torchtune_adaptive.config.checks import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,
     read_lora_settings,
 )
-from torchtune_adaptive.config.rules import value_at
-from torchtune_adaptive.config.settings import LoraSettings, Settings
+from torchtune_adaptive.config.keys import LoraSettings, Settings, read_adaptive, value_at
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import POLICY_SECTION, PPO_KEYS, read_ppo_settings
 from torchtune_adaptive.tune.preference_stages import build_preference_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.memory_sizes import parse_size
+from torchtune_adaptive.text import parse_size
 
 
 @dataclass

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate.utils import recursively_apply
@@ -21,9 +22,8 @@ from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.samples import CollatedBatch, RawSample, collated, longest, sample_kind
-from torchtune_adaptive.memory_sizes import parse_size
-from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.report.tables import profile_table, search_table
+from torchtune_adaptive.text import parse_size
 
 STATE = "adaptive"
 """The key of the limit in `trainer_state.json`, under `stateful_callbacks`."""
@@ -110,7 +110,7 @@ class OptimizerSteps:
         def weighted_backward(loss: Tensor, **kwargs: Any) -> None:
             backward(loss * weight, **kwargs)
 
-        with self._alone(), replaced((self.trainer.accelerator, "backward", weighted_backward)):
+        with self._alone(), patch.object(self.trainer.accelerator, "backward", weighted_backward):
             loss = self.microbatch(self.model, batch.inputs, self._num_items)
         return Totals(loss * weight, batch.targets if counts else 0)
 
@@ -139,7 +139,7 @@ class OptimizerSteps:
 
         if head is not None:
             head.unshard()
-        with replaced((accelerator, "gather", repeated), (accelerator, "gather_for_metrics", repeated)):
+        with patch.multiple(accelerator, gather=repeated, gather_for_metrics=repeated):
             yield
         if head is not None:
             head.reshard()

@@ -7,6 +7,7 @@ step, keeps their samples; `training_step`, called for each batch, does nothing 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from accelerate.data_loader import DataLoaderDispatcher
@@ -17,7 +18,6 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.hf.arguments import AdaptiveArguments
 from torchtune_adaptive.hf.samples import CollatedBatch, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps
-from torchtune_adaptive.patching import replaced
 
 if TYPE_CHECKING:
     Base = Trainer
@@ -50,7 +50,7 @@ class AdaptiveMixin(Base):
 
     def get_train_dataloader(self) -> Any:
         """As Trainer's, with the samples beside each batch."""
-        with replaced((self, "data_collator", KeepSamples(self.data_collator))):
+        with patch.object(self, "data_collator", KeepSamples(self.data_collator)):
             loader = super().get_train_dataloader()
         if isinstance(loader, DataLoaderDispatcher) and self.accelerator.num_processes > 1:
             raise ConfigError(

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_rank_0
-from torchtune_adaptive.wording import ranks_named
+from torchtune_adaptive.text import ranks_named
 
 BEATS_PER_TIMEOUT = 16
 LONGEST_INTERVAL_S = 5.0

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
-from torchtune_adaptive.config.adaptive import read_adaptive
+from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_command_line
 from torchtune_adaptive.config.components import in_a_line
+from torchtune_adaptive.config.keys import read_adaptive
 from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
-from torchtune_adaptive.config.unknown_keys import check_keys
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
 from torchtune_adaptive.errors import (
@@ -47,7 +47,7 @@ from torchtune_adaptive.life.endings import (
 from torchtune_adaptive.life.signals import listen, stop_listening
 from torchtune_adaptive.life.silent_ranks import ending_when_a_rank_is_silent
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, saved_and_what_next
-from torchtune_adaptive.wording import ranks_named
+from torchtune_adaptive.text import ranks_named
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.report.journal import EPOCH, Record, Timeline, is_number
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,9 @@ from itertools import groupby
 
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
-from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.schedules.accumulation import Accumulation
 from torchtune_adaptive.schedules.growth import EpochSizes
-from torchtune_adaptive.wording import count_of, in_columns, times
+from torchtune_adaptive.text import count_of, format_bytes, in_columns, times
 
 MEASURED = ("peak", "of budget", "time", "")
 _TIMES = "\u00d7"

@@ -8,7 +8,7 @@ from typing import NoReturn
 from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.culprits import NamedSamples

@@ -16,10 +16,10 @@ from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import RolloutStages
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.oversize import Admission
 from torchtune_adaptive.tune.run_parts import RunParts
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from torchtune_adaptive.rl.rollouts import (
     kept_of,
 )
 from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, PPOSettings
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 
 def estimate(everything: Sequence[Rollout], ppo: PPOSettings, stop_tokens: Sequence[int]) -> dict[str, float]:

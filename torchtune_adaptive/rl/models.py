@@ -16,7 +16,7 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.checkpoints import VALUE_MODEL
 from torchtune_adaptive.rl.settings import (

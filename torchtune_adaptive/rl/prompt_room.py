@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.tune.culprits import longest_taken

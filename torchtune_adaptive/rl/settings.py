@@ -8,12 +8,23 @@ from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config import rules
-from torchtune_adaptive.config.contradictions import check_defaults, check_token_budget, refuse
-from torchtune_adaptive.config.rules import BOOL, COUNT, COUNT_OR_0, INTEGER, NULL, NUMBER, Rule, option, value_at
-from torchtune_adaptive.config.settings import Settings, read_common
+from torchtune_adaptive.config import keys
+from torchtune_adaptive.config.checks import check_defaults, check_token_budget, refuse
+from torchtune_adaptive.config.keys import (
+    BOOL,
+    COUNT,
+    COUNT_OR_0,
+    INTEGER,
+    NULL,
+    NUMBER,
+    Rule,
+    Settings,
+    option,
+    read_common,
+    value_at,
+)
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 POLICY_SECTION, VALUE_SECTION = "policy_model", "reward_and_value_model"
 POLICY_FILES, REFERENCE_FILES = "checkpointer", "ref_policy_checkpointer"
@@ -104,8 +115,8 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     for key in WITHOUT_EFFECT:
         if cfg.get(key) is not None:
             raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: remove it")
-    ppo = rules.read(PPOSettings, cfg)
-    rules.read(LossSettings, cfg.get("loss"), prefix="loss.")
+    ppo = keys.read(PPOSettings, cfg)
+    keys.read(LossSettings, cfg.get("loss"), prefix="loss.")
     _check_sizes(ppo)
     seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
     assert isinstance(seen, DictConfig)

@@ -26,18 +26,17 @@ from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.memory_sizes import format_bytes
 from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.rl.course import RolloutParts
 from torchtune_adaptive.rl.models import give_gradients
 from torchtune_adaptive.rl.rollouts import REFERENCE_LOG_PROBS, SCORE, Rollout, worst_rollout
 from torchtune_adaptive.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, samples_of_stage
+from torchtune_adaptive.text import format_bytes, in_columns
 from torchtune_adaptive.tune.culprits import longest_taken
 from torchtune_adaptive.tune.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.longest_sample import worst_sample
 from torchtune_adaptive.tune.oversize import Admission, ways_to_make_room
 from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, admission_of
-from torchtune_adaptive.wording import in_columns
 
 logger = logging.getLogger(__name__)
 

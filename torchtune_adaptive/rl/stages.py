@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torchtune.rlhf.loss import PPOLoss
 
 from torchtune_adaptive.checkpoints.progress import SavedLimits
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.reports import StepResult

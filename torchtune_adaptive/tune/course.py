@@ -15,6 +15,7 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.culprits import longest_taken
 from torchtune_adaptive.tune.epochs import (
     announce,
@@ -30,7 +31,6 @@ from torchtune_adaptive.tune.run_parts import RunParts, restore_limits
 from torchtune_adaptive.tune.sample_exchange import dealer_of
 from torchtune_adaptive.tune.samples import Kind, Sample
 from torchtune_adaptive.tune.token_budget import Microbatches, budget_limit, microbatches_of
-from torchtune_adaptive.wording import count_of
 
 Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
 

@@ -24,8 +24,8 @@ from torchtune_adaptive.errors import (
     SampleTooLongError,
     UnrecoverableError,
 )
+from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.samples import TEXT, Fields, Kind, Sample
-from torchtune_adaptive.wording import shown
 
 MOST_REMEMBERED = 2**17
 """Samples, by index: more than the last steps have, and a megabyte."""

@@ -17,16 +17,16 @@ from torchtune.data import padded_collate_packed, padded_collate_sft
 from torchtune.datasets import ConcatDataset
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.loader import StepLoader
 from torchtune_adaptive.tune.process_group import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.unpadded.documents import Batch
-from torchtune_adaptive.wording import count_of
 
 Collate = Callable[[Sequence[Sample]], Batch]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"

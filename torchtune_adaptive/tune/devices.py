@@ -9,7 +9,7 @@ import torch
 from torchtune import training, utils
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings, on_gpu
+from torchtune_adaptive.config.keys import Settings, on_gpu
 from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import ConfigError
 

@@ -16,13 +16,13 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.errors import ConfigError, IncreaseError
 from torchtune_adaptive.report.tables import schedule_table, step_line
 from torchtune_adaptive.schedules.accumulation import Accumulation, accumulate
 from torchtune_adaptive.schedules.growth import EpochSizes, Increase, Outline, simulate, steady
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 logger = logging.getLogger(__name__)
 

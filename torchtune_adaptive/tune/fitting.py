@@ -13,7 +13,7 @@ from typing import Any, Generic
 import torch.distributed as dist
 from torch import nn
 
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import OnProbe, TrainingStep, find_max_batch_size, profile_memory
 from torchtune_adaptive.engine.profile import Profile

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
 from torchtune_adaptive.engine.meter import MemoryMeter
-from torchtune_adaptive.memory_sizes import MemorySize, size_for_rank
+from torchtune_adaptive.text import MemorySize, size_for_rank
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
-from torchtune_adaptive.config.rules import MOST_TOKENS
+from torchtune_adaptive.config.keys import MOST_TOKENS
 from torchtune_adaptive.engine.ranks import Agreement
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import progress_bar

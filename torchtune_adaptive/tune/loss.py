@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchtune import training
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 
 Logits = Tensor | list[Tensor]

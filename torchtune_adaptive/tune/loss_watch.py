@@ -8,7 +8,7 @@ import math
 import torch.distributed as dist
 
 from torchtune_adaptive.errors import NotLearningError
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 logger = logging.getLogger(__name__)
 

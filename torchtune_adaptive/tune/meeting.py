@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchtune_adaptive.errors import RanksPartedError
 from torchtune_adaptive.rehearsal import REHEARSAL
-from torchtune_adaptive.wording import ranks_named
+from torchtune_adaptive.text import ranks_named
 
 GREETS_EVERY_S = 0.02
 

@@ -18,7 +18,7 @@ from torchtune import training
 from torchtune_adaptive.atomic_files import keep_file, reason
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.life.console import progress_bar

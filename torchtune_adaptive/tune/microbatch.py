@@ -16,8 +16,7 @@ from torch.nn.functional import pad
 from torchtune import training
 from torchtune.training import OffloadActivations
 
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.ranks import sum_over_ranks

@@ -23,15 +23,15 @@ from torchtune import modules, training
 from torchtune.modules import peft
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.contradictions import check_replicas
-from torchtune_adaptive.config.settings import LoraSettings, Settings
+from torchtune_adaptive.config.checks import check_replicas
+from torchtune_adaptive.config.keys import LoraSettings, Settings
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import make_replicas_alike
 from torchtune_adaptive.errors import ConfigError, UnrecoverableError
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.devices import dtype_of
 from torchtune_adaptive.tune.process_group import SHARDING, Meshes, Place
 from torchtune_adaptive.tune.unpadded.attention import take_documents
-from torchtune_adaptive.wording import count_of
 
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"

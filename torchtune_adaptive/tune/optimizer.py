@@ -16,8 +16,8 @@ from torchtune import training
 
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer, load_state
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.clipping import clip
 

@@ -7,15 +7,14 @@ from typing import TypeVar
 
 import torch
 
+from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.remedies import KEYS
-from torchtune_adaptive.config.rules import value_at
-from torchtune_adaptive.config.settings import Settings
 from torchtune_adaptive.engine.ranks import sum_over_ranks
 from torchtune_adaptive.errors import Remedy, SampleTooLargeError
 from torchtune_adaptive.life.console import say
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.samples import Kind, Sample
-from torchtune_adaptive.wording import count_of
 
 Item = TypeVar("Item")
 

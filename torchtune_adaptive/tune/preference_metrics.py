@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.life.console import say
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.preference_stages import ANSWERS, EMPTY, IDENTICAL, PAIRS, POLICY, REFERENCE
-from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 

@@ -22,20 +22,20 @@ from torchtune.modules.peft import disable_adapter
 from torchtune.training import OffloadActivations, get_act_offloading_ctx_manager
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
 from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.text import shown
 from torchtune_adaptive.tune.culprits import check_length
 from torchtune_adaptive.tune.data import Batching, Data
 from torchtune_adaptive.tune.microbatch import batching_of, build_recovery
 from torchtune_adaptive.tune.offloading import leaving_nothing_offloaded
 from torchtune_adaptive.tune.samples import Kind, Sample
 from torchtune_adaptive.tune.unpadded.documents import batch_to_device, longest_of, taking_long_rows
-from torchtune_adaptive.wording import shown
 
 REFERENCE = "reference log-probabilities"
 POLICY = "policy"

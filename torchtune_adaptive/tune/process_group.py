@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.devices import device_of
 from torchtune_adaptive.tune.meeting import store_of_this_start

@@ -8,10 +8,10 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.rules import BOOL, NULL, check, one_of
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import BOOL, NULL, check, one_of
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import shown
+from torchtune_adaptive.text import shown
 
 PROFILER = "torchtune.training.setup_torch_profiler"
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torchtune_adaptive.atomic_files import keep_file, reason
 from torchtune_adaptive.checkpoints.identity import weights_in
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.memory import MemorySource
@@ -36,11 +36,11 @@ from torchtune_adaptive.engine.ranks import from_rank_0, sum_over_ranks
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import RunStopped, SampleError
 from torchtune_adaptive.life.console import progress_bar, say
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.course import Parts, open_record, reference_limit
 from torchtune_adaptive.tune.culprits import NamedSamples, check_sample
 from torchtune_adaptive.tune.preference_stages import KEPT, REFERENCE
 from torchtune_adaptive.tune.samples import PAIR, Sample
-from torchtune_adaptive.wording import count_of
 
 logger = logging.getLogger(__name__)
 

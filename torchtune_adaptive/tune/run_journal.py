@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline

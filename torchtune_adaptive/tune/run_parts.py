@@ -12,7 +12,7 @@ from torch import nn
 
 from torchtune_adaptive.checkpoints.progress import Progress, SavedLimits
 from torchtune_adaptive.checkpoints.saving import Checkpoints
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say

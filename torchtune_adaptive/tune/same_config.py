@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.engine.ranks import from_all_ranks
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import shown
+from torchtune_adaptive.text import shown
 
 OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
 """What nodes may have of their own, besides paths."""

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchtune.modules import TransformerDecoder
 
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.plans import deal
 from torchtune_adaptive.engine.ranks import explaining_failures, gloo_group_aside, world_size

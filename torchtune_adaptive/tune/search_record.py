@@ -15,14 +15,14 @@ import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.atomic_files import keep_file, read_json
-from torchtune_adaptive.config.settings import on_gpu
+from torchtune_adaptive.config.keys import on_gpu
 from torchtune_adaptive.engine.limits import Surface
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.ranks import Agreement, from_rank_0
 from torchtune_adaptive.engine.search import Peak, Probe, SearchResult
 from torchtune_adaptive.report.journal import SEARCH, Event
-from torchtune_adaptive.wording import count_of
+from torchtune_adaptive.text import count_of
 
 logger = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longes
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.schedules.growth import EpochSizes
+from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.loader import StepLoader, looking_ahead
 from torchtune_adaptive.tune.longest_sample import longest_sample
 from torchtune_adaptive.tune.oversize import Admission, remedy_for, too_large
 from torchtune_adaptive.tune.sample_exchange import Dealer, FullestRank
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.wording import count_of
 
 LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with the limit, where nothing says less."""

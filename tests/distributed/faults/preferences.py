@@ -17,8 +17,7 @@ from torchtune.rlhf.loss import DPOLoss
 from tests.distributed.faults.failing import fail_there, operations_of, ways_to_fail
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import StepRunner

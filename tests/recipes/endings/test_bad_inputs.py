@@ -13,9 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.recipes.hostile import Ended, start
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
 from torchtune_adaptive.config.command_line import locate, read_config
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.question import read_question

@@ -16,7 +16,7 @@ from torchtune.modules.peft import get_adapter_state_dict
 
 from tests.recipes.shrunk_models import file_names, shrunk_models
 from tests.recipes.stock_configs import RECIPES, StockConfig, import_model, on_cpu, steps_of, stock_configs, train_all
-from torchtune_adaptive.config.unknown_keys import check_keys
+from torchtune_adaptive.config.checks import check_keys
 
 ALL = stock_configs()
 ONE_OF_A_FAMILY = {

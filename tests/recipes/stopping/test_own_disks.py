@@ -16,7 +16,7 @@ from tests.ranks import run_on_ranks
 from tests.unit.checkpoints.starting import config
 from torchtune_adaptive.checkpoints.loading import load_distributed
 from torchtune_adaptive.checkpoints.resuming import find_start
-from torchtune_adaptive.config.per_recipe import read_full_settings
+from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import CheckpointError, ConfigError
 
 

@@ -14,7 +14,7 @@ from tests.unit.checkpoints.making import save
 from torchtune_adaptive.checkpoints.identity import identity_of
 from torchtune_adaptive.checkpoints.manifest import Position
 from torchtune_adaptive.checkpoints.resuming import Start, decide
-from torchtune_adaptive.config.per_recipe import read_full_settings
+from torchtune_adaptive.config.checks import read_full_settings
 
 ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}
 

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.checkpoints.making import complete
 from tests.unit.checkpoints.starting import config, in_a_group_of_one, saved, start
 from torchtune_adaptive.checkpoints.resuming import find_start
-from torchtune_adaptive.config.per_recipe import read_full_settings
+from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.this_run import THIS_RUN
 

@@ -12,7 +12,7 @@ from tests.unit.checkpoints.making import complete, save
 from tests.unit.checkpoints.starting import ADAPTER, config, folder_of, saved, start
 from torchtune_adaptive.checkpoints import folders
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
-from torchtune_adaptive.config.per_recipe import read_full_settings
+from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
 from torchtune_adaptive.life import run_file
 from torchtune_adaptive.life.this_run import RESTARTS

@@ -17,8 +17,8 @@ import yaml
 from tests.ranks import PATIENCE
 from torchtune_adaptive.cli import keys
 from torchtune_adaptive.cli.main import COMMANDS, main
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.catalogue import RECIPES, our_configs, recipe_files
+from torchtune_adaptive.config.keys import AdaptiveConfig
+from torchtune_adaptive.config.registry import RECIPES, our_configs, recipe_files
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.life.endings import NOBODY_READS
 

@@ -10,10 +10,10 @@ import torchtune
 from omegaconf import DictConfig, OmegaConf
 from torchtune._recipe_registry import get_all_recipes
 
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.catalogue import installed_configs
+from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.config.per_recipe import read_full_settings, read_lora_settings
+from torchtune_adaptive.config.keys import read_adaptive
+from torchtune_adaptive.config.registry import installed_configs
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import read_ppo_settings
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config.catalogue import FULL, FULL_DPO, LORA, LORA_DPO, PPO, installed_configs
-from torchtune_adaptive.config.per_recipe import (
+from torchtune_adaptive.config.checks import (
     read_full_dpo_settings,
     read_full_settings,
     read_lora_dpo_settings,
     read_lora_settings,
 )
-from torchtune_adaptive.config.settings import on_gpu
+from torchtune_adaptive.config.keys import on_gpu
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, installed_configs
 from torchtune_adaptive.errors import ConfigError, SeveralErrors
 from torchtune_adaptive.forecast.which_recipe import training_of
 from torchtune_adaptive.rl.settings import read_ppo_settings

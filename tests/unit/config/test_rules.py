@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.rules import (
+from torchtune_adaptive.config.keys import (
     ABOVE_ZERO,
     BOOL,
     COUNT,
@@ -22,6 +21,7 @@ from torchtune_adaptive.config.rules import (
     one_of,
     option,
     read,
+    read_adaptive,
     some_of,
 )
 from torchtune_adaptive.errors import ConfigError

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.unknown_keys import check_keys
+from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from torchtune_adaptive.engine.memory import FRAGMENTATION, CudaMemory
-from torchtune_adaptive.memory_sizes import parse_size
+from torchtune_adaptive.text import parse_size
 
 GIB = 2**30
 

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tests.unit.tune.settings import NEEDED
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.rl.components import build_prompts
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.rl.test_settings import DEMO, config
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.rl.prompt_room import check_room, check_whole_length
 from torchtune_adaptive.rl.settings import read_ppo_settings

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config.catalogue import config_files
-from torchtune_adaptive.config.unknown_keys import check_keys
+from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.rl.settings import PPO_KEYS, read_ppo_settings
 

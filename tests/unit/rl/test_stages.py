@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig, OmegaConf
 
-from torchtune_adaptive.config.catalogue import config_files
+from torchtune_adaptive.config.registry import config_files
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.rl.settings import read_ppo_settings
 from torchtune_adaptive.rl.stages import FORWARD, GENERATE, STAGES, TRAIN_POLICY, TRAIN_VALUE, configured_limits

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tune.settings import NEEDED
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import data
 from torchtune_adaptive.tune.culprits import NamedSamples

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.tune.unpadded.test_support import SETTINGS
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.memory_sizes import parse_sizes
+from torchtune_adaptive.config.keys import AdaptiveConfig
+from torchtune_adaptive.text import parse_sizes
 from torchtune_adaptive.tune.devices import prepare
 
 LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit"))

@@ -8,8 +8,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.checkpoints.progress import Progress
-from torchtune_adaptive.config import rules
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config import keys
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.epochs import announce
 
@@ -27,7 +27,7 @@ def test_another_number_of_ranks_is_told_in_the_right_number(
     )
     progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=(sizes,), ranks=before)
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        announce((sizes, sizes), rules.read(Settings, cfg), progress, ranks, None, 6)
+        announce((sizes, sizes), keys.read(Settings, cfg), progress, ranks, None, 6)
     samples = f"{2 * ranks} samples a step (before: {2 * before})"
     assert caplog.messages[0] == f"resumed on {said}: {samples}"
 
@@ -58,5 +58,5 @@ def test_a_step_that_has_grown_says_what_it_leaves_out_of_an_epoch(
     )
     progress = Progress(seed=0, epochs_run=0, total_epochs=2, max_steps_per_epoch=None, ranks=2)
     with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
-        announce((sizes, sizes), rules.read(Settings, cfg), progress, 2, None, samples_per_rank)
+        announce((sizes, sizes), keys.read(Settings, cfg), progress, 2, None, samples_per_rank)
     assert [message.split(";")[0] for message in caplog.messages[1:]] == said

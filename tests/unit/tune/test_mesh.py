@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.unit.tune.settings import NEEDED
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.process_group import mesh_shape
 

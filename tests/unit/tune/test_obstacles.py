@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from tests.unit.tune.settings import NEEDED
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.microbatch import obstacle_to_recovery
 

@@ -9,10 +9,9 @@ import torch
 from omegaconf import OmegaConf
 
 from tests.unit.tune.settings import NEEDED
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.config.per_recipe import read_full_dpo_settings
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError

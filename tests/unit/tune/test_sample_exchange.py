@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.unit.tune.unpadded.models import build
 from tests.unit.tune.unpadded.test_support import BUDGET, SETTINGS
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
+from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune import sample_exchange as dealer_module

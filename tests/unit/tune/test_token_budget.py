@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.contradictions import check_token_budget
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.checks import check_token_budget
+from torchtune_adaptive.config.keys import Settings, read_adaptive
 from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, SampleTooLargeError
 from torchtune_adaptive.tune import fitting

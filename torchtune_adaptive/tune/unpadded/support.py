@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchtune.modules import MultiHeadAttention, TransformerDecoder
 
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, rank
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.unpadded.attention import has_own_forward, takes_documents

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar, cast
+from unittest.mock import patch
 
 import torch
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -21,10 +22,9 @@ from torchtune.config._utils import _get_component_from_path
 from torchtune_adaptive.checkpoints.loading import KEEP_LAST, finds_files_itself
 from torchtune_adaptive.checkpoints.named import file_names
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import Settings
-from torchtune_adaptive.config.signatures import COMPONENT
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.patching import replaced
 from torchtune_adaptive.rl.components import build_ppo_loss
 from torchtune_adaptive.rl.prompt_room import check_room
 from torchtune_adaptive.rl.settings import (
@@ -68,7 +68,7 @@ def _quantizing_at_once() -> AbstractContextManager[None]:
     def pairs_of(weight: torch.Tensor, *_: object) -> torch.Tensor:
         return torch.empty(weight.numel() // 2, dtype=torch.uint8, device=weight.device)
 
-    return replaced((NF4Tensor, "convert_to_norm_float_weight", staticmethod(pairs_of)))
+    return patch.multiple(NF4Tensor, convert_to_norm_float_weight=staticmethod(pairs_of))
 
 
 def build_model(cfg: DictConfig) -> nn.Module:

@@ -8,16 +8,15 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from torchtune_adaptive.checkpoints.progress import start_progress
-from torchtune_adaptive.config.adaptive import read_adaptive
-from torchtune_adaptive.config.catalogue import PLAN, PPO
-from torchtune_adaptive.config.settings import Settings
-from torchtune_adaptive.config.unknown_keys import check_keys
+from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.keys import Settings, read_adaptive
+from torchtune_adaptive.config.registry import PLAN, PPO
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.forecast.which_recipe import TRAININGS
-from torchtune_adaptive.memory_sizes import size_for_rank
 from torchtune_adaptive.rl.settings import read_ppo_settings
+from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import devices
 from torchtune_adaptive.tune.data import is_packed
 from torchtune_adaptive.tune.epochs import build_increase_function, check_growth

@@ -18,7 +18,7 @@ from torchtune_adaptive.checkpoints.resuming import (
     places_of,
 )
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.settings import AUTO, Settings
+from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.life.output_lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.validate.findings import Findings
 

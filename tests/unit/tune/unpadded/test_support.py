@@ -15,9 +15,8 @@ from torchtune.models.gemma2 import gemma2
 from torchtune.modules import MultiHeadAttention
 
 from tests.unit.tune.unpadded.models import MODELS, SIZES, build
-from torchtune_adaptive.config.adaptive import AdaptiveConfig
-from torchtune_adaptive.config.contradictions import check_token_budget
-from torchtune_adaptive.config.settings import Settings
+from torchtune_adaptive.config.checks import check_token_budget
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.unpadded.attention import take_documents
 from torchtune_adaptive.tune.unpadded.support import is_padded

@@ -11,7 +11,7 @@ import pytest
 from tests.recipes.endings import test_errors
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.config.catalogue import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
+from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
 from torchtune_adaptive.forecast.which_recipe import TRAININGS
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}

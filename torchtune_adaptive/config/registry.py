@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.wording import did_you_mean
+from torchtune_adaptive.text import did_you_mean
 
 PREFIX = "adaptive/"
 FULL, LORA, PLAN = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "adaptive_plan"

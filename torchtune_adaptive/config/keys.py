@@ -1,0 +1,465 @@
+"""Every key of a config that is read here: what it may be, its default, and what it means."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigTypeError
+
+from torchtune_adaptive.engine.limits import ROUNDINGS
+from torchtune_adaptive.engine.search import STRATEGIES
+from torchtune_adaptive.errors import ConfigError, together
+from torchtune_adaptive.schedules.accumulation import ACCUMULATION_MODES, LR_SCALINGS
+from torchtune_adaptive.schedules.growth import BEYOND_MEMORY
+from torchtune_adaptive.text import MemorySize, did_you_mean, parse_sizes, shown
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What a value may be: a test, and the same in words."""
+
+    accepts: Callable[[Any], bool]
+    allowed: str
+
+    def __or__(self, other: Rule) -> Rule:
+        return Rule(lambda v: self.accepts(v) or other.accepts(v), f"{self.allowed} or {other.allowed}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_path(text: str) -> bool:
+    """Whether Linux lets a file have that name; what nothing checks ends in an OSError wherever it is looked at."""
+    try:
+        raw = os.fsencode(text)
+    except UnicodeEncodeError:
+        return False
+    return b"\0" not in raw and len(raw) < 4096 and all(len(name) <= 255 for name in raw.split(b"/"))
+
+
+BOOL = Rule(lambda v: isinstance(v, bool), "True or False")
+COUNT = Rule(lambda v: _is_int(v) and v >= 1, "a whole number of at least 1")
+INTEGER = Rule(_is_int, "a whole number")
+COUNT_OR_0 = Rule(lambda v: _is_int(v) and v >= 0, "a whole number of at least 0")
+NULL = Rule(lambda v: v is None, "null")
+NUMBER = Rule(lambda v: _is_int(v) or isinstance(v, float), "a number")
+TO_A_DAY = Rule(lambda v: NUMBER.accepts(v) and 1 <= v <= 86400, "a number of seconds from 1 to 86400 (one day),")
+ABOVE_ZERO = Rule(lambda v: NUMBER.accepts(v) and v > 0, "a number above 0")
+TEXT = Rule(lambda v: isinstance(v, str) and v != "", "a string")
+PATH = Rule(lambda v: TEXT.accepts(v) and _is_path(v), "a path whose names have at most 255 bytes each")
+SIZES = Rule(lambda v: True, "an amount, a fraction up to 1, or a list of those; or null")
+"""What is wrong with one is told where it is converted."""
+SECTION = Rule(lambda v: True, "a section of keys and values")
+"""What is wrong with one is told where it is read."""
+NAMES = Rule(lambda v: isinstance(v, list) and all(isinstance(n, str) for n in v), "a list of names")
+
+
+MOST_TOKENS = 2**24
+"""Tokens of a row: what no model takes is refused before lists of that length are made."""
+
+
+def one_of(*choices: object) -> Rule:
+    return Rule(lambda v: v in choices, " or ".join(map(str, choices)))
+
+
+def count_up_to(most: int) -> Rule:
+    return Rule(lambda v: COUNT.accepts(v) and v <= most, f"a whole number from 1 to {most}")
+
+
+def counts_up_to(most: int) -> Rule:
+    each = count_up_to(most)
+    return Rule(
+        lambda v: isinstance(v, list) and bool(v) and all(map(each.accepts, v)),
+        f"a list of whole numbers from 1 to {most}",
+    )
+
+
+def some_of(*choices: str) -> Rule:
+    return Rule(lambda v: NAMES.accepts(v) and v and set(v) <= set(choices), f"a list of {', '.join(choices)}")
+
+
+def option(
+    rule: Rule,
+    default: object = dataclasses.MISSING,
+    *,
+    means: str = "",
+    convert: Callable[[Any, str], object] | None = None,
+) -> Any:
+    """A field of a section; required when it has no default.
+
+    `means` is what docs/keys.md and `tune-adaptive keys` say of it; torchtune's own keys have none.
+    `convert` takes the value and what errors call it.
+    """
+    return dataclasses.field(default=default, metadata={"rule": rule, "means": means, "convert": convert or _frozen})
+
+
+def _frozen(value: object, key: str) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read(kind: type[T], values: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
+    """The dataclass `kind`, filled with the keys of `values` that it names and checked rule by rule."""
+    given = plain(values, prefix.rstrip("."))
+    options = options_of(kind)
+    checked = together(partial(_checked, field, given, prefix) for field in options)
+    return kind(**{field.name: value for field, value in zip(options, checked, strict=True)})
+
+
+def keys_of(kind: type) -> list[str]:
+    return [field.name for field in options_of(kind)]
+
+
+def options_of(kind: type) -> list[dataclasses.Field[Any]]:
+    return [field for field in dataclasses.fields(kind) if "rule" in field.metadata]
+
+
+def _checked(field: dataclasses.Field[Any], values: Mapping[Any, object], prefix: str) -> object:
+    rule: Rule = field.metadata["rule"]
+    key = prefix + field.name
+    if field.name not in values:
+        if field.default is dataclasses.MISSING:
+            raise ConfigError(f"{key} is missing: give {rule.allowed}")
+        return field.default
+    value = values[field.name]
+    check(rule, value, key)
+    return field.metadata["convert"](value, key)
+
+
+def check(rule: Rule, value: object, key: str) -> None:
+    if not rule.accepts(value):
+        raise ConfigError(f"{key} is {shown(value)}: allowed is {rule.allowed}")
+
+
+def value_at(cfg: DictConfig, key: str) -> Any:
+    """The value of a dotted key; None where there is none, or no section that could have it."""
+    try:
+        return OmegaConf.select(cfg, key)
+    except ConfigTypeError:
+        return None
+
+
+def plain(values: Any, name: str) -> Mapping[Any, object]:
+    if OmegaConf.is_config(values):
+        values = OmegaConf.to_container(values, resolve=True)
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{name} is {values!r}: allowed is a section of keys and values")
+    return values
+
+
+def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
+    return None if value is None else parse_sizes(value, key)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdaptiveConfig:
+    """The `adaptive:` section."""
+
+    recover_from_oom: bool | None = option(
+        BOOL | NULL,
+        None,
+        means=(
+            "repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or "
+            "tensor parallelism. `True`: refuse to start where it is not possible. `False`: end the run"
+        ),
+    )
+    regrow_after: int = option(
+        COUNT_OR_0,
+        200,
+        means="steps without trouble before a reduced limit tries the next larger size; 0: never",
+    )
+    max_skipped_steps: int = option(
+        COUNT_OR_0,
+        10,
+        means=(
+            "consecutive steps whose loss or gradients may be NaN or infinite before the run ends, on all ranks."
+            " Such gradients never update the weights"
+        ),
+    )
+    silent_rank_timeout: float | None = option(
+        TO_A_DAY | Rule(NULL.accepts, "null, for never"),
+        120,
+        means=(
+            "seconds without a sign of life from a rank (its process is stopped, its machine hangs) before the "
+            "others end and name it. A rank busy with a save, a compilation or its dataset still answers. null:"
+            " wait until the process group times out"
+        ),
+    )
+    memory_limit: tuple[MemorySize, ...] | None = option(
+        SIZES,
+        None,
+        convert=_sizes,
+        means=(
+            "what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one value"
+            " per rank. The CUDA allocator enforces it, on a CPU a meter does. A CPU without a limit has "
+            "nothing to search"
+        ),
+    )
+
+    token_budget: int | str | None = option(
+        COUNT | one_of("auto") | NULL,
+        None,
+        means=(
+            "limit microbatches by tokens instead of rows. A number: the most tokens in a microbatch. `auto`: "
+            "measure what fits. null: limit by rows. In PPO, each stage has its own"
+        ),
+    )
+    padding: bool | None = option(
+        BOOL | NULL,
+        None,
+        means=(
+            "under a token budget, `False`: pack samples without padding, with attention masked per sample; an "
+            "error where that is not possible. `True`: pad rows to the longest; samples of similar length share"
+            " a microbatch. null: no padding where possible, otherwise the log says why"
+        ),
+    )
+    deal: bool | None = option(
+        BOOL | NULL,
+        None,
+        means=(
+            "under a token budget, `True`: distribute the samples of a step over the ranks by cost, so that no "
+            "rank waits for the fullest. `False`: each rank runs the samples it has read. null: `True` where "
+            "possible (text models without tensor parallelism or packed data)"
+        ),
+    )
+    oversize: str = option(
+        one_of("error", "truncate", "skip"),
+        "error",
+        means=(
+            "a sample too long for any microbatch: `error` (names it), `truncate`, or `skip` (leave it out of "
+            "the loss). The end of each epoch reports how many there were"
+        ),
+    )
+
+    precompute_reference: bool = option(
+        BOOL,
+        False,
+        means=(
+            "preference training: run the reference once over the whole dataset before training, then free it. "
+            "Its answers are kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer "
+            "and dataset"
+        ),
+    )
+
+    search: str = option(
+        one_of(*STRATEGIES),
+        "linear",
+        means=(
+            "`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. "
+            "`decrease`: halve until it fits"
+        ),
+    )
+    round_to: str = option(
+        one_of(*ROUNDINGS),
+        "power_of_two",
+        means=(
+            "round the result of a search down to a `power_of_two`, a `divisor` of the configured samples per "
+            "step, or not at all (`none`)"
+        ),
+    )
+    max_batch_size: int | None = option(
+        count_up_to(2**20) | NULL,
+        None,
+        means="the most rows that a search or an increase may reach; not for token budgets",
+    )
+    sequence_length: int | None = option(
+        count_up_to(MOST_TOKENS) | NULL,
+        None,
+        means=(
+            "tokens of the longest sample to measure with. null: `tokenizer.max_seq_len`, else the longest "
+            "sample of the dataset, which is scanned once"
+        ),
+    )
+    accumulation: str = option(
+        one_of(*ACCUMULATION_MODES),
+        "rebalance",
+        means=(
+            "`rebalance`: keep the configured samples per step; grow the step only when one microbatch already "
+            "holds more. `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples"
+            " per step"
+        ),
+    )
+    lr_scaling: str = option(
+        one_of(*LR_SCALINGS),
+        "none",
+        means=(
+            "how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"
+        ),
+    )
+    reuse_search: bool = option(
+        BOOL,
+        True,
+        means="reuse the result in `batch_search.json` if nothing that it depends on has changed",
+    )
+
+    on_save_error: str = option(
+        one_of("stop", "continue"),
+        "stop",
+        means="when a checkpoint cannot be written: `stop` the run, or `continue`",
+    )
+    beyond_memory: str = option(
+        one_of(*BEYOND_MEMORY),
+        "skip",
+        means="an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`",
+    )
+
+
+def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
+    """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
+    values = plain(section, "adaptive")
+    read_known = partial(read, AdaptiveConfig, values, prefix="adaptive.")
+    checks: list[Callable[[], object]] = [*(partial(_check_known, key) for key in values), read_known]
+    together(checks)
+    return read_known()
+
+
+def _check_known(key: object) -> None:
+    if key not in (known := keys_of(AdaptiveConfig)):
+        hint = did_you_mean(str(key), known)
+        raise ConfigError(f"adaptive.{key} is not a known key; allowed: {', '.join(known)}{hint}")
+
+
+AUTO = "auto"
+FUSED_ON_SHARDS = ("Adam", "AdamW")
+"""Optimizers of torch whose fused update takes the shards of FSDP2."""
+IN_SECTIONS = {
+    "tokenizer.max_seq_len": COUNT | NULL,
+    "metric_logger.log_dir": PATH | NULL,
+    "checkpointer.checkpoint_dir": PATH | NULL,
+    "checkpointer.output_dir": PATH | NULL,
+}
+"""Keys of components, of which these would speak late, or of something else."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Keys that the recipes know, with torchtune's names and defaults."""
+
+    config: DictConfig = field(default_factory=lambda: OmegaConf.create({}), repr=False, compare=False)
+    """Where they were read: the sections of the components are in there."""
+
+    device: str = option(TEXT)
+    dtype: str = option(one_of("bf16", "fp32"))
+    output_dir: str = option(PATH)
+    seed: int | None = option(INTEGER | NULL, None)
+    cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
+
+    batch_size: int = option(COUNT)
+    use_maximum_batch_size: bool = option(BOOL, False, means="find the most rows that fit, and train with them")
+    gradient_accumulation_steps: int = option(COUNT)
+    epochs: int = option(count_up_to(100_000))
+    max_steps_per_epoch: int | None = option(COUNT | NULL, None)
+    shuffle: bool = option(BOOL)
+    collate_fn: str = option(TEXT, "torchtune.data.padded_collate_sft")
+    clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
+    compile: bool = option(BOOL, False)
+
+    resume_from_checkpoint: bool | str = option(
+        BOOL | one_of(AUTO),
+        False,
+        means=(
+            "`auto`: resume from the newest complete checkpoint of this run, or start. `True`: from the files "
+            "that the config names, as in torchtune"
+        ),
+    )
+    save_every_n_steps: int | None = option(
+        COUNT | NULL, None, means="save a checkpoint every so many steps, in addition to the end of each epoch"
+    )
+    keep_last_n_checkpoints: int | None = option(
+        COUNT | NULL,
+        None,
+        means=(
+            "remove older checkpoints, except a finished run's last and the one resumed from; may also be set "
+            "in `checkpointer`"
+        ),
+    )
+    overwrite_output_dir: bool = option(BOOL, False, means="a fresh start removes existing checkpoints")
+    enable_async_checkpointing: bool = option(BOOL, False)
+    save_adapter_weights_only: bool = option(BOOL, False)
+
+    enable_activation_checkpointing: bool = option(BOOL, False)
+    enable_activation_offloading: bool = option(BOOL, False)
+    ac_mode: str | None = option(one_of("full", "selective") | NULL, None)
+    ac_option: int | None = option(COUNT | NULL, None)
+    optimizer_in_bwd: bool = option(BOOL, False)
+
+    custom_sharded_layers: tuple[str, ...] | None = option(NAMES | NULL, None)
+    fsdp_cpu_offload: bool = option(BOOL, False)
+    fsdp_reshard_after_forward: bool = option(BOOL, True)
+    tensor_parallel_dim: int = option(COUNT, 1)
+    data_parallel_replicate_dim: int = option(
+        COUNT,
+        1,
+        means=(
+            "replicas of the model, each sharded over its own consecutive ranks. Set it to the number of nodes,"
+            " so that only gradients travel between nodes, once per step"
+        ),
+    )
+    data_parallel_shard_dim: int | None = option(
+        COUNT | one_of(-1) | NULL, -1, means="ranks that share a replica; -1 or null: all that are left"
+    )
+
+    log_every_n_steps: int = option(COUNT, 1)
+    log_peak_memory_stats: bool = option(BOOL, False)
+
+    adaptive: AdaptiveConfig = option(SECTION, AdaptiveConfig(), convert=lambda section, _: read_adaptive(section))
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples that one rank contributes to one optimizer update."""
+        return self.batch_size * self.gradient_accumulation_steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraSettings:
+    """The keys of a LoRA model's section that the recipe itself needs, to check and save its adapters."""
+
+    lora_attn_modules: tuple[str, ...] = option(some_of(*PROJECTIONS))
+    apply_lora_to_mlp: bool = option(BOOL)
+    apply_lora_to_output: bool = option(BOOL, False)
+    lora_rank: int = option(COUNT)
+    lora_alpha: float = option(ABOVE_ZERO)
+
+
+def on_gpu(where: Settings | DictConfig) -> bool:
+    """Whether training runs on an accelerator, of whatever make: on anything but a CPU."""
+    return not str(where.device).startswith("cpu")
+
+
+def read_common(cfg: DictConfig) -> Settings:
+    """What every recipe reads. `keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune
+    has planned it."""
+    settings = replace(read(Settings, cfg), config=cfg)
+    _check_fused(cfg)
+    together(partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
+    key = "keep_last_n_checkpoints"
+    there = value_at(cfg, f"checkpointer.{key}")
+    if there is None:
+        return settings
+    if settings.keep_last_n_checkpoints not in (None, there):
+        raise ConfigError(
+            f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: remove one of them"
+        )
+    check(COUNT, there, f"checkpointer.{key}")
+    return replace(settings, keep_last_n_checkpoints=there)
+
+
+def _check_fused(cfg: DictConfig) -> None:
+    component, fused = (value_at(cfg, f"optimizer.{key}") for key in ("_component_", "fused"))
+    path, _, name = str(component).rpartition(".")
+    if fused is True and path.split(".")[:2] == ["torch", "optim"] and name not in FUSED_ON_SHARDS:
+        raise ConfigError(
+            f"optimizer.fused is True, but the fused update of {component} does not support FSDP2 shards: "
+            f"set optimizer.fused: False, or use {' or '.join(FUSED_ON_SHARDS)}"
+        )
