@@ -29,7 +29,7 @@ from benchmarks.strategies import BRUTE_FORCE, one_more
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES
-from torchtune_adaptive.tune.preference_stages import POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2

@@ -23,16 +23,16 @@ from torchtune_adaptive.tune.loss_watch import LossWatch
 from torchtune_adaptive.tune.metrics import Metrics
 from torchtune_adaptive.tune.model import build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.preference_metrics import PreferenceFigures
-from torchtune_adaptive.tune.preference_stages import (
+from torchtune_adaptive.tune.preference import (
     PAIRS,
     POLICY,
     REFERENCE,
+    PreferenceFigures,
     build_preference_loss,
     build_stages,
 )
 from torchtune_adaptive.tune.profiling import build_profiler
-from torchtune_adaptive.tune.reference_table import is_known, precompute_reference
+from torchtune_adaptive.tune.reference import is_known, precompute_reference
 from torchtune_adaptive.tune.run_journal import RunJournal
 
 

@@ -20,10 +20,9 @@ from torchtune_adaptive.life import launch
 from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.course import Parts, begin_epoch, plot_course
 from torchtune_adaptive.tune.data import build_data
-from torchtune_adaptive.tune.loss import build_loss
+from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
 from torchtune_adaptive.tune.loss_watch import LossWatch
 from torchtune_adaptive.tune.metrics import Metrics
-from torchtune_adaptive.tune.microbatch import build_step_runner
 from torchtune_adaptive.tune.model import build_lora_model
 from torchtune_adaptive.tune.optimizer import build_optimization
 from torchtune_adaptive.tune.profiling import build_profiler

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "versions.md"
 BEGIN, END = "<!-- versions: made by tools/versions.py -->\n", "<!-- end of versions -->"
 GROUPS = {
-    "attention without padding": "tests.unit.tune.unpadded",
+    "attention without padding": "tests.unit.tune.test_unpadded",
     "engine and parts of recipes": "tests.unit",
     "ledger, faults, sharding on 2 to 4 ranks": "tests.distributed",
     "recipes": "tests.recipes",

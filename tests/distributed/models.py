@@ -18,10 +18,9 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from torchtune_adaptive.engine.reports import Totals
-from torchtune_adaptive.tune.loss import scoring_only
-from torchtune_adaptive.tune.unpadded.attention import take_documents
-from torchtune_adaptive.tune.unpadded.documents import joined as join
-from torchtune_adaptive.tune.unpadded.documents import taking_long_rows, targets_of
+from torchtune_adaptive.tune.finetuning import scoring_only
+from torchtune_adaptive.tune.unpadded import joined as join
+from torchtune_adaptive.tune.unpadded import take_documents, taking_long_rows, targets_of
 
 VOCABULARY = 64
 

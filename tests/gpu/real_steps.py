@@ -36,10 +36,9 @@ from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.data import Batching, Collate, build_collate
+from torchtune_adaptive.tune.finetuning import build_forward_backward, build_loss
 from torchtune_adaptive.tune.fitting import training_step
 from torchtune_adaptive.tune.limited_memory import resident_tensors
-from torchtune_adaptive.tune.loss import build_loss
-from torchtune_adaptive.tune.microbatch import build_forward_backward
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
 from torchtune_adaptive.tune.samples import TEXT, Sample

@@ -46,11 +46,9 @@ ROOMS: dict[str, set[str]] = {
     "config": {"engine.limits", "engine.search", "schedules"},
     "life": {"config", "engine.ranks", "engine.memory", "engine.oom"},
     "checkpoints": {"config", "life", "schedules", "engine.memory", "engine.oom", "engine.ranks"},
-    "tune/unpadded": {"config", "engine.fsdp", "engine.ranks"},
-    "tune": {"tune/unpadded", "config", "life", "checkpoints", "engine", "schedules", "report"},
+    "tune": {"config", "life", "checkpoints", "engine", "schedules", "report"},
     "rl": {"tune", "config", "life", "checkpoints", "engine", "schedules", "report"},
     "tune/validate": {
-        "tune/unpadded",
         "engine.search",
         "config",
         "life",

@@ -18,7 +18,7 @@ from torchtune_adaptive.config.keys import LoraSettings, Settings, read_adaptive
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import POLICY_SECTION, PPO_KEYS, read_ppo_settings
-from torchtune_adaptive.tune.preference_stages import build_preference_loss
+from torchtune_adaptive.tune.preference import build_preference_loss
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -39,7 +39,7 @@ from torchtune_adaptive.rl.rollouts import (
     kept_of,
     sequences_of,
 )
-from torchtune_adaptive.tune.loss import scoring_only
+from torchtune_adaptive.tune.finetuning import scoring_only
 
 RolloutPass: TypeAlias = Callable[[Sequence[Rollout]], Totals]
 

@@ -30,7 +30,7 @@ from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.devices import dtype_of
-from torchtune_adaptive.tune.microbatch import build_recovery
+from torchtune_adaptive.tune.finetuning import build_recovery
 from torchtune_adaptive.tune.run_parts import restore_limits
 
 GENERATE = "generate"

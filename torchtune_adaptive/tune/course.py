@@ -26,7 +26,7 @@ from torchtune_adaptive.tune.epochs import (
 )
 from torchtune_adaptive.tune.fitting import FitRequest, forward_step, rows_that_fit, training_step
 from torchtune_adaptive.tune.longest_sample import worst_sample
-from torchtune_adaptive.tune.preference_stages import KEPT, POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.run_parts import RunParts, restore_limits
 from torchtune_adaptive.tune.sample_exchange import dealer_of
 from torchtune_adaptive.tune.samples import Kind, Sample

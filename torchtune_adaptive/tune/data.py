@@ -26,7 +26,7 @@ from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.loader import StepLoader
 from torchtune_adaptive.tune.process_group import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
-from torchtune_adaptive.tune.unpadded.documents import Batch
+from torchtune_adaptive.tune.unpadded import Batch
 
 Collate = Callable[[Sequence[Sample]], Batch]
 PAIRS_ARE_NOT_PACKED = "dataset.packed is True, but pairs cannot be packed: set it to False"

@@ -31,7 +31,7 @@ from torchtune_adaptive.errors import ConfigError, UnrecoverableError
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.devices import dtype_of
 from torchtune_adaptive.tune.process_group import SHARDING, Meshes, Place
-from torchtune_adaptive.tune.unpadded.attention import take_documents
+from torchtune_adaptive.tune.unpadded import take_documents
 
 META = torch.device("meta")
 CHECKPOINTER = "checkpointer"

@@ -22,13 +22,12 @@ from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.microbatch import batching_of
-from torchtune_adaptive.tune.preference_stages import (
+from torchtune_adaptive.tune.finetuning import batching_of
+from torchtune_adaptive.tune.preference import (
     KEPT,
     POLICY,
     REFERENCE,
     PairPass,
-    Scorer,
     Stages,
     build_stages,
     passes_of,
@@ -153,7 +152,7 @@ class PreferenceBench:
     def _passes(self) -> tuple[PairPass, PairPass]:
         """Collective."""
         batching = batching_of(DATA, self.models.policy, self._settings, HOST)
-        return passes_of(*self.models, LOSS, Scorer(batching=batching, device=HOST), self._settings)
+        return passes_of(*self.models, LOSS, batching, self._settings, HOST)
 
     def _microbatch(self, run: PairPass, pairs: Sequence[Sample]) -> Totals:
         """Collective: what a pass without a backward leaves gathered is sharded again after it."""

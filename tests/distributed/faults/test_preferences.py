@@ -29,7 +29,7 @@ from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.preference_stages import PAIRS, POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import PAIRS, POLICY, REFERENCE
 from torchtune_adaptive.tune.samples import PAIR, Sample
 
 ALL_PAIRS = 12

@@ -34,7 +34,7 @@ from tests.recipes.stops import stopped_before, to_resume
 from torchtune_adaptive.engine.governor import GROWTH, RECOVERY
 from torchtune_adaptive.report.journal import EVENTS_FILE
 from torchtune_adaptive.rl.stages import STAGES, TRAIN_POLICY, TRAIN_VALUE
-from torchtune_adaptive.tune.preference_stages import POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 VARIANTS = (
     *(("full", "null"), ("lora", "2048"), ("full", "2048")),

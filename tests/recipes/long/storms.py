@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune.preference_stages import POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 LONGEST, MEDIAN = 256, 48
 KIB, MIB = 2**10, 2**20

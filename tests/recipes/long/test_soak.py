@@ -8,7 +8,7 @@ import pytest
 
 from tests.recipes.long.soak import Weather, check_weather, soak
 from torchtune_adaptive.engine.governor import GROWTH, RECOVERY
-from torchtune_adaptive.tune.preference_stages import POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 
 def test_a_run_in_bad_weather_ends_where_one_in_fair_weather_does(tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours
 from torchtune_adaptive.demo.preferences import demo_preferences
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
-from torchtune_adaptive.tune.preference_stages import KEPT, REFERENCE
-from torchtune_adaptive.tune.reference_table import TABLE_FILE
+from torchtune_adaptive.tune.preference import KEPT, REFERENCE
+from torchtune_adaptive.tune.reference import TABLE_FILE
 
 BASE = (
     *SGD,
@@ -94,7 +94,7 @@ def test_it_is_asked_once_and_anew_where_the_file_is_torn_or_another_s(tmp_path:
     assert np.std(made[0]) > 1
     assert [line.split(" · ")[1].split(" ")[0] for line in taken[1]] == ["reused"]
     assert taken[0] == made[0]
-    assert "truncated" in torn[1][0]
+    assert "it is damaged" in torn[1][0]
     assert torn[0] == pytest.approx(made[0], rel=1e-6)
     assert "was made with a different" in foreign[1][0]
     assert foreign[0] != made[0]
@@ -149,7 +149,7 @@ def change_data(folder: Path) -> None:
 
 
 def test_a_pair_that_has_changed_since_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed, match=r"sample \d+ of the dataset has changed since .*log_probs.bin was written"):
+    with pytest.raises(RankFailed, match=r"sample \d+ of the dataset has changed since .*log_probs.pt was written"):
         run_on_ranks(1, change_data, tmp_path / "run", timeout_s=60, in_group=False)
 
 

@@ -16,7 +16,7 @@ from tests.ranks import free_ports, run_on_ranks
 from tests.recipes.recording import events_of, read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours, saved_weights
 from tests.recipes.stops import train_until
-from torchtune_adaptive.tune.preference_stages import POLICY, REFERENCE
+from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 RELATIVE = 5e-5
 BASE = (

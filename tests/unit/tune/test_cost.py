@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from tests.unit.tune.unpadded.models import build
+from tests.unit.tune.models import build
 from torchtune_adaptive.tune.cost import cost_of
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.unit.tune.unpadded.test_support import SETTINGS
+from tests.unit.tune.test_unpadded_support import SETTINGS
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.text import parse_sizes
 from torchtune_adaptive.tune.devices import prepare

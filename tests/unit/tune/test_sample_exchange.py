@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.unit.tune.unpadded.models import build
-from tests.unit.tune.unpadded.test_support import BUDGET, SETTINGS
+from tests.unit.tune.models import build
+from tests.unit.tune.test_unpadded_support import BUDGET, SETTINGS
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit
 from torchtune_adaptive.errors import ConfigError

@@ -36,9 +36,9 @@ from torchtune_adaptive.rl.settings import (
 )
 from torchtune_adaptive.tune import profiling
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
-from torchtune_adaptive.tune.loss import checked_loss
+from torchtune_adaptive.tune.finetuning import checked_loss
 from torchtune_adaptive.tune.model import META, built_on
-from torchtune_adaptive.tune.preference_stages import build_preference_loss
+from torchtune_adaptive.tune.preference import build_preference_loss
 from torchtune_adaptive.tune.validate.findings import Findings
 
 T = TypeVar("T")

@@ -20,12 +20,11 @@ from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import devices
 from torchtune_adaptive.tune.data import is_packed
 from torchtune_adaptive.tune.epochs import build_increase_function, check_growth
-from torchtune_adaptive.tune.loss import check_cuts, checked_loss
-from torchtune_adaptive.tune.microbatch import check_sequence_length, obstacle_to_recovery
+from torchtune_adaptive.tune.finetuning import check_cuts, check_sequence_length, checked_loss, obstacle_to_recovery
 from torchtune_adaptive.tune.model import check_replicas_of
 from torchtune_adaptive.tune.process_group import mesh_shape
 from torchtune_adaptive.tune.sample_exchange import obstacle_to_dealing
-from torchtune_adaptive.tune.unpadded.support import is_padded
+from torchtune_adaptive.tune.unpadded import is_padded
 from torchtune_adaptive.tune.validate.components import (
     check_components,
     check_loss,

@@ -19,10 +19,9 @@ from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.tune.data import Batching
-from torchtune_adaptive.tune.microbatch import ForwardBackward
+from torchtune_adaptive.tune.finetuning import ForwardBackward
 from torchtune_adaptive.tune.samples import TEXT
-from torchtune_adaptive.tune.unpadded.attention import take_documents
-from torchtune_adaptive.tune.unpadded.documents import joined
+from torchtune_adaptive.tune.unpadded import joined, take_documents
 
 CPU = torch.device("cpu")
 VOCABULARY = 128
@@ -105,3 +104,10 @@ def totals_and_gradients(
     parts = [step(microbatch) for microbatch in microbatches]
     totals = Totals(sum(part.loss_sum for part in parts), sum(part.target_tokens for part in parts))
     return totals, {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def furthest(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The most by which gradients differ, relative to the largest of their tensor."""
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 4
+    return max(((ours[name] - theirs[name]).abs().max() / theirs[name].abs().max()).item() for name in ours)

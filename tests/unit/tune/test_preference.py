@@ -16,11 +16,10 @@ from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, trains_on_pairs
-from torchtune_adaptive.tune import preference_metrics
+from torchtune_adaptive.tune import preference
 from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.data import check_samples
-from torchtune_adaptive.tune.preference_metrics import PreferenceFigures
-from torchtune_adaptive.tune.preference_stages import POLICY, build_preference_loss, sums_of_rows
+from torchtune_adaptive.tune.preference import POLICY, PreferenceFigures, build_preference_loss, sums_of_rows
 from torchtune_adaptive.tune.samples import PAIR
 
 KEYS = {**NEEDED, "batch_size": 2, "gradient_accumulation_steps": 3}
@@ -109,7 +108,7 @@ def test_figures_are_means_over_pairs() -> None:
 
 def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(preference_metrics, "say", said.append)
+    monkeypatch.setattr(preference, "say", said.append)
     figures = PreferenceFigures(Settings(**KEYS))
     assert figures.figures({POLICY: RESULT})["logits/chosen"] == 3.0
     assert said == []
@@ -121,7 +120,7 @@ def test_logits_are_means_over_tokens_in_another_split_than_stock(monkeypatch: p
 def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happens_to_be_cut(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(preference_metrics, "say", lambda _: None)
+    monkeypatch.setattr(preference, "say", lambda _: None)
     figures = PreferenceFigures(Settings(**KEYS, adaptive=AdaptiveConfig(token_budget=700)))
     assert figures.figures({POLICY: RESULT})["logits/chosen"] == 2.0
 
@@ -129,7 +128,7 @@ def test_logits_are_means_over_tokens_under_a_token_budget_however_a_step_happen
 def told(monkeypatch: pytest.MonkeyPatch, results: list[StepResult]) -> list[str]:
     """What is warned of in these steps, and at the end of two epochs."""
     said: list[str] = []
-    monkeypatch.setattr(preference_metrics.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(preference.logger, "warning", lambda text, *values: said.append(text % values))
     figures = PreferenceFigures(Settings(**KEYS))
     for result in results:
         figures.figures({POLICY: result})

@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torchtune.models.gemma2 import gemma2
 from torchtune.modules import MultiHeadAttention
 
-from tests.unit.tune.unpadded.models import MODELS, SIZES, build
+from tests.unit.tune.models import MODELS, SIZES, build
 from torchtune_adaptive.config.checks import check_token_budget
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.tune.unpadded.attention import take_documents
-from torchtune_adaptive.tune.unpadded.support import is_padded
+from torchtune_adaptive.tune.unpadded import is_padded, take_documents
 
 SETTINGS = Settings(
     device="cpu",

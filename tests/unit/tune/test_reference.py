@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 
 from torchtune_adaptive.errors import SampleError
 from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
-from torchtune_adaptive.tune.preference_stages import KEPT
-from torchtune_adaptive.tune.reference_table import Table, mark_of, packed, unpacked
+from torchtune_adaptive.tune.preference import KEPT
+from torchtune_adaptive.tune.reference import ReferenceTable, mark_of, packed, unpacked
 from torchtune_adaptive.tune.samples import PAIR
 
 SAMPLE = {
@@ -34,36 +35,41 @@ def test_every_sequence_counts(key: str) -> None:
     assert mark_of({**SAMPLE, key: [*SAMPLE[key][:-1], 5]}) != mark_of(SAMPLE)
 
 
-PATH = Path("reference/log_probs.bin")
-MADE_OF = {"config": {"dtype": "fp32"}, "weights": {"reference in demo.pt": "9 bytes"}, "pairs": 2}
+PATH = Path("reference/log_probs.pt")
 
 
-def table_of(*samples: dict[str, Any]) -> Table:
-    return Table(torch.ones(len(samples), 2), torch.tensor([mark_of(sample) for sample in samples]), PATH)
+def table_of(*samples: dict[str, Any]) -> ReferenceTable:
+    return ReferenceTable(torch.ones(len(samples), 2), torch.tensor([mark_of(sample) for sample in samples]), PATH)
 
 
 def test_a_table_is_read_as_it_was_written() -> None:
     made = table_of(SAMPLE, SAMPLE)
-    found = unpacked(packed(made, MADE_OF), MADE_OF, PATH)
-    assert torch.equal(found.log_probs, made.log_probs)
-    assert torch.equal(found.marks, made.marks)
+    table = unpacked(packed(made, "these"), "these", PATH)
+    assert torch.equal(table.log_probs, made.log_probs)
+    assert torch.equal(table.marks, made.marks)
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[" * 200_000, b"\xff\xfe", b"[1]\n", b"7\n"], ids=range(6))
-def test_a_file_that_is_no_table_is_said_to_be_damaged(content: bytes) -> None:
+def another_bit(content: bytes) -> bytes:
+    numbers = torch.ones(4).numpy().tobytes()
+    assert content.count(numbers) == 1
+    return content.replace(numbers, torch.tensor([1.0, 1.0, 1.0, 1.5]).numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda _: b"", lambda _: b"[1]\n", lambda content: content[:-1], lambda content: content[:99], another_bit],
+    ids=["empty", "JSON", "torn", "little left", "another bit"],
+)
+def test_a_file_that_is_no_table_is_said_to_be_damaged(damage: Callable[[bytes], bytes]) -> None:
     with pytest.raises(ValueError, match=r"^it is damaged$"):
-        unpacked(content, MADE_OF, PATH)
+        unpacked(damage(packed(table_of(SAMPLE, SAMPLE), "these")), "these", PATH)
 
 
-def test_a_table_of_which_the_end_is_missing_is_torn() -> None:
-    with pytest.raises(ValueError, match=r"^it is truncated"):
-        unpacked(packed(table_of(SAMPLE, SAMPLE), MADE_OF)[:-1], MADE_OF, PATH)
-
-
-def test_a_table_of_other_weights_is_refused() -> None:
-    others = {**MADE_OF, "weights": {"reference in demo.pt": "8 bytes"}}
-    with pytest.raises(ValueError, match="was made with a different"):
-        unpacked(packed(table_of(SAMPLE, SAMPLE), others), MADE_OF, PATH)
+@pytest.mark.parametrize("wanted", ["others", None], ids=["others", "unknown weights"])
+def test_a_table_of_other_weights_is_refused(wanted: str | None) -> None:
+    for origin in ("these", None):
+        with pytest.raises(ValueError, match="was made with a different"):
+            unpacked(packed(table_of(SAMPLE, SAMPLE), origin), wanted, PATH)
 
 
 def test_a_pair_comes_with_what_was_found_for_it() -> None:
@@ -94,5 +100,5 @@ def test_what_is_no_pair_beside_a_table_is_named_as_without_one(case: str) -> No
 
 def test_a_pair_that_has_changed_is_named() -> None:
     changed = {**SAMPLE, "chosen_labels": [-100, 2, 4]}
-    with pytest.raises(SampleError, match=r"^sample 0 of the dataset has changed since .*log_probs.bin was written"):
+    with pytest.raises(SampleError, match=r"^sample 0 of the dataset has changed since .*log_probs.pt was written"):
         table_of(SAMPLE).complete(0, changed)

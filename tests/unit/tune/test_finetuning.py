@@ -1,0 +1,76 @@
+"""Where a config leaves recovery off; and torchtune's offloading after a failed pass.
+
+On a CPU: offloading's bookkeeping is plain Python, only its streams need a GPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torchtune.training import OffloadActivations
+
+from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.finetuning import forgetting_after_errors, obstacle_to_recovery
+
+
+def obstacle(recover: bool | None, settings: dict[str, Any]) -> str | None:
+    adaptive = AdaptiveConfig(recover_from_oom=recover)
+    return obstacle_to_recovery(Settings(**{**NEEDED, **settings, "adaptive": adaptive}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"tensor_parallel_dim": 2}, "tensor_parallel_dim is 2"),
+        ({"optimizer_in_bwd": True}, "optimizer_in_bwd is True"),
+    ],
+)
+def test_recovery_is_off_and_cannot_be_asked_for(settings: dict[str, Any], named: str) -> None:
+    for recover in (None, False):
+        assert named in (obstacle(recover, settings) or "")
+    with pytest.raises(ConfigError, match=rf"adaptive\.recover_from_oom is True, but .*{named}.*set it to null"):
+        obstacle(True, settings)
+
+
+def test_a_plain_config_recovers() -> None:
+    assert obstacle(None, {}) is None
+
+
+@pytest.fixture
+def activations() -> OffloadActivations:
+    with mock.patch("torch.cuda.default_stream", return_value=SimpleNamespace()):
+        return OffloadActivations(use_pin_memory=False, use_streams=False, min_offload_size=1)
+
+
+def forward(activations: OffloadActivations) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+    with activations:
+        model(torch.ones(4, 8))
+
+
+def failing_pass(activations: OffloadActivations) -> None:
+    with forgetting_after_errors(activations):
+        forward(activations)
+        assert activations.tracker, "torchtune itself keeps what waits for a backward"
+        raise torch.OutOfMemoryError("no room for the backward")
+
+
+def test_a_failed_pass_leaves_nothing_offloaded_to_the_next_one(activations: OffloadActivations) -> None:
+    for _ in range(2):  # the second would meet torchtune's assertion that nothing is left
+        with pytest.raises(torch.OutOfMemoryError):
+            failing_pass(activations)
+        assert not activations.tracker
+        assert activations.is_first_forward_call
+
+
+def test_a_pass_that_succeeds_keeps_its_activations_for_its_backward(activations: OffloadActivations) -> None:
+    with forgetting_after_errors(activations):
+        forward(activations)
+    assert activations.tracker

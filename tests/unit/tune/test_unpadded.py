@@ -1,0 +1,210 @@
+"""Samples one after another in a row have the losses and gradients of samples padded to rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torchtune import modules, training
+from torchtune.modules import MultiHeadAttention
+
+from tests.unit.tune.models import (
+    IGNORED,
+    LENGTHS,
+    MODELS,
+    build,
+    furthest,
+    padded,
+    samples,
+    totals_and_gradients,
+    unpadded,
+)
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.unpadded import Documents, EachAlone, attend_each, joined, take_documents
+
+TOLERANCE = 2e-6
+PROMPTS = (0, 4, 30, 1, 18, 2, 5, 1, 39)
+"""Tokens that are not learned, of samples of `LENGTHS`: none, some, all but one, all."""
+SIZES = [(3, 17), (5, 9, 2), (64,), (1, 1, 1, 1), (33, 8), (2,), (40, 40, 40), (7, 6), (12,), (3, 3, 50), (9, 61)]
+MOST_GRAPHS = 3
+"""Of a layer: one for the first size, one for any other, and one for what is only one token or sample."""
+
+
+def with_prompts(prompts: tuple[int, ...] = PROMPTS) -> list[Sample]:
+    return [
+        {"tokens": sample["tokens"], "labels": [IGNORED] * prompt + sample["labels"][prompt:]}
+        for sample, prompt in zip(samples(), prompts, strict=True)
+    ]
+
+
+@contextmanager
+def counting_scored(model: nn.Module) -> Iterator[list[int]]:
+    """Tokens that the last norm sees, pass by pass."""
+    seen: list[int] = []
+    handle = model.norm.register_forward_hook(lambda _, __, states: seen.append(states.size(0) * states.size(1)))
+    yield seen
+    handle.remove()
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [*((kind, "none") for kind in MODELS), *((kind, how) for kind in ("llama3_2", "lora") for how in ("full", "some"))],
+)
+def test_losses_and_gradients_are_those_of_padded_rows(kind: str, checkpointing: str) -> None:
+    model = build(kind)
+    if checkpointing == "full":
+        training.set_activation_checkpointing(model, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    elif checkpointing == "some":
+        training.apply_selective_activation_checkpointing(model, "selective", 2)
+    for batch in (samples(), with_prompts()):
+        totals, expected = totals_and_gradients(model, padded, batch[:4], batch[4:])
+        ours, gradients = totals_and_gradients(model, unpadded, batch[:4], batch[4:])
+        assert ours.target_tokens == totals.target_tokens > 0
+        assert ours.loss_sum.item() == pytest.approx(totals.loss_sum.item(), rel=1e-6)
+        assert furthest(gradients, expected) < TOLERANCE
+
+
+def test_the_gradient_does_not_depend_on_the_split() -> None:
+    model, batch = build(), samples()
+    totals, whole = totals_and_gradients(model, unpadded, batch)
+    same_totals, split = totals_and_gradients(model, unpadded, batch[:1], batch[1:2], batch[2:])
+    assert same_totals.target_tokens == totals.target_tokens == sum(LENGTHS) - len(LENGTHS)
+    assert furthest(split, whole) < TOLERANCE
+
+
+@pytest.mark.parametrize("chunks", [0, 8])
+def test_logits_are_those_of_targets_only(chunks: int) -> None:
+    model = build()
+    model.set_num_output_chunks(chunks)
+    loss_fn = None if chunks else nn.CrossEntropyLoss(ignore_index=IGNORED)
+    with counting_scored(model) as seen:
+        ours, gradients = totals_and_gradients(model, unpadded, with_prompts(), loss_fn=loss_fn)
+        totals, expected = totals_and_gradients(model, padded, with_prompts(), loss_fn=loss_fn)
+    assert seen == [ours.target_tokens, len(PROMPTS) * 64]
+    assert 0 < ours.target_tokens == totals.target_tokens < sum(LENGTHS) / 2
+    assert furthest(gradients, expected) < TOLERANCE
+
+
+def test_where_nothing_is_learned_gradients_are_zero_and_there_all_the_same() -> None:
+    """FSDP waits for a gradient of every parameter on every rank."""
+    model = build()
+    with counting_scored(model) as seen:
+        totals, gradients = totals_and_gradients(model, unpadded, with_prompts(LENGTHS))
+    assert seen == [1]
+    assert (totals.target_tokens, totals.loss_sum.item()) == (0, 0.0)
+    assert gradients.keys() == dict(model.named_parameters()).keys()
+    assert not any(gradient.any() for gradient in gradients.values())
+
+
+def test_no_sample_sees_another() -> None:
+    """Other tokens in the samples around it do not change a sample's output."""
+    model, (first, second, third) = build().eval(), samples((9, 12, 7))
+    (other,) = samples((9,), seed=1)
+    batches = [unpadded([before, second, third]) for before in (first, other)]
+    with torch.no_grad():
+        outputs = [model(**{key: batch[key] for key in batch if key != "labels"}) for batch in batches]
+    one, same = (torch.cat(chunks, dim=1)[0] for chunks in outputs)
+    assert not torch.equal(one[:9], same[:9])
+    assert torch.equal(one[9:], same[9:])
+
+
+def test_a_row_may_be_longer_than_the_model_takes_but_no_sample() -> None:
+    model = build()
+    assert sum(LENGTHS) > model.max_seq_len == max(LENGTHS)
+    totals_and_gradients(model, unpadded, samples())
+    assert model.max_seq_len == 64
+    with pytest.raises(ConfigError, match="a sample has 65 tokens, but the model takes at most 64"):
+        totals_and_gradients(model, unpadded, samples((3, 65)))
+
+
+def test_after_an_error_the_model_takes_what_it_took_and_makes_all_logits() -> None:
+    model, tokens = build(), torch.zeros(1, 12, dtype=torch.int64)
+    output, model.output = model.output, lambda _: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        totals_and_gradients(model, unpadded, with_prompts())
+    model.output = output
+    assert model.max_seq_len == 64
+    assert sum(chunk.size(1) for chunk in model(tokens)) == 12
+
+
+def test_samples_that_are_tensors_are_joined_like_lists() -> None:
+    batch = samples((3, 5))
+    tensors = [{key: torch.tensor(value) for key, value in sample.items()} for sample in batch]
+    one, other = joined(batch, IGNORED), joined(tensors, IGNORED)
+    assert all(torch.equal(one[key], other[key]) for key in ("tokens", "labels", "input_pos"))
+    assert batch[1]["labels"][0] != IGNORED, "a sample is not changed"
+    assert one["labels"].tolist()[0][0] == one["labels"].tolist()[0][3] == IGNORED
+    assert one["input_pos"].tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert one["mask"].ends.tolist() == [0, 3, 8]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_kernel_agrees_with_torchs_sample_by_sample(dtype: torch.dtype) -> None:
+    ends = [0, 1, 8, 20]
+    sides = [torch.randn(1, 3, 20, 8, dtype=dtype).requires_grad_() for _ in range(3)]
+    each = attend_each(*sides, Documents(torch.tensor(ends, dtype=torch.int32), 12))
+    gradients = torch.autograd.grad(each.float().square().sum(), sides)
+    alone = [
+        nn.functional.scaled_dot_product_attention(*(side[:, :, start:end] for side in sides), is_causal=True)
+        for start, end in pairwise(ends)
+    ]
+    expected = torch.cat(alone, dim=2)
+    torch.testing.assert_close(each, expected)
+    torch.testing.assert_close(gradients, torch.autograd.grad(expected.float().square().sum(), sides))
+
+
+def test_the_kernels_pass_the_checks_of_torch_for_custom_operations() -> None:
+    sides = [torch.randn(6, 2, 8).requires_grad_() for _ in range(3)]
+    ends = torch.tensor([0, 2, 6], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.torchtune_adaptive.attend_each, (*sides, ends))
+
+
+def test_an_attention_that_somebody_replaced_stays_as_it_is() -> None:
+    model = MODELS["llama3_2"](
+        vocab_size=8, num_layers=2, num_heads=2, num_kv_heads=2, embed_dim=8, intermediate_dim=8, max_seq_len=8
+    )
+    attentions = [module for module in model.modules() if isinstance(module, MultiHeadAttention)]
+    own = attentions[0]._attention_call = lambda *args, **kwargs: None
+    take_documents(model)
+    assert attentions[0]._attention_call is own
+    assert isinstance(attentions[1]._attention_call, EachAlone)
+
+
+def test_documents_are_where_fsdp_and_checkpointing_look_for_tensors() -> None:
+    documents = Documents(torch.tensor([0, 2]), 2)
+    leaves, _ = torch.utils._pytree.tree_flatten({"mask": documents})
+    assert leaves[0] is documents.ends
+
+
+@pytest.fixture
+def eager_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Without code generation, which takes minutes and changes neither graphs nor breaks."""
+    monkeypatch.setenv("TORCH_COMPILE_BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("eager_backend")
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_compiled_layers_take_all_sizes_with_few_graphs_and_no_break(checkpointing: bool) -> None:
+    batches = [samples(lengths, seed=seed) for seed, lengths in enumerate(SIZES)]
+    totals, expected = totals_and_gradients(build(), unpadded, *batches)
+    compiled = build()
+    training.compile_model(compiled, verbose=False)
+    if checkpointing:
+        training.set_activation_checkpointing(compiled, auto_wrap_policy={modules.TransformerSelfAttentionLayer})
+    ours, gradients = totals_and_gradients(compiled, unpadded, *batches)
+    assert ours.loss_sum.item() == pytest.approx(totals.loss_sum.item(), rel=1e-5)
+    renamed = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in gradients.items()}
+    assert furthest(renamed, expected) < 1e-5
+    assert not counters["graph_break"]
+    # layers share their code, and so their graphs
+    assert 0 < counters["stats"]["unique_graphs"] <= MOST_GRAPHS

@@ -1,0 +1,239 @@
+"""Finetuning: the loss of the config, one microbatch, and what runs a step of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torchtune import training
+from torchtune.training import OffloadActivations
+
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import sum_over_ranks
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.engine.step import Recovery, StepRunner
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.life.this_run import THIS_RUN
+from torchtune_adaptive.tune.culprits import check_length, longest_taken
+from torchtune_adaptive.tune.data import Batching, Data
+from torchtune_adaptive.tune.process_group import Place
+from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.unpadded import (
+    batch_to_device,
+    is_padded,
+    joined,
+    longest_of,
+    taking_long_rows,
+    targets_of,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def build_loss(settings: Settings, model: nn.Module) -> nn.Module:
+    """The loss; one that takes its logits in chunks makes the model cut them."""
+    loss_fn = checked_loss(settings.config)
+    if settings.compile:
+        training.compile_loss(loss_fn, verbose=False)
+    check_cuts(loss_fn, model)
+    if hasattr(loss_fn, "num_output_chunks"):
+        cast(Any, model).set_num_output_chunks(loss_fn.num_output_chunks)
+    return loss_fn
+
+
+def check_cuts(loss_fn: nn.Module, model: nn.Module) -> None:
+    """Refuses a loss that takes logits in chunks, of a model that does not cut them."""
+    if hasattr(loss_fn, "num_output_chunks") and not hasattr(model, "set_num_output_chunks"):
+        raise ConfigError(
+            f"loss expects its logits in {loss_fn.num_output_chunks} chunks, but the model ({type(model).__name__}) "
+            "returns them whole: use a model of torchtune's, or loss._component_: torch.nn.CrossEntropyLoss"
+        )
+
+
+def checked_loss(cfg: DictConfig) -> nn.Module:
+    """The loss as its builder leaves it."""
+    loss_fn: nn.Module = components.build("loss", cfg)
+    if not hasattr(loss_fn, "ignore_index"):
+        raise ConfigError(
+            f"loss is {cfg.loss.get('_component_')}, which has no ignore_index: use a cross-entropy loss, "
+            "for example torchtune.modules.loss.CEWithChunkedOutputLoss"
+        )
+    return loss_fn
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardBackward:
+    """Adds the gradients of a microbatch, summed over its target tokens, to the model's."""
+
+    model: nn.Module
+    loss_fn: nn.Module
+    batching: Batching
+    device: torch.device
+    activations: AbstractContextManager[object]
+    weighs_every_split_alike: bool = False
+    """Counts the labels that are left after the shift, so that a step's gradient does not depend on its microbatches.
+    torchtune counts them before: the same, but for samples whose first token is a label."""
+    loss_scale: Callable[[int], float] | None = None
+    """Factor of the loss by this rank's target tokens, for an optimizer that steps inside the backward."""
+
+    def __call__(self, samples: Sequence[Sample]) -> Totals:
+        ignored = self.batching.kind.ignored_label
+        batch = self.batching.batch_of(samples)
+        check_length(self.model, longest_of(batch))
+        tokens_as_torchtune_counts = int(batch["labels"].ne(ignored).sum())
+        # the token at a position is the label of the position before it
+        labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
+        learned_tokens = int(labels.ne(ignored).sum())
+        target_tokens = learned_tokens if self.weighs_every_split_alike else tokens_as_torchtune_counts
+        choose = None
+        if (targets := targets_of(batch, labels, ignored)) is not None:
+            labels = labels[:, targets]
+            choose = partial(torch.index_select, dim=1, index=targets.to(self.device))
+        labels = labels.to(self.device)
+        batch_to_device(batch, self.device)
+        with forgetting_after_errors(self.activations):
+            with self.activations, taking_long_rows(self.model, batch), scoring_only(self.model, choose):
+                logits = self.model(**batch)
+            chunks = [logits] if isinstance(logits, Tensor) else logits
+            if not learned_tokens:
+                # the mean over no tokens would be NaN, and no backward at all a hang: zero loss, zero gradients
+                loss = torch.stack([chunk.sum() for chunk in chunks]).sum() * 0.0
+            elif isinstance(logits, Tensor):
+                loss = self.loss_fn(logits.reshape(-1, logits.size(-1)), labels.reshape(-1)) * target_tokens
+            else:  # losses that take logits in chunks shape them themselves
+                loss = self.loss_fn(logits, labels) * target_tokens
+            del logits, chunks  # or they would live through the backward
+            total = loss.detach()
+            if self.loss_scale is not None:
+                loss = loss * self.loss_scale(target_tokens)
+            loss.backward()
+        return Totals(loss_sum=total, target_tokens=target_tokens)
+
+
+@contextmanager
+def scoring_only(model: nn.Module, chosen: Callable[[Tensor], Tensor] | None) -> Iterator[None]:
+    """While open, the model makes logits only of the states that `chosen` returns of all; None: of all.
+
+    What follows a token of a prompt is neither learned nor judged; logits may be the largest tensors there are.
+    """
+    if chosen is None:
+        yield
+        return
+    norm = cast(nn.Module, model.norm)
+    handle = norm.register_forward_pre_hook(lambda _, states: (chosen(states[0]),))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def forgetting_after_errors(activations: AbstractContextManager[object]) -> Iterator[None]:
+    """Around a pass: if it raises, torchtune's offloading forgets what waits for a backward that will not come."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(activations, OffloadActivations):
+            for stash in ("tracker", "fwd_stash", "bwd_tensor_stash", "bwd_ev_stash"):
+                getattr(activations, stash, {}).clear()
+            activations.is_first_forward_call = True
+            activations.is_first_backward_call = True
+            if activations.use_streams:
+                activations.curr_graph_id = None
+                activations.curr_autograd_node = None
+        raise
+
+
+def build_forward_backward(
+    model: nn.Module, loss_fn: nn.Module, batching: Batching, settings: Settings, device: torch.device
+) -> ForwardBackward:
+    """The pass of a microbatch, as the config says."""
+    return ForwardBackward(
+        model=model,
+        loss_fn=loss_fn,
+        batching=batching,
+        device=device,
+        activations=training.get_act_offloading_ctx_manager(model, settings.enable_activation_offloading),
+        weighs_every_split_alike=settings.adaptive.token_budget is not None,
+        loss_scale=partial(_mean_over_ranks, device) if settings.optimizer_in_bwd else None,
+    )
+
+
+def _mean_over_ranks(device: torch.device, target_tokens: int) -> float:
+    """Collective: the factor that makes a sum over this rank's tokens FSDP's share of the mean over all tokens."""
+    # Where there is none, the loss is zero, and so is its gradient.
+    return dist.get_world_size() / max(1, int(sum_over_ranks(torch.tensor(target_tokens, device=device))))
+
+
+def build_step_runner(
+    model: nn.Module,
+    loss_fn: nn.Module,
+    data: Data,
+    settings: Settings,
+    place: Place,
+    on_change: Callable[[Change], object],
+) -> StepRunner[Sample]:
+    """Collective: the runner of steps, in microbatches of `batch_size` rows to begin with."""
+    batching = batching_of(data, model, settings, place.device)
+    return StepRunner(
+        model,
+        build_forward_backward(model, loss_fn, batching, settings, place.device),
+        kind=batching.kind.for_steps(model),
+        limit=RowLimit(settings.batch_size),
+        recovery=build_recovery(settings, on_change, model),
+    )
+
+
+def batching_of(data: Data, model: nn.Module, settings: Settings, device: torch.device) -> Batching:
+    """Collective: how this run makes microbatches of the data, padded or not."""
+    check_sequence_length(model, settings.adaptive)
+    kind = replace(data.kind, padded=is_padded(model, settings, device, packed=data.packed, run_model=True))
+    return Batching(kind, data.collate if kind.padded else partial(joined, ignored=kind.ignored_label))
+
+
+def check_sequence_length(model: nn.Module, adaptive: AdaptiveConfig) -> None:
+    """Refuses a length that the model cannot take, before a sample of it is made whose error would blame the data."""
+    wanted, allowed = adaptive.sequence_length, longest_taken([model])
+    if wanted is not None and allowed is not None and wanted > allowed:
+        raise ConfigError(
+            f"adaptive.sequence_length is {wanted}, but the model takes at most {allowed} (its max_seq_len): "
+            f"set it to {allowed} or less, or to null"
+        )
+
+
+def build_recovery(settings: Settings, on_change: Callable[[Change], object], *models: nn.Module) -> Recovery:
+    """Collective: the recovery that the stages of a step share, as the config says."""
+    obstacle = obstacle_to_recovery(settings)
+    if obstacle is not None and dist.get_rank() == 0:
+        logger.info("recovery from out-of-memory errors is off: %s", obstacle)
+    return Recovery(
+        *models,
+        enabled=obstacle is None and settings.adaptive.recover_from_oom is not False,
+        regrow_after=settings.adaptive.regrow_after,
+        asked_to_stop=THIS_RUN.asked_to_stop,
+        on_change=on_change,
+    )
+
+
+def obstacle_to_recovery(settings: Settings) -> str | None:
+    """Why a step cannot be run again: weights change before it ends, or its peers would wait for activations."""
+    reason = None
+    if settings.optimizer_in_bwd:
+        reason = "optimizer_in_bwd is True, which updates weights inside the backward"
+    elif settings.tensor_parallel_dim > 1:
+        reason = f"tensor_parallel_dim is {settings.tensor_parallel_dim}, and its collectives carry activations"
+    if reason is not None and settings.adaptive.recover_from_oom:
+        raise ConfigError(f"adaptive.recover_from_oom is True, but {reason}: a step cannot be repeated; set it to null")
+    return reason

@@ -1,0 +1,284 @@
+"""The two stages of a preference step, over the same pairs: the reference's log-probabilities, then training.
+
+    reference    forward only, all pairs of the step; each pair keeps its log-probabilities
+    policy       forward, loss of each pair beside its reference, backward
+
+So the reference's activations never lie beside the policy's, and each stage has a limit of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from omegaconf import DictConfig
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, pad
+from torchtune.modules.peft import disable_adapter
+from torchtune.training import get_act_offloading_ctx_manager
+
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.engine.ranks import rank
+from torchtune_adaptive.engine.reports import StepResult, Totals
+from torchtune_adaptive.engine.step import Recovery, Stages, StepRunner
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.text import count_of, shown
+from torchtune_adaptive.tune.culprits import check_length
+from torchtune_adaptive.tune.data import Batching, Data
+from torchtune_adaptive.tune.finetuning import batching_of, build_recovery, forgetting_after_errors
+from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.unpadded import batch_to_device, longest_of, taking_long_rows
+
+logger = logging.getLogger(__name__)
+
+REFERENCE = "reference log-probabilities"
+POLICY = "policy"
+"""The names of the stages."""
+
+KEPT = "reference_log_probs"
+"""The key under which a pair keeps its two log-probabilities, chosen and rejected."""
+
+PAIRS = "pairs"
+ANSWERS = ("chosen", "rejected")
+FLAWS = {"pairs/empty": "an answer without any label", "pairs/identical": "two identical answers"}
+"""Sums: pairs of which little can be learned, on which torchtune trains too."""
+
+PairPass = Callable[[Sequence[Sample]], Totals]
+"""One microbatch of a stage."""
+
+
+class Scores(NamedTuple):
+    """A model's opinion of the answers of some pairs."""
+
+    log_probs: Tensor
+    """[2, pairs]: summed over the labels of the chosen and of the rejected answers."""
+    logits: Tensor
+    row_lengths: list[int]
+    """Tokens of the chosen answers, then of the rejected ones."""
+    target_tokens: int
+
+
+def score(model: nn.Module, pairs: Sequence[Sample], batching: Batching, device: torch.device) -> Scores:
+    """Scores pairs, in the same way whichever of them share a microbatch."""
+    rows, ignored = batching.kind.rows_of(pairs), batching.kind.ignored_label
+    lengths = [len(row["tokens"]) for row in rows]
+    batch = batching.collate(rows)
+    check_length(model, longest_of(batch))
+    # the token at a position is the label of the position before it
+    labels = pad(batch.pop("labels")[..., 1:], (0, 1), value=ignored)
+    target_tokens = int(labels.ne(ignored).sum())
+    labels = labels.to(device)
+    batch_to_device(batch, device)
+    with taking_long_rows(model, batch):
+        logits: Tensor = model(**batch)
+    of_token = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=ignored, reduction="none")
+    log_probs = -sums_of_rows(of_token.view(labels.shape), lengths)
+    return Scores(log_probs.view(2, -1), logits, lengths, target_tokens)
+
+
+def sums_of_rows(values: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The sum over each row or, where rows are one after another, over each of them."""
+    if values.size(0) == len(lengths):
+        return values.sum(-1)
+    sums: Tensor = _SumsOfParts.apply(values[0], list(lengths))
+    return sums
+
+
+class _SumsOfParts(torch.autograd.Function):
+    """The sum over each of the parts of one row, in one block of memory.
+
+    `index_add` adds up in another order each time on a GPU. `segment_reduce` adds one number after another: of 4096 it
+    loses a digit that `sum` keeps.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, row: Tensor, lengths: list[int]) -> Tensor:
+        ctx.lengths = lengths
+        sums = row.new_empty(len(lengths))
+        for part, total in zip(row.split(lengths), sums, strict=True):
+            torch.sum(part, dim=0, out=total)
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        of_parts = zip(gradient, ctx.lengths, strict=True)
+        return torch.cat([of_part.expand(length) for of_part, length in of_parts]), None
+
+
+def passes_of(
+    policy: nn.Module,
+    reference: nn.Module,
+    loss_fn: nn.Module,
+    batching: Batching,
+    settings: Settings,
+    device: torch.device,
+) -> tuple[PairPass, PairPass]:
+    """One microbatch of each stage, in their order. A policy that is its own reference has its adapters off there."""
+    kind, as_reference = batching.kind, partial(without_adapters, policy) if reference is policy else nullcontext
+    activations = get_act_offloading_ctx_manager(policy, settings.enable_activation_offloading)
+
+    def refer(pairs: Sequence[Sample]) -> Totals:
+        """Run again, it writes the same once more."""
+        with torch.no_grad(), as_reference():
+            scores = score(reference, pairs, batching, device)
+        for pair, log_probs in zip(pairs, scores.log_probs.unbind(1), strict=True):
+            pair[KEPT] = log_probs
+        return Totals(scores.log_probs.new_zeros(()), scores.target_tokens)
+
+    def train(pairs: Sequence[Sample]) -> Totals:
+        """Adds the gradients of pairs, summed over them, to the policy's."""
+        asked = torch.stack([pair[KEPT] for pair in pairs], dim=1).to(device)
+        own = [pair for pair in pairs if kind.counts(pair)]
+        counted = torch.tensor([kind.counts(pair) for pair in pairs], device=device).float()
+        flaws = sum(0 in kind.learned_tokens(pair) for pair in own), sum(map(kind.repeats_itself, own))
+        with forgetting_after_errors(activations):
+            with activations:
+                scores = score(policy, pairs, batching, device)
+            losses, *rewards = loss_fn(*scores.log_probs, *asked)
+            sums = _sums_over_pairs(scores, rewards, counted)
+            sums |= {name: counted.new_tensor(count) for name, count in zip(FLAWS, flaws, strict=True)}
+            target_tokens = scores.target_tokens
+            del scores  # or the logits would live through the backward
+            loss = (losses * counted).sum()  # of a filler, the loss is ln 2, and its gradient nothing
+            loss.backward()
+        return Totals(loss.detach(), target_tokens, sums)
+
+    return refer, train
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """While open, a LoRA model is what it was before it was trained, without dropout. It trains again afterwards,
+    whatever happens in it."""
+    training = model.training
+    model.eval()
+    try:
+        with disable_adapter(model):
+            yield
+    finally:
+        model.train(training)
+
+
+@torch.no_grad()
+def _sums_over_pairs(scores: Scores, rewards: Sequence[Tensor], counted: Tensor) -> dict[str, Tensor]:
+    """The sums of which the figures of a step are made; torchtune's names, each summed over pairs."""
+    sums = {PAIRS: counted.sum(), "microbatches": counted.amax()}
+    sums["rewards/accuracies"] = ((rewards[0] > rewards[1]) * counted).sum()
+    means, tokens = scores.logits.mean(-1), scores.logits.new_tensor(scores.row_lengths)
+    padded = means.size(0) == len(tokens)
+    if padded:
+        means = means * (torch.arange(means.size(1), device=means.device) < tokens[:, None])
+    logits = sums_of_rows(means, scores.row_lengths).chunk(2)
+    for at, answer in enumerate(ANSWERS):
+        sums[f"rewards/{answer}"] = (rewards[at] * counted).sum()
+        sums[f"log_probs/{answer}"] = (scores.log_probs[at] * counted).sum()
+        sums[f"logits/{answer}"] = (logits[at] * counted).sum()
+        sums[f"tokens/{answer}"] = (tokens.chunk(2)[at] * counted).sum()
+        if padded:
+            sums[f"padded_logits/{answer}"] = scores.logits.chunk(2)[at].mean() * counted.amax()
+    return sums
+
+
+def build_stages(
+    policy: nn.Module,
+    reference: nn.Module | None,
+    loss_fn: nn.Module,
+    data: Data,
+    settings: Settings,
+    device: torch.device,
+    on_change: Callable[[Change], object],
+) -> Stages[Sample]:
+    """Collective: both stages, in microbatches of `batch_size` pairs to begin with; only one without a reference."""
+    batching = batching_of(data, policy, settings, device)
+    refer, train = passes_of(policy, reference or policy, loss_fn, batching, settings, device)
+
+    def runner_of(model: nn.Module, run: PairPass, stage: str, recovery: Recovery) -> StepRunner[Sample]:
+        kind, limit = batching.kind.for_steps(model), RowLimit(settings.batch_size)
+        return StepRunner(model, run, kind=kind, limit=limit, recovery=recovery, stage=stage)
+
+    if reference in (None, policy):
+        trained = asked = build_recovery(settings, on_change, policy)
+    elif settings.adaptive.precompute_reference:  # the reference is gone before training begins
+        trained, asked = build_recovery(settings, on_change, policy), build_recovery(settings, on_change, reference)
+    else:
+        trained = asked = build_recovery(settings, on_change, policy, reference)
+    stages = {} if reference is None else {REFERENCE: runner_of(reference, refer, REFERENCE, asked)}
+    return Stages({**stages, POLICY: runner_of(policy, train, POLICY, trained)})
+
+
+def build_preference_loss(cfg: DictConfig) -> nn.Module:
+    """The loss of the config, tried on two pairs."""
+    loss_fn: nn.Module = components.build("loss", cfg)
+    log_probs = torch.zeros(2)
+    try:
+        result = loss_fn(log_probs, log_probs, log_probs, log_probs)
+        fits = len(result) == 3 and all(each.shape == log_probs.shape for each in result)
+    except Exception as error:  # noqa: BLE001 - a loss of another kind can fail in any way
+        fits, result = False, components.in_a_line(error)
+    if not fits:
+        given = ", ".join(f"{key}: {value!r}" for key, value in cfg.loss.items() if key != COMPONENT)
+        raise ConfigError(
+            f"loss is {cfg.loss.get(COMPONENT)}{given and f' with {given}'}, which does not compute a loss and two "
+            f"rewards per pair from log-probabilities of policy and reference ({shown(result)}): use one such as "
+            "torchtune.rlhf.loss.DPOLoss"
+        )
+    return loss_fn
+
+
+class PreferenceFigures:
+    """Rewards, log-probabilities and logits of the answers, under torchtune's names: means over the pairs of a step."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._stock_split = settings.batch_size, settings.gradient_accumulation_steps
+        # a budget takes samples by their length, and may do so in microbatches that only look like torchtune's
+        self._by_rows = settings.adaptive.token_budget is None
+        self._explained = self._counted = False
+        self._seen = dict.fromkeys((PAIRS, *FLAWS), 0.0)
+
+    def figures(self, results: Mapping[str, StepResult]) -> dict[str, float]:
+        """The figures of a step, from the results of its stages. Waits for the GPU."""
+        result, reference = results[POLICY], results.get(REFERENCE)
+        sums = {name: float(value) for name, value in result.sums.items()}
+        if not any(map(self._seen.get, FLAWS)) and any(map(sums.get, FLAWS)) and rank() == 0:
+            logger.warning(
+                "a pair of the dataset has %s: as in torchtune, such pairs are trained on, although the model learns "
+                "little or nothing from them; their number is logged at the end of the epoch",
+                " or ".join(flaw for name, flaw in FLAWS.items() if sums[name]),
+            )
+        self._seen = {name: count + sums[name] for name, count in self._seen.items()}
+        rewards = "rewards/chosen", "rewards/rejected", "rewards/accuracies"
+        log_probs = [f"log_probs/{answer}" for answer in ANSWERS]
+        figures = {name: sums[name] / max(1.0, sums[PAIRS]) for name in (*rewards, *log_probs)}
+        figures["rewards/margins"] = figures["rewards/chosen"] - figures["rewards/rejected"]
+        split = result.load.most_rows, result.microbatches
+        like_stock = self._by_rows and split == self._stock_split and f"padded_logits/{ANSWERS[0]}" in sums
+        if not like_stock and not self._explained:
+            self._explained = True
+            say(
+                "logits/chosen and logits/rejected are averaged over real tokens when the split differs from "
+                "torchtune's, which also averages over padding"
+            )
+        for answer in ANSWERS:  # torchtune's mean is over padded positions, microbatch by microbatch
+            total, count = ("padded_logits", "microbatches") if like_stock else ("logits", f"tokens/{answer}")
+            figures[f"logits/{answer}"] = sums[f"{total}/{answer}"] / max(1.0, sums[count])
+        if reference is not None:
+            figures["reference_microbatches"] = reference.microbatches
+            figures["reference_microbatch_rows"] = reference.load.most_rows
+        return figures
+
+    def end_epoch(self) -> None:
+        """Logs how many pairs there were of which little is learned, once."""
+        seen = {name: round(count) for name, count in self._seen.items()}
+        counts = [f"{seen[name]} {'has' if seen[name] == 1 else 'have'} {FLAWS[name]}" for name in FLAWS if seen[name]]
+        if counts and not self._counted and rank() == 0:
+            logger.warning("of %s so far, %s", count_of(seen[PAIRS], "pair"), ", ".join(counts))
+        self._counted |= bool(counts)

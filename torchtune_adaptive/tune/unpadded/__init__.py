@@ -1,1 +1,0 @@
-"""Microbatches without padding: samples one after another in one row, each of which attention sees alone."""
