@@ -153,9 +153,9 @@ def _stock_epoch(recipe: Any) -> Moment:
 
 
 def _our_epoch(recipe: Any) -> Moment:
-    done = recipe.progress.epochs_run
-    epochs = tuple(replace(recipe.course.epochs[0], epoch=epoch) for epoch in range(done + 1))
-    recipe.course = replace(recipe.course, epochs=epochs)
+    done = recipe.run.progress.epochs_run
+    epochs = tuple(replace(recipe.trainer.course.epochs[0], epoch=epoch) for epoch in range(done + 1))
+    recipe.trainer.course = replace(recipe.trainer.course, epochs=epochs)
     return time_of_a_step(recipe)
 
 

@@ -44,7 +44,7 @@ RANKS = (1, 2)
 LONGEST = 512
 SHORTEST = 8
 EPOCH_STEPS = 4
-LIMITED_MEMORY = "torchtune_adaptive.tune.run_parts.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.trainer.limited_memory"
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class Contender:
     def __init__(self, folder: Path, *overrides: str) -> None:
         self.recipe = load_ours("full")(demo_config("full", folder, *COMMON, *overrides))
         self.recipe.setup()
-        self.recipe.checkpoints.save = lambda *_: None
+        self.recipe.run.checkpoints.save = lambda *_: None
         self._run, self.recipe.runner.run = self.recipe.runner.run, self._count
-        self._course = self.recipe.course
+        self._course = self.recipe.trainer.course
         self.target_tokens = 0
 
     def _count(self, samples: Any, **options: Any) -> Any:
@@ -174,7 +174,9 @@ class Contender:
         self.target_tokens = 0
         dist.barrier()
         began, cpu_began = time.perf_counter(), time.process_time()
-        self.recipe.course = replace(self._course, epochs=self._course.epochs[: self.recipe.progress.epochs_run + 1])
+        self.recipe.trainer.course = replace(
+            self._course, epochs=self._course.epochs[: self.recipe.run.progress.epochs_run + 1]
+        )
         with nullcontext() if limited else self._steps_alone():
             self.recipe.train()
         cpu_seconds = sum(_everywhere(time.process_time() - cpu_began))
@@ -291,9 +293,9 @@ def balance_of(**runs: Any) -> dict[str, float]:
 
 
 def _balance(recipe: Any) -> float:
-    course, runner = recipe.course, recipe.runner
+    course, runner = recipe.trainer.course, recipe.runner
     fullest = mean = 0.0
-    for samples, _ in course.microbatches.steps(recipe.data.loader, course.epochs[0]):
+    for samples, _ in course.steps(recipe.data.loader, course.epochs[0], recipe.run.progress):
         lengths, padded = runner.kind.lengths(samples), runner.kind.padded
         split = _split(lengths, runner.limit, padded=padded)
         tokens_of = padded_tokens if padded else tokens_of_joined

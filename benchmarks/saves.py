@@ -114,13 +114,13 @@ def save_in_turns(case: Case, folder: Path, pairs: int, model: Sequence[str] = M
             by_stock = timed(lambda at=epoch: _save_as_stock(case, stock, at), group)  # type: ignore[misc]
             while on_their_way:
                 on_their_way.pop().result()
-            sizes = ours.course.epochs[0]
-            ours.progress = ours.progress.after_epoch(replace(sizes, epoch=epoch))
-            by_us = timed(lambda: ours.parts.save(ours.progress), group)
-            ours.checkpoints.wait()
+            sizes = ours.trainer.course.epochs[0]
+            ours.run.progress = ours.run.progress.after_epoch(replace(sizes, epoch=epoch))
+            by_us = timed(ours.trainer.save, group)
+            ours.run.checkpoints.wait()
             rounds.append(Pauses(by_stock, by_us, timed(lambda: _copied(ours), group)))
             _remove_older(folder)
-    newest = ours.checkpoints.last
+    newest = ours.run.checkpoints.last
     saved_bytes = sum(path.stat().st_size for path in newest.rglob("*") if path.is_file())
     ours.cleanup()
     return rounds[1:], saved_bytes

@@ -33,7 +33,7 @@ from torchtune_adaptive.tune.preference import POLICY, REFERENCE
 
 RANKS = 2
 EPOCH_STEPS = 2
-LIMITED_MEMORY = "torchtune_adaptive.tune.run_parts.limited_memory"
+LIMITED_MEMORY = "torchtune_adaptive.tune.trainer.limited_memory"
 FOLDERS = {POLICY: "", REFERENCE: "reference"}
 """Where the record of each stage's search lies."""
 
@@ -163,9 +163,9 @@ class Cost(NamedTuple):
 def compare(shape: Shape, folder: Path, pairs: int) -> dict[str, Any]:
     """Collective: epochs with two limits and with one, in turns, after one of each to warm up."""
     recipe = recipe_of(shape, folder, f"epochs={2 * pairs + 2}")
-    recipe.checkpoints.save = lambda *_: None
-    course = recipe.course
-    single = replace(course, reference_limit=None)
+    recipe.run.checkpoints.save = lambda *_: None
+    course = recipe.trainer.course
+    single = replace(course, limits={POLICY: course.limits[POLICY]} if POLICY in course.limits else {})
     rounds = [(epoch(recipe, single), epoch(recipe, course)) for _ in range(pairs + 1)][1:]
     wall = compared([(own.wall_s, one.wall_s) for one, own in rounds])
     cpu = compared([(own.cpu_s, one.cpu_s) for one, own in rounds])
@@ -180,7 +180,7 @@ def epoch(recipe: Any, course: Any) -> Cost:
     """Collective: the next epoch of the run, on this course."""
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
-    recipe.course = replace(course, epochs=course.epochs[: recipe.progress.epochs_run + 1])
+    recipe.trainer.course = replace(course, epochs=course.epochs[: recipe.run.progress.epochs_run + 1])
     with mock.patch(LIMITED_MEMORY, return_value=nullcontext()):
         recipe.train()
     everywhere: list[float] = [0.0] * dist.get_world_size()

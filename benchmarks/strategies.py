@@ -20,7 +20,7 @@ from benchmarks.results import Result
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.engine.search import STRATEGIES, History
-from torchtune_adaptive.tune import fitting
+from torchtune_adaptive.tune import fit
 
 RANKS = 2
 BRUTE_FORCE = "brute force"
@@ -42,17 +42,17 @@ def one_more(history: History) -> int | None:
 def search(kind: str, folder: Path, name: str) -> float:
     """Collective: what a run does before it would train; the seconds that the search took."""
     seconds = 0.0
-    wanted = fitting.search_batch_size
+    wanted = fit.rows
 
-    def timed(*args: Any) -> int:
+    def timed(*args: Any, **options: Any) -> int:
         nonlocal seconds
         started = time.perf_counter()
-        rows = wanted(*args)
+        rows = wanted(*args, **options)
         seconds = time.perf_counter() - started
         return rows
 
     stand_in, strategy = ({"binary": one_more}, "binary") if name == BRUTE_FORCE else ({}, name)
-    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(fitting, "search_batch_size", timed):
+    with mock.patch.dict(STRATEGIES, stand_in), mock.patch.object(fit, "rows", timed):
         recipe = load_ours(kind)(demo_config(kind, folder, *SEARCHING, f"adaptive.search={strategy}"))
         recipe.setup()
     recipe.cleanup()

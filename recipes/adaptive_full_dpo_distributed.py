@@ -12,124 +12,64 @@ from torch import nn
 
 from torchtune_adaptive.checkpoints.contents import FullContents
 from torchtune_adaptive.checkpoints.loading import load_reference
-from torchtune_adaptive.checkpoints.progress import start_progress
-from torchtune_adaptive.checkpoints.resuming import find_start
-from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_dpo_settings
 from torchtune_adaptive.life import launch
-from torchtune_adaptive.tune import devices, process_group
-from torchtune_adaptive.tune.course import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.course import plan_course
 from torchtune_adaptive.tune.data import build_pairs
-from torchtune_adaptive.tune.loss_watch import LossWatch
-from torchtune_adaptive.tune.metrics import Metrics
 from torchtune_adaptive.tune.model import build_frozen_model, build_full_model, drop_nothing
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.preference import (
-    PAIRS,
-    POLICY,
-    REFERENCE,
-    PreferenceFigures,
-    build_preference_loss,
-    build_stages,
-)
-from torchtune_adaptive.tune.profiling import build_profiler
+from torchtune_adaptive.tune.preference import PAIRS, POLICY, PreferenceFigures, build_preference_loss, build_stages
 from torchtune_adaptive.tune.reference import is_known, precompute_reference
-from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.tune.trainer import Run, Trainer
 
 
 class AdaptiveFullDPODistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._settings = read_full_dpo_settings(cfg)
-        self._place = process_group.join(self._settings)
-        self._start = find_start(self._settings, recipe="full_dpo")
-        self.checkpoints = Checkpoints(self._settings, self._start, FullContents(recipe="full_dpo"), self._place.device)
-        self._preferences = PreferenceFigures(self._settings)
-        self.progress = start_progress(self._settings, self._place.ranks)
+        self.run = Run(read_full_dpo_settings(cfg), FullContents(recipe="full_dpo"))
 
     def setup(self) -> None:
-        settings, place = self._settings, self._place
-        devices.prepare(settings)
-        journal = RunJournal(settings)
-        metrics = Metrics(settings, place.device, journal)
-
-        checkpoint = self.checkpoints.load()
-        self.model = build_full_model(settings, place, checkpoint)
+        run, settings, place = self.run, self.run.settings, self.run.place
+        weights = run.checkpoints.load()
+        self.model = build_full_model(settings, place, weights)
         drop_nothing(self.model)
-        tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
-        if self._start.resumes:
-            checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
-            self.progress = self.progress.resumed(checkpoint)
+        self.optimization = build_optimization(settings, self.model, weights, place.device)
+        run.resume(weights, self.model, self.optimization)
         loss_fn = build_preference_loss(settings.config)
-
-        self.data = build_pairs(settings, tokenizer, place.mesh)
+        self.data = build_pairs(settings, components.build("tokenizer", settings.config), place.mesh)
         # held by its stage alone, so that it is gone with that
         self.stages = build_stages(
-            self.model, self.build_reference(), loss_fn, self.data, settings, place.device, journal.event
+            self.model, self.build_reference(), loss_fn, self.data, settings, place.device, run.journal.event
         )
-        self._profiler = build_profiler(settings.config, place.device)
-        self.parts = Parts(
-            settings=settings,
-            place=place,
-            model=self.model,
-            loss_fn=loss_fn,
-            data=self.data,
-            optimization=self.optimization,
-            stages=self.stages,
-            checkpoints=self.checkpoints,
-            metrics=metrics,
-            journal=journal,
-        )
-        if settings.adaptive.precompute_reference and REFERENCE in self.stages:
-            precompute_reference(self.parts, self.progress)
-        self.course, self.progress = plot_course(self.parts, self.progress)
+        self.preferences = PreferenceFigures(settings)
+        self.trainer = Trainer(run, self.model, self.data, self.optimization, self.stages, loss_fn=loss_fn)
+        precompute_reference(self.trainer)
+        plan_course(self.trainer)
 
     def build_reference(self) -> nn.Module | None:
         """Collective: the model of the reference, where an earlier run has not left what it says."""
-        if is_known(self._settings, self.data.dataset):
+        if is_known(self.run.settings, self.data.dataset):
             return None
-        return build_frozen_model(self._settings, self._place, load_reference(self._settings))
+        return build_frozen_model(self.run.settings, self.run.place, load_reference(self.run.settings))
 
     def train(self) -> None:
-        devices.start_clean(self._place.device)
-        losses, stopping = LossWatch(self._settings.adaptive.max_skipped_steps), False
-        self._profiler.start()
-        with self.parts.training(suspects=self.course.suspects):
-            for sizes in self.course.epochs[self.progress.epochs_run :]:
-                steps = begin_epoch(self.parts, self.course, self.progress, sizes)
-                for samples, upcoming in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
-                    # What the reference says of a pair is kept in it, for the stage that follows.
-                    pairs, step = [dict(sample) for sample in samples], self.progress.step + 1
-                    results = self.stages.run(pairs, step=step, upcoming=upcoming)
-                    result = results[POLICY]
-                    with self.stages[POLICY].committing("the optimizer step", last_checkpoint=self.checkpoints.last):
-                        grad_norm = self.optimization.update(result.sums[PAIRS])
-                    self.progress = self.progress.after_step(sizes, self._place.ranks)
-                    loss = self.parts.metrics.log_step(
-                        step,
-                        result,
-                        self.stages.recoveries,
-                        learning_rate=self.optimization.learning_rate(),
-                        grad_norm=grad_norm,
-                        samples=float(result.sums[PAIRS]),
-                        more=self._preferences.figures(results),
-                    )
-                    losses.record(step, loss, result.target_tokens, grad_norm)
-                    self._profiler.step()
-                    stopping = result.asked_to_stop
-                    self.parts.save_if_due(self.progress, losses, asked_to_stop=stopping)
-                self._preferences.end_epoch()
-                self.progress = self.progress.after_epoch(sizes)
-                self.parts.save_epoch(self.progress, losses, asked_to_stop=stopping)
-        self._profiler.stop()
+        policy = self.stages[POLICY]
+        with self.trainer.training() as steps:
+            for step in steps:
+                pairs = [dict(pair) for pair in step.samples]  # the reference's stage keeps in them what it finds
+                results = self.stages.run(pairs, step=step.number, upcoming=step.upcoming)
+                count = results[POLICY].sums[PAIRS]
+                with policy.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
+                    grad_norm = self.optimization.update(count)
+                figures = self.preferences.figures(results)
+                self.trainer.done(results[POLICY], grad_norm, samples=float(count), more=figures)
+                if step.ends_epoch:
+                    self.preferences.end_epoch()
 
     def cleanup(self) -> None:
-        self.parts.close()
-        self._start.release()
-        process_group.leave()
+        self.trainer.close()
 
 
 if __name__ == "__main__":

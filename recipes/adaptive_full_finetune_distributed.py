@@ -10,98 +10,47 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from torchtune_adaptive.checkpoints.contents import FullContents
-from torchtune_adaptive.checkpoints.progress import start_progress
-from torchtune_adaptive.checkpoints.resuming import find_start
-from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life import launch
-from torchtune_adaptive.tune import devices, process_group
-from torchtune_adaptive.tune.course import Parts, begin_epoch, plot_course
+from torchtune_adaptive.tune.course import plan_course
 from torchtune_adaptive.tune.data import build_data
 from torchtune_adaptive.tune.finetuning import build_loss, build_step_runner
-from torchtune_adaptive.tune.loss_watch import LossWatch
-from torchtune_adaptive.tune.metrics import Metrics
 from torchtune_adaptive.tune.model import build_full_model
 from torchtune_adaptive.tune.optimizer import build_optimization
-from torchtune_adaptive.tune.profiling import build_profiler
-from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.tune.trainer import Run, Trainer
 
 
 class AdaptiveFullFinetuneDistributed:
     """One run: `__init__` checks the config, `setup` builds, `train` trains and saves, `cleanup` closes."""
 
     def __init__(self, cfg: DictConfig) -> None:
-        self._settings = read_full_settings(cfg)
-        self._place = process_group.join(self._settings)
-        self._start = find_start(self._settings, recipe="full")
-        self.checkpoints = Checkpoints(self._settings, self._start, FullContents(), self._place.device)
-        self.progress = start_progress(self._settings, self._place.ranks)
+        self.run = Run(read_full_settings(cfg), FullContents())
 
     def setup(self) -> None:
-        settings, place = self._settings, self._place
-        devices.prepare(settings)
-        journal = RunJournal(settings)
-        metrics = Metrics(settings, place.device, journal)
-
-        checkpoint = self.checkpoints.load()
-        self.model = build_full_model(settings, place, checkpoint)
-        tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_optimization(settings, self.model, checkpoint, place.device)
-        if self._start.resumes:
-            checkpoint = self.checkpoints.resume(checkpoint, self.model, self.optimization.checkpointed)
-            self.progress = self.progress.resumed(checkpoint)
+        run, settings, place = self.run, self.run.settings, self.run.place
+        weights = run.checkpoints.load()
+        self.model = build_full_model(settings, place, weights)
+        self.optimization = build_optimization(settings, self.model, weights, place.device)
+        run.resume(weights, self.model, self.optimization)
         loss_fn = build_loss(settings, self.model)
-
-        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
-        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, journal.event)
-        self._profiler = build_profiler(settings.config, place.device)
-        self.parts = Parts(
-            settings=settings,
-            place=place,
-            model=self.model,
-            loss_fn=loss_fn,
-            data=self.data,
-            optimization=self.optimization,
-            stages=Stages({"": self.runner}),
-            checkpoints=self.checkpoints,
-            metrics=metrics,
-            journal=journal,
-        )
-        self.course, self.progress = plot_course(self.parts, self.progress)
+        self.data = build_data(settings, components.build("tokenizer", settings.config), loss_fn, place.mesh)
+        self.runner = build_step_runner(self.model, loss_fn, self.data, settings, place, run.journal.event)
+        stages = Stages({"": self.runner})
+        self.trainer = Trainer(run, self.model, self.data, self.optimization, stages, loss_fn=loss_fn)
+        plan_course(self.trainer)
 
     def train(self) -> None:
-        devices.start_clean(self._place.device)
-        losses, stopping = LossWatch(self._settings.adaptive.max_skipped_steps), False
-        self._profiler.start()
-        with self.parts.training(suspects=self.course.suspects):
-            for sizes in self.course.epochs[self.progress.epochs_run :]:
-                steps = begin_epoch(self.parts, self.course, self.progress, sizes)
-                for samples, upcoming in self.parts.metrics.epoch(sizes, steps, self.progress.steps_in_epoch):
-                    result = self.runner.run(samples, step=self.progress.step + 1, upcoming=upcoming)
-                    with self.runner.committing("the optimizer step", last_checkpoint=self.checkpoints.last):
-                        grad_norm = self.optimization.update(result.target_tokens)
-                    self.progress = self.progress.after_step(sizes, self._place.ranks)
-                    loss = self.parts.metrics.log_step(
-                        self.progress.step,
-                        result,
-                        self.runner.recoveries,
-                        learning_rate=self.optimization.learning_rate(),
-                        grad_norm=grad_norm,
-                    )
-                    losses.record(self.progress.step, loss, result.target_tokens, grad_norm)
-                    self._profiler.step()
-                    stopping = result.asked_to_stop
-                    self.parts.save_if_due(self.progress, losses, asked_to_stop=stopping)
-                self.progress = self.progress.after_epoch(sizes)
-                self.parts.save_epoch(self.progress, losses, asked_to_stop=stopping)
-        self._profiler.stop()
+        with self.trainer.training() as steps:
+            for step in steps:
+                result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
+                with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
+                    grad_norm = self.optimization.update(result.target_tokens)
+                self.trainer.done(result, grad_norm)
 
     def cleanup(self) -> None:
-        self.parts.close()
-        self._start.release()
-        process_group.leave()
+        self.trainer.close()
 
 
 if __name__ == "__main__":

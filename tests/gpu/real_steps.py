@@ -35,9 +35,9 @@ from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.text import MemorySize
 from torchtune_adaptive.tune import devices, process_group
+from torchtune_adaptive.tune.course import training_step
 from torchtune_adaptive.tune.data import Batching, Collate, build_collate
 from torchtune_adaptive.tune.finetuning import build_forward_backward, build_loss
-from torchtune_adaptive.tune.fitting import training_step
 from torchtune_adaptive.tune.limited_memory import resident_tensors
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization

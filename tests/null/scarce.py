@@ -23,7 +23,6 @@ from torchtune_adaptive.null_cuda import set_memory, used_memory
 from torchtune_adaptive.rl.rollouts import worst_rollout
 from torchtune_adaptive.testing import FaultInjector
 from torchtune_adaptive.tune import process_group
-from torchtune_adaptive.tune.course import begin_epoch
 
 PPO = "full_ppo"
 CARD = 80 * 2**30
@@ -122,13 +121,14 @@ class Bench:
             else:
                 self.recipe = load_ours(kind)(demo_config(kind, Path(folder), *rows, *overrides))
         self.recipe.setup()
-        parts, progress = self.recipe.parts, self.recipe.progress
+        trainer = self.recipe.trainer
         if kind == PPO:  # nobody computes answers, so they are as long as answers get
             self.samples = [worst_rollout(torch.ones(NEW, dtype=torch.long), NEW)] * ROWS
         else:
-            course = self.recipe.course
-            self.samples, _ = next(iter(begin_epoch(parts, course, progress, course.epochs[0])))
-        self.stages = parts.stages
+            course = trainer.course
+            trainer.stages.use_limits(course.limits_of(trainer.stages, course.epochs[0]))
+            self.samples, _ = next(course.steps(trainer.data.loader, course.epochs[0], self.recipe.run.progress))
+        self.stages = trainer.stages
         self._limits = self.stages.state_dict()
         self.number = 0
 
@@ -138,7 +138,7 @@ class Bench:
         for stage, state in self._limits.items():
             self.stages[stage].load_state_dict(state)
         results = self.stages.run([deepcopy(sample) for sample in self.samples], step=self.number)
-        self.recipe.parts.model.zero_grad()
+        self.recipe.trainer.model.zero_grad()
         return {stage: result.recoveries for stage, result in results.items()}
 
     def operations(self, stage: str) -> list[str]:

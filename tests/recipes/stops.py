@@ -71,7 +71,7 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         recipe.train()
         recipe.cleanup()
     except _Stopped:
-        recipe.checkpoints.wait()
+        recipe.run.checkpoints.wait()
         process_group.leave()
     else:
         assert stop_before is None

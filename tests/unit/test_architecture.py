@@ -127,7 +127,7 @@ def test_the_rules_see_the_whole_project() -> None:
         "adaptive_lora_finetune_distributed",
     }
     assert len(list(arrows())) > 150
-    assert ("tune.fitting", "engine.probes") in arrows()
+    assert ("tune.fit", "engine.probes") in arrows()
 
 
 def test_every_folder_has_a_rule_and_every_rule_a_folder() -> None:

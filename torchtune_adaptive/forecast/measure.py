@@ -20,7 +20,7 @@ from torchtune_adaptive.forecast.which_recipe import trains_with_ppo
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.answer import Rehearsed
 from torchtune_adaptive.rehearse.process import rehearse
-from torchtune_adaptive.tune.search_record import SEARCH_FILE
+from torchtune_adaptive.tune.fit import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
 WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"

@@ -3,47 +3,57 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
-from torch import nn
 
-from torchtune_adaptive.checkpoints.progress import Progress, SavedLimits
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.rl.models import Models
+from torchtune_adaptive.rl.rollouts import Rollout
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import RolloutStages
 from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.oversize import Admission
-from torchtune_adaptive.tune.run_parts import RunParts
-from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.optimizer import Optimization
+from torchtune_adaptive.tune.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutParts(RunParts):
+class RolloutParts:
     """The parts of a run that trains on rollouts."""
 
+    trainer: Trainer
     ppo: PPOSettings
     models: Models
     rollout_stages: RolloutStages
     """What runs the stages."""
 
     @property
-    def reader(self) -> nn.Module:
-        return self.models.policy
+    def settings(self) -> Settings:
+        return self.trainer.run.settings
 
-    def limits(self) -> SavedLimits:
-        return self.rollout_stages.state_dict()
+    @property
+    def data(self) -> Data:
+        return self.trainer.data
+
+    @property
+    def optimization(self) -> Optimization:
+        return self.trainer.optimization
+
+    @property
+    def stages(self) -> Stages[Rollout]:
+        return self.rollout_stages.runners
 
 
-def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSizes, ...], Progress]:
+def plot_epochs(parts: RolloutParts) -> tuple[EpochSizes, ...]:
     """Every epoch of the run: what is over, what is under way, and what `num_steps` leaves to be done."""
-    ranks, size = dist.get_world_size(), parts.settings.batch_size
+    ranks, size, progress = dist.get_world_size(), parts.settings.batch_size, parts.trainer.run.progress
     if progress.step and progress.ranks != ranks:
         raise ConfigError(
             f"the checkpoint was saved on {count_of(progress.ranks, 'rank')}, but there are {ranks} now: batch_size is "
@@ -62,29 +72,14 @@ def plot_epochs(parts: RolloutParts, progress: Progress) -> tuple[tuple[EpochSiz
         left -= steps
     each = f"{size * ranks} answers, {count_of(parts.ppo.updates, 'update')}"
     say(f"{count_of(total, 'iteration')} of {each} each · {count_of(len(epochs), 'epoch')} of prompts")
-    return tuple(epochs), replace(progress, total_epochs=len(epochs), ranks=ranks)
+    parts.trainer.run.progress = replace(progress, total_epochs=len(epochs), ranks=ranks)
+    return tuple(epochs)
 
 
-def start_schedules(parts: RolloutParts, progress: Progress) -> None:
+def start_schedules(parts: RolloutParts) -> None:
     """Sets learning rate and limits to where the run has come to."""
-    updates = parts.ppo.updates
+    updates, progress = parts.ppo.updates, parts.trainer.run.progress
     total = updates * parts.ppo.iterations(dist.get_world_size())
     parts.optimization.start_schedule(total_steps=total, steps_done=updates * progress.step, lr_factor=1.0)
     if progress.limit is not None:
         parts.rollout_stages.load_state_dict(progress.limit)
-
-
-def begin_epoch(
-    parts: RolloutParts, progress: Progress, sizes: EpochSizes, admission: Admission | None
-) -> Iterator[list[Sample]]:
-    """Collective: the prompts of each iteration that is left of an epoch, each as `admission` lets it in."""
-    for stage, limit in parts.stages.limits.items():
-        parts.journal.limit(limit, progress.step, stage, f"epoch {sizes.epoch}")
-    with parts.checkpoints.going_on_to_draw(progress):
-        prompts = parts.data.loader.epoch(
-            sizes.epoch,
-            samples_per_step=sizes.samples_per_step,
-            steps=sizes.steps - progress.steps_in_epoch,
-            samples_done=progress.samples_in_epoch,
-        )
-    return prompts if admission is None else admission.telling(map(admission.admit, prompts), sizes.epoch)

@@ -32,17 +32,16 @@ from torchtune_adaptive.rl.models import give_gradients
 from torchtune_adaptive.rl.rollouts import REFERENCE_LOG_PROBS, SCORE, Rollout, worst_rollout
 from torchtune_adaptive.rl.stages import GENERATE, STAGES, TRAIN_POLICY, configured_limits, samples_of_stage
 from torchtune_adaptive.text import format_bytes, in_columns
+from torchtune_adaptive.tune import fit
 from torchtune_adaptive.tune.culprits import longest_taken
-from torchtune_adaptive.tune.fitting import FitRequest, profile_lengths, search_batch_size
 from torchtune_adaptive.tune.longest_sample import worst_sample
-from torchtune_adaptive.tune.oversize import Admission, ways_to_make_room
-from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, admission_of
+from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, Admission, admission_of, ways_to_make_room
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Measure = Callable[[FitRequest, MemorySource, int], Result]
-"""Collective: finds, for no more than so many rows, what fits."""
+Measure = Callable[[RolloutParts, MemorySource, str, Callable[[Event], None]], Result]
+"""Collective: finds what fits in a stage."""
 
 SHORTER = KEYS_IN_PPO[Remedy.SHORTER_SAMPLES]
 
@@ -70,10 +69,10 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
         return _by_rows(parts, configured)
     with _as_in_training(parts, memory):
         if budget is None:
-            rows = {stage: _measured(parts, memory, stage, search_batch_size)[1] for stage in STAGES}
+            rows = {stage: _measured(parts, memory, stage, _rows)[1] for stage in STAGES}
             say(_table_of_rows(rows))
             return _by_rows(parts, {stage: RowLimit(event.after or 1) for stage, event in rows.items()}, searched=True)
-        profiles = {stage: _measured(parts, memory, stage, profile_lengths)[0] for stage in STAGES}
+        profiles = {stage: _measured(parts, memory, stage, _profile)[0] for stage in STAGES}
     say(_table_of_lengths(profiles, parts.ppo.max_generated_tokens))
     return _admitting(parts, {stage: profile.limit for stage, profile in profiles.items()})
 
@@ -91,7 +90,7 @@ def _admitting(parts: RolloutParts, limits: Mapping[str, Limit]) -> StageLimits:
     if taken is not None and taken < longest:
         longest, fact, ways = taken, _what_models_take(taken), _ways_to_shorten(taken - new)
     remedy = f"{fact}; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
-    return StageLimits(limits, admission_of(_request(parts, None, GENERATE), longest - new, remedy))
+    return StageLimits(limits, admission_of(parts.settings, parts.data, parts.data.kind, longest - new, remedy))
 
 
 def _by_rows(parts: RolloutParts, limits: Mapping[str, Limit], *, searched: bool = False) -> StageLimits:
@@ -103,8 +102,8 @@ def _by_rows(parts: RolloutParts, limits: Mapping[str, Limit], *, searched: bool
     remedy = f"{_what_models_take(taken)}; {', or '.join(_ways_to_shorten(longest))}"
     if searched and data.max_seq_len is None and parts.settings.adaptive.sequence_length is None:
         strict = replace(parts.settings.adaptive, oversize="error")
-        request = replace(_request(parts, None, GENERATE), settings=replace(parts.settings, adaptive=strict))
-        return StageLimits(limits, admission_of(request, longest, remedy))
+        settings = replace(parts.settings, adaptive=strict)
+        return StageLimits(limits, admission_of(settings, data, data.kind, longest, remedy))
     return StageLimits(limits, Admission(data.dataset, data.kind, longest, "error", remedy))
 
 
@@ -154,39 +153,54 @@ def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Me
     """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
     events: list[Event] = []
     try:
-        result = measure(_request(parts, memory, stage, events.append), memory, samples_of_stage(stage, parts.ppo))
+        result = measure(parts, memory, stage, events.append)
     except OneRowDoesNotFitError:
         if stage != GENERATE or not parts.rollout_stages.gathering.can_end:
             raise
         parts.rollout_stages.go_layer_by_layer()
-        result = measure(_request(parts, memory, stage, events.append), memory, samples_of_stage(stage, parts.ppo))
+        result = measure(parts, memory, stage, events.append)
     finally:
         parts.optimization.optimizers[0].zero_grad(set_to_none=True)
-    parts.journal.search(events[-1])
+    parts.trainer.run.journal.search(events[-1])
     return result, events[-1]
 
 
-def _request(
-    parts: RolloutParts, memory: MemorySource | None, stage: str, record: Callable[[Event], None] = lambda _: None
-) -> FitRequest:
-    # what was found layer by layer is no answer for a run that has not tried without
-    layer_by_layer = stage == GENERATE and not parts.rollout_stages.gathering.stays
-    return FitRequest(
-        settings=parts.settings,
-        memory=memory,
-        worst_step=partial(_worst_step, parts, memory, stage),
-        data=parts.data,
-        kind=parts.data.kind,
-        record=record,
-        whole_step_rows=samples_of_stage(stage, parts.ppo),
+def _rows(parts: RolloutParts, memory: MemorySource, stage: str, record: Callable[[Event], None]) -> int:
+    samples = samples_of_stage(stage, parts.ppo)
+    return fit.rows(
+        _worst_step(parts, memory, stage),
+        memory,
+        parts.settings,
+        parts.data.kind,
+        most_rows=samples,
+        whole_step_rows=samples,
         stage=stage,
-        folder=(stage + " layer by layer" * layer_by_layer).replace(" ", "_"),
+        folder=_folder_of(parts, stage),
+        record=record,
     )
 
 
-def _worst_step(parts: RolloutParts, memory: MemorySource | None, stage: str) -> TrainingStep[Rollout]:
+def _profile(parts: RolloutParts, memory: MemorySource, stage: str, record: Callable[[Event], None]) -> Profile:
+    return fit.profile(
+        _worst_step(parts, memory, stage),
+        memory,
+        parts.settings,
+        parts.data.kind,
+        most_rows=samples_of_stage(stage, parts.ppo),
+        stage=stage,
+        folder=_folder_of(parts, stage),
+        record=record,
+    )
+
+
+def _folder_of(parts: RolloutParts, stage: str) -> str:
+    # what was found layer by layer is no answer for a run that has not tried without
+    layer_by_layer = stage == GENERATE and not parts.rollout_stages.gathering.stays
+    return (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
+
+
+def _worst_step(parts: RolloutParts, memory: MemorySource, stage: str) -> TrainingStep[Rollout]:
     """Collective: the longest prompt with the longest answer; the policy is trained beside the value's gradients."""
-    assert memory is not None, "measured is where there is a limit"
     runner, new = parts.stages[stage], parts.ppo.max_generated_tokens
     update: Callable[[StepResult], object] | None = None  # the value model is updated with the policy
     # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much a rank has too little.

@@ -31,7 +31,7 @@ from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.tune.data import Tokenizer
 from torchtune_adaptive.tune.devices import dtype_of
 from torchtune_adaptive.tune.finetuning import build_recovery
-from torchtune_adaptive.tune.run_parts import restore_limits
+from torchtune_adaptive.tune.trainer import restore_limits
 
 GENERATE = "generate"
 SCORE_POLICY, SCORE_REFERENCE = "policy log-probabilities", "reference log-probabilities"

@@ -1,21 +1,22 @@
-"""Before the first step: how large a microbatch may be, and what every epoch of the run will be."""
+"""Before the first step: how large a microbatch may be, and what every epoch of a run on a dataset will be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import nn
 
-from torchtune_adaptive.checkpoints.progress import Progress, SavedLimits
-from torchtune_adaptive.engine.limits import Limit, RowLimit
+from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.probes import TrainingStep
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.engine.step import StepRunner
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
+from torchtune_adaptive.schedules.growth import total_steps
 from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune import fit
 from torchtune_adaptive.tune.culprits import longest_taken
 from torchtune_adaptive.tune.epochs import (
     announce,
@@ -24,154 +25,179 @@ from torchtune_adaptive.tune.epochs import (
     size_epochs,
     whole_step_rows,
 )
-from torchtune_adaptive.tune.fitting import FitRequest, forward_step, rows_that_fit, training_step
-from torchtune_adaptive.tune.longest_sample import worst_sample
+from torchtune_adaptive.tune.longest_sample import longest_sample, worst_sample
+from torchtune_adaptive.tune.model import phase_boundaries
+from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
-from torchtune_adaptive.tune.run_parts import RunParts, restore_limits
 from torchtune_adaptive.tune.sample_exchange import dealer_of
 from torchtune_adaptive.tune.samples import Kind, Sample
-from torchtune_adaptive.tune.token_budget import Microbatches, budget_limit, microbatches_of
+from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, admission_of, rows_of_packs
+from torchtune_adaptive.tune.trainer import Course, Trainer, restore_limits
 
-Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Parts(RunParts):
-    """The parts of a run that trains on a dataset. On pairs there are two stages: the reference before the policy,
-    unless it has been asked of all pairs."""
-
-    loss_fn: nn.Module
-
-    @property
-    def trains(self) -> str:
-        """The name of the stage that trains."""
-        return [*self.stages][-1]
-
-    @property
-    def kind(self) -> Kind:
-        return replace(self.data.kind, padded=self.stages.training.kind.padded)
-
-    def worst_step(self) -> TrainingStep[Sample]:
-        """Collective: the step that a search measures."""
-        return training_step(self.stages.training, self.optimization, self.loss_fn, self.kind, self._worst_sample())
-
-    def worst_reference_step(self) -> TrainingStep[Sample]:
-        """Collective: the same for the stage before training."""
-        # asked before training, it runs when there is no optimizer state yet, and never again
-        training = [] if self.settings.adaptive.precompute_reference else [self.worst_step()]
-        return forward_step(self.stages[REFERENCE], self.kind, self._worst_sample(), *training)
-
-    def _worst_sample(self) -> Sample:
-        length = self.settings.adaptive.sequence_length
-        sample = worst_sample(self.settings.config, self.data, self.kind, length)
-        return {**sample, KEPT: torch.zeros(2)} if self.trains == POLICY else sample
-
-    def fit_request(self, memory: MemorySource | None, whole_step_rows: int | None) -> FitRequest:
-        return FitRequest(
-            settings=self.settings,
-            memory=memory,
-            worst_step=self.worst_step,
-            data=self.data,
-            kind=self.kind,
-            record=self.journal.search,
-            whole_step_rows=whole_step_rows,
-            stage=self.trains,
-        )
-
-    def fit_reference(self, memory: MemorySource | None) -> FitRequest:
-        """What has to fit in the stage before training."""
-        training = self.fit_request(memory, None)
-        return replace(training, worst_step=self.worst_reference_step, stage=REFERENCE, folder="reference")
-
-    def limits(self) -> SavedLimits:
-        """What the limits have come to, for a checkpoint: that of training as it is, others by their names."""
-        states = self.stages.state_dict()
-        return {**states.pop(self.trains), **states}
-
-    def restore_limits(self, saved: SavedLimits) -> None:
-        restore_limits(self.stages, {self.trains: saved, **saved})
-
-    def use_limits(self, course: Course, sizes: EpochSizes) -> None:
-        """Uses the epoch's limits from the next step on, in every stage."""
-        limits = dict.fromkeys(self.stages, course.microbatches.limit_of(sizes))
-        if REFERENCE in limits and course.reference_limit is not None:
-            limits[REFERENCE] = course.reference_limit
-        self.stages.use_limits(limits)
+SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 
 
-@dataclass(frozen=True)
-class Course:
-    """The run as it will be."""
-
-    epochs: tuple[EpochSizes, ...]
-    microbatches: Microbatches
-    reference_limit: Limit | None = None
-    """Limit of the stage before training, where one was measured; None: as for training."""
-
-    @property
-    def suspects(self) -> int:
-        """The samples read last, one of which a step may have failed on."""
-        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
-        return 5 * max(sizes.samples_per_step for sizes in self.epochs)
-
-
-def plot_course(parts: Parts, progress: Progress) -> tuple[Course, Progress]:
+def plan_course(trainer: Trainer) -> None:
     """Collective: searches where the config asks for it, sizes every epoch, and sets schedules to where the run is."""
-    settings, data = parts.settings, parts.data
-    with parts.limited_memory() as memory, data.naming_bad_samples(parts.model, last=1):
-        progress = _with_dataset(progress, len(data.dataset))
-        open_record(parts, progress)
-        request = parts.fit_request(memory, whole_step_rows(settings, progress))
-        rows = rows_that_fit(request)
-        left = data.loader.samples_left_per_rank(progress.samples_in_epoch)
-        before, progress = progress, end_of_begun_epoch(progress, rows, left, parts.place.ranks)
-        increase = build_increase_function(settings.config)
-        epochs = size_epochs(settings, increase, rows, progress, data.loader.samples_per_rank)
+    run, data, stages = trainer.run, trainer.data, trainer.stages
+    settings, ranks, training = run.settings, run.place.ranks, [*stages][-1]
+    with trainer.limited_memory() as memory, data.naming_bad_samples(trainer.model, last=1):
+        before = _with_dataset(run.progress, len(data.dataset))
+        run.open_record()
+        rows = rows_that_fit(trainer, memory, training, whole_step_rows=whole_step_rows(settings, before))
+        left = data.loader.samples_left_per_rank(before.samples_in_epoch)
+        progress = end_of_begun_epoch(before, rows, left, ranks)
+        increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
+        epochs = size_epochs(settings, increase, rows, progress, samples)
         most_samples = max(sizes.samples_per_step for sizes in epochs)
-        limit = budget_limit(request, most_samples)
-        earlier = reference_limit(parts, memory, most_samples)
-        longest_of_model = longest_taken([parts.model])
-        microbatches = microbatches_of(request, limit, earlier=earlier, longest_of_model=longest_of_model)
-        dealer = dealer_of(parts.model, settings, data, microbatches.limit)
-        microbatches = replace(microbatches, dealer=dealer)
-        samples = data.loader.samples_per_rank
-        announce(epochs, settings, before, parts.place.ranks, microbatches.limit, samples)
+        limit = limit_by_length(trainer, memory, training, most_samples)
+        earlier = reference_limit(trainer, memory, most_samples) if REFERENCE in stages else None
+        admission = None
+        if limit is not None and data.packed:
+            limit = rows_of_packs(limit, data.kind.length_of(data.dataset[0]))
+        elif limit is not None:
+            longest = min(longest_row(each, LONGEST_SAMPLE) for each in (limit, earlier) if each is not None)
+            taken = longest_taken([trainer.model])
+            if taken is not None and settings.adaptive.oversize != "error":
+                longest = min(longest, trainer.kind.length_at(taken))
+            admission = admission_of(settings, data, trainer.kind, longest)
+        dealer, by_length = dealer_of(trainer.model, settings, data, limit), limit is not None and limit.by_length
+        announce(epochs, settings, before, ranks, limit, samples)
         if earlier is not None:
             most = count_of(earlier.rows, "pair") if isinstance(earlier, RowLimit) else earlier
             say(f"{REFERENCE}: at most {most} a microbatch")
-        parts.checkpoints.make_room()
-        course = Course(epochs, microbatches, earlier)
-    return course, _start_schedules(parts, course, progress)
+        run.checkpoints.make_room()
+    limits = {} if limit is None else dict.fromkeys(stages, limit)
+    trainer.course = Course(
+        epochs=epochs,
+        limits=limits if earlier is None else {**limits, REFERENCE: earlier},
+        admission=admission,
+        dealer=dealer if by_length else None,
+        looks_ahead=by_length,
+    )
+    _start_schedules(trainer, progress)
 
 
-def open_record(parts: Parts, progress: Progress) -> None:
-    """Opens the record where the run has come to."""
-    parts.journal.start(progress.step or total_steps(progress.past))
+def rows_that_fit(
+    trainer: Trainer,
+    memory: MemorySource | None,
+    stage: str,
+    *,
+    most_samples: int | None = None,
+    whole_step_rows: int | None = None,
+) -> int | None:
+    """Collective: the most rows of a microbatch, if the config asks for them or for growth up to them.
 
-
-def reference_limit(parts: Parts, memory: MemorySource | None, most_samples: int) -> Limit | None:
-    """Collective: what fits in the stage before training, where the config asks for that to be found or says it."""
-    if REFERENCE not in parts.stages:
+    A rank has `most_samples` to run at most, or all those of an epoch. From `whole_step_rows` on a step is one
+    microbatch.
+    """
+    settings, adaptive = trainer.run.settings, trainer.run.settings.adaptive
+    grows = settings.config.get("batch_increase_function") is not None and adaptive.max_batch_size is None
+    if adaptive.token_budget is not None or not (settings.use_maximum_batch_size or grows):
         return None
-    request = parts.fit_reference(memory)
-    if parts.settings.adaptive.token_budget is not None:
-        return budget_limit(request, most_samples)
-    rows = rows_that_fit(request, most_samples)
+    if memory is None:
+        say(f"batch search · {SKIPPED}")
+        return None
+    most = most_samples or trainer.data.loader.samples_per_rank
+    most_rows = min(most, adaptive.max_batch_size or most)
+    return _search(trainer, memory, stage, most_rows, whole_step_rows)
+
+
+def limit_by_length(trainer: Trainer, memory: MemorySource | None, stage: str, most_rows: int) -> Limit | None:
+    """Collective: the token budget of the config, or what was measured; None without one, or where nothing can be.
+
+    A step has `most_rows` samples at most.
+    """
+    settings, data, kind = trainer.run.settings, trainer.data, trainer.kind
+    budget = settings.adaptive.token_budget
+    if budget is None or isinstance(budget, int):
+        return None if budget is None else TokenLimit(budget, kind.padded_rows)
+    if memory is None:
+        say(f"token budget · {SKIPPED}, or the budget to a number")
+        return None
+    if data.packed:
+        return RowLimit(_search(trainer, memory, stage, most_rows, None))
+    step = _worst_step(trainer, stage)
+    try:
+        return fit.profile(
+            step,
+            memory,
+            settings,
+            kind,
+            most_rows=most_rows,
+            stage=stage,
+            folder=_folder_of(stage),
+            record=trainer.run.journal.search,
+        ).limit
+    except OneRowDoesNotFitError as error:
+        if settings.adaptive.sequence_length or data.max_seq_len:
+            raise
+        index = longest_sample(settings.config, data.dataset, kind).at
+        raise SampleTooLargeError(
+            f"sample {index} of the dataset is the longest, and {error.fact}", *error.remedies
+        ) from None
+
+
+def reference_limit(trainer: Trainer, memory: MemorySource | None, most_samples: int) -> Limit | None:
+    """Collective: what fits in the stage before training, where the config asks for that to be found or says it."""
+    if trainer.run.settings.adaptive.token_budget is not None:
+        return limit_by_length(trainer, memory, REFERENCE, most_samples)
+    rows = rows_that_fit(trainer, memory, REFERENCE, most_samples=most_samples)
     return None if rows is None else RowLimit(rows)
 
 
-def begin_epoch(parts: Parts, course: Course, progress: Progress, sizes: EpochSizes) -> Steps:
-    """Collective: sets limit and learning rate, and yields the steps that are left of the epoch.
+def _search(trainer: Trainer, memory: MemorySource, stage: str, most_rows: int, whole_step_rows: int | None) -> int:
+    return fit.rows(
+        _worst_step(trainer, stage),
+        memory,
+        trainer.run.settings,
+        trainer.kind,
+        most_rows=most_rows,
+        whole_step_rows=whole_step_rows,
+        stage=stage,
+        folder=_folder_of(stage),
+        record=trainer.run.journal.search,
+    )
 
-    A step is the samples of this rank and, where they are planned ahead, those of the next step.
-    """
-    parts.use_limits(course, sizes)
-    parts.journal.epoch(sizes, parts.stages.limits, progress, parts.place.ranks)
-    parts.optimization.use_lr_factor(sizes.lr_factor)
-    with parts.checkpoints.going_on_to_draw(progress):
-        return course.microbatches.steps(
-            parts.data.loader, sizes, steps_done=progress.steps_in_epoch, samples_done=progress.samples_in_epoch
-        )
+
+def _folder_of(stage: str) -> str:
+    return "reference" if stage == REFERENCE else ""
+
+
+def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
+    """Collective: the step that a search of this stage measures."""
+    settings, kind, runner = trainer.run.settings, trainer.kind, trainer.stages.training
+    sample = worst_sample(settings.config, trainer.data, kind, settings.adaptive.sequence_length)
+    if runner.stage == POLICY:
+        sample = {**sample, KEPT: torch.zeros(2)}
+    training = training_step(runner, trainer.optimization, trainer.loss_fn, kind, sample)
+    if stage == runner.stage:
+        return training
+    runner = trainer.stages[stage]
+    return TrainingStep(
+        runner=runner,
+        sample=sample,
+        update=None,
+        optimizers=(),
+        boundaries=phase_boundaries(runner.model, None),
+        cut=kind.cut,
+        # asked before training, it runs when there is no optimizer state yet, and never again
+        beside=() if settings.adaptive.precompute_reference else (training,),
+    )
+
+
+def training_step(
+    runner: StepRunner[Sample], optimization: Optimization, loss_fn: nn.Module | None, kind: Kind, sample: Sample
+) -> TrainingStep[Sample]:
+    """The recipe's step, as a search runs it."""
+    return TrainingStep(
+        runner=runner,
+        sample=sample,
+        update=lambda result: optimization.update(result.target_tokens),
+        optimizers=optimization.optimizers,
+        boundaries=phase_boundaries(runner.model, loss_fn),
+        cut=kind.cut,
+    )
 
 
 def _with_dataset(progress: Progress, samples: int) -> Progress:
@@ -183,15 +209,16 @@ def _with_dataset(progress: Progress, samples: int) -> Progress:
     return replace(progress, dataset_samples=samples)
 
 
-def _start_schedules(parts: Parts, course: Course, progress: Progress) -> Progress:
-    """Sets learning rate and limit to where the run has come to."""
+def _start_schedules(trainer: Trainer, progress: Progress) -> None:
+    """Sets learning rate and limits to where the run has come to."""
+    epochs, stages = trainer.course.epochs, trainer.stages
     # torchtune's own checkpoints do not count steps
-    step = total_steps(course.epochs[: progress.epochs_run]) + progress.steps_in_epoch
+    step = total_steps(epochs[: progress.epochs_run]) + progress.steps_in_epoch
     latest = progress.begun or (progress.past[-1] if progress.past else None)
-    parts.optimization.start_schedule(
-        total_steps=total_steps(course.epochs), steps_done=step, lr_factor=latest.lr_factor if latest else 1.0
+    trainer.optimization.start_schedule(
+        total_steps=total_steps(epochs), steps_done=step, lr_factor=latest.lr_factor if latest else 1.0
     )
-    parts.use_limits(course, course.epochs[progress.epochs_run])
+    stages.use_limits(trainer.course.limits_of(stages, epochs[progress.epochs_run]))
     if progress.limit is not None:
-        parts.restore_limits(progress.limit)
-    return replace(progress, step=step, ranks=parts.place.ranks)
+        restore_limits(stages, progress.limit)
+    trainer.run.progress = replace(progress, step=step, ranks=trainer.run.place.ranks)

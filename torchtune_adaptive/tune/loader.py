@@ -18,12 +18,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 Sample = TypeVar("Sample")
-Step = TypeVar("Step")
+Item = TypeVar("Item")
 
 
-def looking_ahead(steps: Iterable[Step]) -> Iterator[tuple[Step, Step | None]]:
+def looking_ahead(steps: Iterable[Item]) -> Iterator[tuple[Item, Item | None]]:
     """Each step with the one that follows it; None follows the last."""
-    nothing: list[Step | None] = [None]
+    nothing: list[Item | None] = [None]
     return pairwise(chain(steps, nothing))  # type: ignore[arg-type]
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from torchtune_adaptive.atomic_files import keep_file, reason
 from torchtune_adaptive.checkpoints.identity import weights_in
-from torchtune_adaptive.checkpoints.progress import Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import BEFORE_THE_FIRST
 from torchtune_adaptive.engine.limits import RowLimit
@@ -32,10 +31,11 @@ from torchtune_adaptive.engine.ranks import from_rank_0, sum_over_ranks
 from torchtune_adaptive.errors import RunStopped, SampleError
 from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.course import Parts, open_record, reference_limit
+from torchtune_adaptive.tune.course import reference_limit
 from torchtune_adaptive.tune.culprits import NamedSamples, check_sample
 from torchtune_adaptive.tune.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.samples import PAIR, Sample
+from torchtune_adaptive.tune.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -105,30 +105,39 @@ def _left_behind(path: Path, wanted: str | None, dataset: NamedSamples) -> Refer
     return None
 
 
-def precompute_reference(parts: Parts, progress: Progress) -> None:
-    """Collective: from now on each pair comes with its reference log-probabilities, and the reference is not needed."""
-    dataset, path = parts.data.dataset, Path(parts.settings.output_dir) / TABLE_FILE
-    open_record(parts, progress)
+def precompute_reference(trainer: Trainer) -> None:
+    """Collective: if the config asks for it, each pair comes with its reference log-probabilities from now on, and the
+    reference is not needed."""
+    dataset, settings, stages = trainer.data.dataset, trainer.run.settings, trainer.stages
+    if REFERENCE not in stages or not settings.adaptive.precompute_reference:
+        return
+    path = Path(settings.output_dir) / TABLE_FILE
+    trainer.run.open_record()
     pairs, began_s = count_of(len(dataset), "pair"), time.monotonic()
     say(f"{REFERENCE} · computing them for {pairs}, once before training")
-    with parts.limited_memory() as memory, parts.data.naming_bad_samples(parts.model, last=CHUNK):
-        table = _computed(parts, memory, path)
+    with trainer.limited_memory() as memory, trainer.data.naming_bad_samples(trainer.model, last=CHUNK):
+        table = _computed(trainer, memory, path)
     if dist.get_rank() == 0:
-        content = packed(table, made_of(parts.settings.config, len(dataset)))
+        content = packed(table, made_of(settings.config, len(dataset)))
         if keep_file(path, content, "the next run will compute them again"):
             say(f"{REFERENCE} · computed for {pairs} in {time.monotonic() - began_s:.1f} s, saved to {path}")
     dataset.complete = table.complete
-    asked = parts.stages.pop(REFERENCE)
-    if asked.recovery is not parts.stages.training.recovery:
+    asked = stages.pop(REFERENCE)
+    if asked.recovery is not stages.training.recovery:
         asked.close()
     del asked  # or its model would stay
     release()
 
 
-def _computed(parts: Parts, memory: MemorySource | None, path: Path) -> ReferenceTable:
+def _computed(trainer: Trainer, memory: MemorySource | None, path: Path) -> ReferenceTable:
     """Collective: each rank runs its share of the pairs. All run equally many, so a rank's last one may come twice."""
-    runner, dataset, rank, ranks = parts.stages[REFERENCE], parts.data.dataset, dist.get_rank(), dist.get_world_size()
-    runner.use_limit(reference_limit(parts, memory, CHUNK) or RowLimit(parts.settings.batch_size))
+    runner, dataset, rank, ranks = (
+        trainer.stages[REFERENCE],
+        trainer.data.dataset,
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
+    runner.use_limit(reference_limit(trainer, memory, CHUNK) or RowLimit(trainer.run.settings.batch_size))
     runner.watch(memory)
     total, share = len(dataset), -(-len(dataset) // ranks)
     log_probs, marks = torch.zeros(total, 2), torch.zeros(total, dtype=torch.int64)

@@ -1,118 +1,115 @@
-"""`adaptive.token_budget`: microbatches by tokens, as many as the config says or as were measured to fit."""
+"""`adaptive.token_budget` and `adaptive.oversize`: microbatches by tokens, and samples too long for any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
-from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
+import torch
+
+from torchtune_adaptive.config.keys import Settings, value_at
+from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.engine.limits import Limit, RowLimit
+from torchtune_adaptive.engine.ranks import sum_over_ranks
+from torchtune_adaptive.errors import ConfigError, Remedy, SampleTooLargeError
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.text import count_of
-from torchtune_adaptive.tune.fitting import FitRequest, profile_lengths, search_batch_size
-from torchtune_adaptive.tune.loader import StepLoader, looking_ahead
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.longest_sample import longest_sample
-from torchtune_adaptive.tune.oversize import Admission, remedy_for, too_large
-from torchtune_adaptive.tune.sample_exchange import Dealer, FullestRank
-from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.samples import Kind, Sample
 
 LONGEST_SAMPLE = 2**20
 """The longest sample that is compared with the limit, where nothing says less."""
 
+Item = TypeVar("Item")
 
-@dataclass(frozen=True)
-class Microbatches:
-    """How the samples of a run's steps share microbatches."""
 
-    limit: Limit | None = None
-    """Limit of a microbatch; None: by rows, as many as the sizes of the epoch say."""
-    admission: Admission | None = None
-    """Admission of samples, where some may be too long for any microbatch."""
-    dealer: Dealer | FullestRank | None = None
-    """Deals the samples of each step to the ranks; None: they stay where they were read."""
+class Admission:
+    """Admits the samples of a run to its microbatches, and counts those that had to be changed for that."""
 
-    def limit_of(self, sizes: EpochSizes) -> Limit:
-        return self.limit or RowLimit(sizes.microbatch_rows)
+    def __init__(self, dataset: NamedSamples, kind: Kind, longest: int, oversize: str, remedy: str) -> None:
+        """`remedy` ends the error about a sample of more than `longest` tokens."""
+        self.done = "truncated" if oversize == "truncate" else "skipped"
+        self._dataset, self._kind, self._longest, self._oversize = dataset, kind, longest, oversize
+        self._remedy = remedy
+        self._seen = self._changed = 0
 
-    def steps(
-        self, loader: StepLoader[Sample], sizes: EpochSizes, *, steps_done: int = 0, samples_done: int = 0
-    ) -> Iterator[tuple[list[Sample], list[Sample] | None]]:
-        """Collective: the steps left of an epoch, each with the next one where that has to be planned ahead."""
-        steps = loader.epoch(
-            sizes.epoch,
-            samples_per_step=sizes.samples_per_step,
-            steps=sizes.steps - steps_done,
-            samples_done=samples_done,
+    def admit(self, samples: Sequence[Sample]) -> list[Sample]:
+        """The samples that were read last, each if it fits; else its beginning, or a stand-in without labels: no rank
+        may be a sample short."""
+        indices = reversed(self._dataset.last(len(samples)))
+        return [self._admitted(sample, index) for sample, index in zip(samples, indices, strict=True)]
+
+    def _admitted(self, sample: Sample, index: int) -> Sample:
+        length = self._kind.length_of(sample)
+        self._seen += 1
+        if length <= self._longest:
+            return sample
+        if self._oversize == "error" or "encoder_input" in sample:
+            raise self.too_large(index, length)
+        self._changed += 1
+        return self._kind.cut(sample, self._longest) if self._oversize == "truncate" else self._kind.filler(sample)
+
+    def too_large(self, index: int, length: int) -> SampleTooLargeError:
+        """An error for a sample that is longer than any microbatch has room for."""
+        return SampleTooLargeError(
+            f"sample {index} of the dataset has {length} tokens{self._kind.length_suffix}, but a microbatch has room "
+            f"for {self._longest}{self._remedy}"
         )
-        if self.limit is None or not self.limit.by_length:
-            return ((samples, None) for samples in steps)
-        admission = self.admission
-        admitted = steps if admission is None else map(admission.admit, steps)
-        ahead = looking_ahead(admitted if self.dealer is None else self.dealer.deal(admitted))
-        return ahead if admission is None else admission.telling(ahead, sizes.epoch)
+
+    def counting(self, steps: Iterable[Item], epoch: int) -> Iterator[Item]:
+        """Collective: the steps of an epoch; once they are done, one line says how many samples were changed."""
+        self._seen = self._changed = 0
+        yield from steps
+        seen, changed = (int(count) for count in sum_over_ranks(torch.tensor([self._seen, self._changed])))
+        if changed:
+            share = f"{changed} of {seen} samples ({100 * changed / seen:.1f} %)"
+            say(f"token budget · epoch {epoch}: {share} were longer than {self.tokens} and {self.done}")
+
+    @property
+    def tokens(self) -> str:
+        """The most tokens of a sample, in words."""
+        return f"{count_of(self._longest, 'token')}{self._kind.length_suffix}"
 
 
-def microbatches_of(
-    request: FitRequest, limit: Limit | None, *, earlier: Limit | None = None, longest_of_model: int | None = None
-) -> Microbatches:
-    """Collective: those of the stage that trains, where it has a limit in tokens. `earlier` is that of one before it,
-    which runs the same samples; `longest_of_model` the longest sequence that the model takes."""
-    data, kind, oversize = request.data, request.kind, request.settings.adaptive.oversize
-    if limit is None:
-        return Microbatches()
-    if data.packed:
-        return Microbatches(_as_rows(limit, kind.length_of(data.dataset[0])))
-    longest = min(longest_row(each, LONGEST_SAMPLE) for each in (limit, earlier) if each is not None)
-    if longest_of_model is not None and oversize != "error":
-        longest = min(longest, kind.length_at(longest_of_model))
-    return Microbatches(limit, admission_of(request, longest))
-
-
-def admission_of(request: FitRequest, longest: int, remedy: str | None = None) -> Admission:
+def admission_of(settings: Settings, data: Data, kind: Kind, longest: int, remedy: str | None = None) -> Admission:
     """Collective: what sees to it that no sample is longer than a microbatch has room for. `remedy` ends the error."""
-    data, kind, oversize = request.data, request.kind, request.settings.adaptive.oversize
-    remedy = remedy or remedy_for(request.settings, kind.longest_at(longest))
-    admission = Admission(data.dataset, kind, longest, oversize, remedy)
+    oversize = settings.adaptive.oversize
+    admission = Admission(
+        data.dataset, kind, longest, oversize, remedy or remedy_for(settings, kind.longest_at(longest))
+    )
     # The tokenizer says how long samples are to be; a dataset may know nothing of it, and each sample is looked at.
-    if data.max_seq_len is None or kind.length_at(data.max_seq_len) > longest:
-        if oversize == "error":
-            _check_longest(request, longest, remedy)
-        else:
-            tokens = f"{count_of(longest, 'token')}{kind.length_suffix}"
-            say(f"token budget · samples of more than {tokens} are {admission.done} (adaptive.oversize)")
+    if data.max_seq_len is not None and kind.length_at(data.max_seq_len) <= longest:
+        return admission
+    if oversize != "error":
+        say(f"token budget · samples of more than {admission.tokens} are {admission.done} (adaptive.oversize)")
+    elif (worst := longest_sample(settings.config, data.dataset, kind)).length > longest:
+        raise admission.too_large(worst.at, worst.length)
     return admission
 
 
-def budget_limit(request: FitRequest, most_rows: int) -> Limit | None:
-    """Collective: the number of the config, or what was measured; None without a budget, or where nothing can be.
-
-    A step has `most_rows` samples at most.
-    """
-    budget, memory, data = request.settings.adaptive.token_budget, request.memory, request.data
-    if budget is None or isinstance(budget, int):
-        return None if budget is None else TokenLimit(budget, request.kind.padded_rows)
-    if memory is None:
-        say(
-            "token budget · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit, or the "
-            "budget to a number"
-        )
-        return None
-    if data.packed:
-        return RowLimit(search_batch_size(request, memory, most_rows))
-    try:
-        return profile_lengths(request, memory, most_rows).limit
-    except OneRowDoesNotFitError as error:
-        if request.settings.adaptive.sequence_length or data.max_seq_len:
-            raise
-        index = longest_sample(request.settings.config, data.dataset, request.kind).at
-        raise SampleTooLargeError(
-            f"sample {index} of the dataset is the longest, and {error.fact}", *error.remedies
-        ) from None
+def remedy_for(settings: Settings, shortest: int) -> str:
+    """The end of the error; `shortest`: the tokenizer's limit under which all samples fit."""
+    asked = value_at(settings.config, "tokenizer.max_seq_len")
+    shorter = f"lower tokenizer.max_seq_len to {shortest}" if shortest else "lower tokenizer.max_seq_len"
+    if isinstance(asked, int) and asked <= shortest:
+        shorter = f"use a dataset that, unlike this one, truncates samples to tokenizer.max_seq_len ({asked})"
+    oversize = "set adaptive.oversize: truncate (cuts such samples) or skip (drops them)"
+    return f"; {', '.join(ways_to_make_room(settings, shorter))}, or {oversize}"
 
 
-def _as_rows(limit: Limit, length: int) -> RowLimit:
-    """Rows of one length: as many as fit, in the order of the data, with nothing to gain from sorting."""
+def ways_to_make_room(settings: Settings, shorter: str) -> list[str]:
+    """Ways to make room for longer samples, or to have shorter ones."""
+    if settings.adaptive.token_budget != "auto":
+        return ["raise adaptive.token_budget", shorter]
+    # then it is memory that says how many tokens fit
+    checkpointing = [] if settings.enable_activation_checkpointing else [Remedy.CHECKPOINT_ACTIVATIONS]
+    return [shorter, *(KEYS[each] for each in (*checkpointing, Remedy.MORE_RANKS, Remedy.LARGER_BUDGET))]
+
+
+def rows_of_packs(limit: Limit, length: int) -> RowLimit:
+    """Packed rows, all of one length: as many as fit, in the order of the data, with nothing to gain from sorting."""
     rows = limit.rows_at(length)
     if rows == 0:
         raise ConfigError(
@@ -121,10 +118,3 @@ def _as_rows(limit: Limit, length: int) -> RowLimit:
         )
     say(f"token budget · the dataset is packed, all rows have {length} tokens: microbatches of {RowLimit(rows)}")
     return RowLimit(rows)
-
-
-def _check_longest(request: FitRequest, fitting: int, remedy: str) -> None:
-    """Collective: every rank sees the same error."""
-    longest = longest_sample(request.settings.config, request.data.dataset, request.kind)
-    if longest.length > fitting:
-        raise too_large(request.kind, longest.at, longest.length, fitting, remedy)

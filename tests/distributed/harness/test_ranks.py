@@ -11,7 +11,7 @@ from tests.ranks import free_ports, run_on_ranks
 
 
 def had_before() -> tuple[bool, int]:
-    return "torchtune_adaptive.tune.fitting" in sys.modules, gc.get_freeze_count()
+    return "torchtune_adaptive.tune.fit" in sys.modules, gc.get_freeze_count()
 
 
 def test_a_rank_has_everything_imported_and_does_not_look_through_it_for_garbage() -> None:

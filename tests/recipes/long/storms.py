@@ -95,7 +95,7 @@ def numbered_pairs(tokenizer: Any, *, samples: int, seed: int) -> NumberedPairs:
 
 def stages_of(recipe: Any) -> dict[str, Any]:
     """The runner of each stage of a step, in their order."""
-    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.parts.stages)
+    return dict(recipe.stages.runners if hasattr(recipe, "iterate") else recipe.trainer.stages)
 
 
 def number_of(sample: Any) -> int:
@@ -116,8 +116,8 @@ class Storm:
 
     def __init__(self, recipe: Any, seed: int, stages: dict[str, Any], cuts: Path) -> None:
         self._stages = stages
-        self._together = random.Random(f"{seed}/{recipe.progress.step}")  # draws alike on all ranks
-        self._alone = random.Random(f"{seed}/{recipe.progress.step}/{dist.get_rank()}")
+        self._together = random.Random(f"{seed}/{recipe.run.progress.step}")  # draws alike on all ranks
+        self._alone = random.Random(f"{seed}/{recipe.run.progress.step}/{dist.get_rank()}")
         self._faults = {name: FaultInjector(runner) for name, runner in stages.items()}
         self._storm, self._left_of_spell = False, 0
         self._cuts = cuts

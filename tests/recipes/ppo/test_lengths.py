@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,11 +24,9 @@ from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.profile import MOST_POINTS
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.report.journal import STEPS_FILE
-from torchtune_adaptive.rl import stage_limits
 from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import process_group
-from torchtune_adaptive.tune.fitting import FitRequest, search_batch_size
+from torchtune_adaptive.tune import fit, process_group
 
 NEW = 12
 VARIED = (
@@ -100,7 +99,7 @@ def cut_as(folder: Path, failed: Path, port: int) -> list[Cut]:
     """Collective: with the limits that another run has come down to, from the beginning."""
     recipe, cuts = set_up(folder, port, BUDGET)
     shrunk = {event["stage"]: TokenLimit(event["after"]) for event in events_of(failed, "recovery")}
-    recipe.stages.runners.use_limits(shrunk)
+    recipe.trainer.course = replace(recipe.trainer.course, limits={**recipe.trainer.course.limits, **shrunk})
     train(recipe)
     return cuts
 
@@ -265,14 +264,15 @@ def without_room_for_what_is_gathered(folder: Path, port: int) -> bool:
     """Collective: what happens to the record of a search where generating goes layer by layer."""
     stays = []
 
-    def search(request: FitRequest, *arguments: Any) -> int:
-        if request.stage == GENERATE:
-            stays.append(request.folder)
+    def search(*arguments: Any, stage: str, **options: Any) -> int:
+        if stage == GENERATE:
+            stays.append(options["folder"])
             if len(stays) == 1:
                 raise OneRowDoesNotFitError("one row does not fit", need_bytes=2, budget_bytes=1)
-        return search_batch_size(request, *arguments)
+        return rows(*arguments, stage=stage, **options)
 
-    with mock.patch.object(stage_limits, "search_batch_size", search):
+    rows = fit.rows
+    with mock.patch.object(fit, "rows", search):
         recipe, _ = set_up(folder, port, *ALONE, "use_maximum_batch_size=True", f"adaptive.memory_limit={UNEQUAL}")
     gathers = bool(recipe.stages.gathering.stays)
     recipe.cleanup()

@@ -25,7 +25,7 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
     """Collective: what ended a run whose third checkpoint failed, and the complete checkpoints."""
     recipe = load_ours(kind)(demo_config(kind, folder, *RUN, *overrides))
     recipe.setup()
-    save, saves = recipe.checkpoints.save, [0]
+    save, saves = recipe.run.checkpoints.save, [0]
 
     def save_or_fail(*args: Any) -> None:
         saves[0] += 1
@@ -38,9 +38,9 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
         recipe.memory = memory
         watch(memory)
 
-    runner = recipe.parts.stages.training
+    runner = recipe.trainer.stages.training
     watch, runner.watch = runner.watch, watch_too
-    recipe.checkpoints.save = save_or_fail
+    recipe.run.checkpoints.save = save_or_fail
     message = None
     try:
         recipe.train()
@@ -60,7 +60,7 @@ def take_the_folder_away(recipe: Any, out: Path) -> None:
 
 
 def take_it_away_between_saves(recipe: Any, out: Path) -> None:
-    recipe.checkpoints.wait()
+    recipe.run.checkpoints.wait()
     take_the_folder_away(recipe, out)
 
 

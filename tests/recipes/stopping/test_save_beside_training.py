@@ -67,7 +67,7 @@ def word_of_a_save(folder: Path) -> list[str]:
     """Collective: what the ranks tell each other in the first save, in the thread that trains."""
     recipe = load_ours("full")(demo_config("full", folder, *RUN))
     recipe.setup()
-    told, training, save = [], threading.current_thread(), recipe.checkpoints.save
+    told, training, save = [], threading.current_thread(), recipe.run.checkpoints.save
 
     def heard(name: str) -> Any:
         tell = getattr(dist, name)
@@ -82,9 +82,9 @@ def word_of_a_save(folder: Path) -> list[str]:
     def first_save(*args: Any) -> None:
         with heard("all_gather_object"), heard("gather_object"), heard("broadcast_object_list"), heard("barrier"):
             save(*args)
-        recipe.checkpoints.save = save
+        recipe.run.checkpoints.save = save
 
-    recipe.checkpoints.save = first_save
+    recipe.run.checkpoints.save = first_save
     recipe.train()
     recipe.cleanup()
     return told

@@ -9,12 +9,10 @@ from omegaconf import OmegaConf
 
 from torchtune_adaptive.config.checks import check_token_budget
 from torchtune_adaptive.config.keys import Settings, read_adaptive
-from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, SampleTooLargeError
-from torchtune_adaptive.tune import fitting
+from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.tune.culprits import NamedSamples
-from torchtune_adaptive.tune.oversize import Admission, remedy_for
 from torchtune_adaptive.tune.samples import PAIR, TEXT
+from torchtune_adaptive.tune.token_budget import Admission, remedy_for
 
 SETTINGS = Settings(
     device="cpu", dtype="fp32", output_dir="out", batch_size=2, gradient_accumulation_steps=1, epochs=1, shuffle=True
@@ -56,31 +54,6 @@ def test_a_bound_on_rows_is_refused_where_tokens_count(budget: int | str) -> Non
     check_token_budget(having(max_batch_size=4))
     with pytest.raises(ConfigError, match=r"max_batch_size is 4 and adaptive.token_budget is .*: .* set one of them"):
         check_token_budget(having(token_budget=budget, max_batch_size=4))
-
-
-def test_a_row_that_does_not_fit_is_told_with_its_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure() -> Any:
-        raise OneRowDoesNotFitError("one row of 256 tokens needs 2", Remedy.MORE_RANKS, need_bytes=2, budget_bytes=1)
-
-    monkeypatch.setattr(fitting, "fingerprint_of", lambda *_: {})
-    nothing: Any = None
-    request = fitting.FitRequest(
-        settings=having(reuse_search=False),
-        memory=None,
-        worst_step=nothing,
-        data=nothing,
-        kind=JOINED,
-        record=nothing,
-        whole_step_rows=None,
-        stage="policy",
-    )
-    search: Any = fitting.Measuring(
-        kind=SearchResult, measure=measure, options={}, table=nothing, draw=nothing, event=nothing
-    )
-    told = r"one row of 256 tokens needs 2 \(policy; in both answers together\); train on more ranks"
-    with pytest.raises(OneRowDoesNotFitError, match=told) as error:
-        fitting.measured(request, nothing, 256, search)
-    assert (error.value.need_bytes, error.value.budget_bytes) == (2, 1)
 
 
 def read(indices: Sequence[int]) -> NamedSamples:
@@ -158,7 +131,7 @@ def test_a_sample_with_images_is_never_cut() -> None:
 def samples_of_an_epoch(admission: Admission, lengths: Sequence[int]) -> list[int]:
     step = [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
     steps = (admission.admit(step) for _ in range(2))
-    return [len(sample["tokens"]) for step in admission.telling(steps, epoch=0) for sample in step]
+    return [len(sample["tokens"]) for step in admission.counting(steps, epoch=0) for sample in step]
 
 
 @pytest.mark.parametrize(("oversize", "done", "length"), [("skip", "skipped", 2), ("truncate", "truncated", 8)])
@@ -166,7 +139,7 @@ def test_how_many_were_changed_is_told_when_the_epoch_is_over(
     oversize: str, done: str, length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr("torchtune_adaptive.tune.oversize.say", said.append)
+    monkeypatch.setattr("torchtune_adaptive.tune.token_budget.say", said.append)
     admission = Admission(read([1, 2, 3]), TEXT, 8, oversize, "")
     for _ in range(2):
         assert samples_of_an_epoch(admission, [9, 8, 3]) == 2 * [length, 8, 3]

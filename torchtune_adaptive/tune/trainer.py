@@ -1,0 +1,260 @@
+"""What all recipes do around a step: where a run begins, its epochs, what is logged and saved, and its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+from torch import nn
+
+from torchtune_adaptive.checkpoints.contents import Checkpointer, Contents, State
+from torchtune_adaptive.checkpoints.loading import build_checkpointer
+from torchtune_adaptive.checkpoints.progress import GIVEN, Progress, SavedLimits, start_progress
+from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
+from torchtune_adaptive.checkpoints.saving import Checkpoints
+from torchtune_adaptive.checkpoints.sources import Files
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.limits import Limit, RowLimit
+from torchtune_adaptive.engine.memory import MemorySource
+from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.step import Stages
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
+from torchtune_adaptive.tune import devices, process_group
+from torchtune_adaptive.tune.data import Data
+from torchtune_adaptive.tune.limited_memory import limited_memory, resident_tensors
+from torchtune_adaptive.tune.loader import StepLoader, looking_ahead
+from torchtune_adaptive.tune.loss_watch import LossWatch
+from torchtune_adaptive.tune.metrics import Metrics
+from torchtune_adaptive.tune.optimizer import Optimization
+from torchtune_adaptive.tune.profiling import build_profiler
+from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.tune.sample_exchange import Dealer, FullestRank
+from torchtune_adaptive.tune.samples import Kind, Sample
+from torchtune_adaptive.tune.token_budget import Admission
+
+Steps = Iterator[tuple[list[Sample], list[Sample] | None]]
+"""Samples of each step, and those of the next one where they are planned ahead."""
+
+
+class Run:
+    """A run before it has a model: its place among the ranks, where it starts, its checkpoints and its record.
+
+    `progress` is how far it has come.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        contents: Contents,
+        *,
+        steps: StepsOnRanks | None = None,
+        build: Callable[[DictConfig, Path, Files | None], Checkpointer] = build_checkpointer,
+    ) -> None:
+        """Collective: joins the other ranks, and finds where to start. `steps` and `build` are those of `find_start`
+        and of `Checkpoints`."""
+        self.settings = settings
+        self.place = process_group.join(settings)
+        self._start = find_start(settings, contents.recipe, steps=steps)
+        self.checkpoints = Checkpoints(settings, self._start, contents, self.place.device, build)
+        self.progress = start_progress(settings, self.place.ranks)
+        devices.prepare(settings)
+        self.journal = RunJournal(settings)
+        self.metrics = Metrics(settings, self.place.device, self.journal)
+
+    def resume(
+        self, checkpoint: State, model: nn.Module, optimization: Optimization, told: Mapping[str, str] = GIVEN
+    ) -> None:
+        """Collective: continues what a checkpoint has begun; a fresh run has nothing to continue."""
+        if self._start.resumes:
+            state = self.checkpoints.resume(checkpoint, model, optimization.checkpointed)
+            self.progress = self.progress.resumed(state, told)
+
+    def open_record(self) -> None:
+        """Opens the record where the run has come to; call it once nothing of the config can be wrong any more."""
+        # torchtune's own checkpoints do not count steps
+        self.journal.start(self.progress.step or total_steps(self.progress.past))
+
+    def close(self) -> None:
+        """Lets other runs into the output directory, and leaves the group."""
+        self._start.release()
+        process_group.leave()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Course:
+    """A run as it will be: its epochs, and what happens to their samples before a step."""
+
+    epochs: tuple[EpochSizes, ...]
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    """The limits of stages that have one for the whole run; the others take the rows of each epoch."""
+    admission: Admission | None = None
+    """Admission of samples, where some may be too long for any microbatch."""
+    dealer: Dealer | FullestRank | None = None
+    """Deals the samples of each step to the ranks; None: they stay where they were read."""
+    looks_ahead: bool = False
+    """Whether a step is told the samples of the next one."""
+
+    def limits_of(self, stages: Stages[Any], sizes: EpochSizes) -> dict[str, Limit]:
+        return {stage: self.limits.get(stage, RowLimit(sizes.microbatch_rows)) for stage in stages}
+
+    def steps(self, loader: StepLoader[Sample], sizes: EpochSizes, progress: Progress) -> Steps:
+        """Collective: the steps that are left of an epoch."""
+        samples: Iterator[list[Sample]] = loader.epoch(
+            sizes.epoch,
+            samples_per_step=sizes.samples_per_step,
+            steps=sizes.steps - progress.steps_in_epoch,
+            samples_done=progress.samples_in_epoch,
+        )
+        if self.admission is not None:
+            samples = map(self.admission.admit, samples)
+        if self.dealer is not None:
+            samples = self.dealer.deal(samples)
+        steps = looking_ahead(samples) if self.looks_ahead else ((each, None) for each in samples)
+        return steps if self.admission is None else self.admission.counting(steps, sizes.epoch)
+
+
+class Step(NamedTuple):
+    """A step to be run."""
+
+    number: int
+    samples: list[Sample]
+    """This rank's."""
+    upcoming: list[Sample] | None
+    """This rank's samples of the next step, where they are planned ahead."""
+    ends_epoch: bool
+
+
+class Trainer:
+    """Takes a run through the epochs of its `course`: what is watched, logged and saved around its steps."""
+
+    course: Course
+    """Set before training begins."""
+
+    def __init__(
+        self,
+        run: Run,
+        model: nn.Module,
+        data: Data,
+        optimization: Optimization,
+        stages: Stages[Any],
+        *,
+        loss_fn: nn.Module | None = None,
+        limits: Callable[[], SavedLimits] | None = None,
+        weights: str = "checkpointer.checkpoint_files",
+    ) -> None:
+        """`model` is what is trained and saved. A search tells the phases of a step apart by `loss_fn`. A checkpoint
+        keeps the stages' limits as `limits` returns them. An error about NaN weights names the files of the key
+        `weights`."""
+        self.run, self.model, self.data, self.optimization, self.stages = run, model, data, optimization, stages
+        self.loss_fn = loss_fn
+        self._limits = limits or stages.state_dict
+        self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
+        self._profiler = build_profiler(run.settings.config, run.place.device)
+        self._stopping = False
+
+    @property
+    def kind(self) -> Kind:
+        """The data's, as this run plans it: padded or not."""
+        return replace(self.data.kind, padded=self.stages.training.kind.padded)
+
+    def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
+        """The memory that this rank may use, which the models of all stages and the optimizers live in."""
+        models = nn.ModuleList(runner.model for runner in self.stages.values())
+        resident = resident_tensors(models, self.optimization.optimizers)
+        return limited_memory(self.run.settings.adaptive.memory_limit, self.run.place.device, resident)
+
+    @contextmanager
+    def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
+        """Collective: yields the steps that are left of the run, for as long as it is open: memory is limited and
+        measured, and the sample that a step fails on is named. A progress bar calls the steps that."""
+        devices.start_clean(self.run.place.device)
+        self._profiler.start()
+        # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
+        suspects = 5 * max(sizes.samples_per_step for sizes in self.course.epochs)
+        with self.limited_memory() as memory, self.data.naming_bad_samples(self.stages.training.model, last=suspects):
+            self.stages.watch(memory)
+            self.run.metrics.watch(memory)
+            yield self._steps(called)
+        self._profiler.stop()
+
+    def _steps(self, called: str) -> Iterator[Step]:
+        run = self.run
+        for sizes in self.course.epochs[run.progress.epochs_run :]:
+            self._sizes = sizes
+            steps = self._begin_epoch(sizes)
+            for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
+                yield Step(run.progress.step + 1, samples, upcoming, run.progress.steps_in_epoch + 1 == sizes.steps)
+            run.progress = run.progress.after_epoch(sizes)
+            self._losses.check()
+            self.save()
+            run.checkpoints.end_if_asked(run.progress, self._stopping)
+
+    def _begin_epoch(self, sizes: EpochSizes) -> Steps:
+        run = self.run
+        self.stages.use_limits(self.course.limits_of(self.stages, sizes))
+        run.journal.epoch(sizes, self.stages.limits, run.progress, run.place.ranks)
+        self.optimization.use_lr_factor(sizes.lr_factor)
+        with run.checkpoints.going_on_to_draw(run.progress):
+            return self.course.steps(self.data.loader, sizes, run.progress)
+
+    def done(
+        self,
+        result: StepResult,
+        grad_norm: float | None,
+        *,
+        samples: float | None = None,
+        more: Mapping[str, float] | None = None,
+    ) -> None:
+        """Collective: logs a step and does whatever is due after it. The loss is a mean over target tokens, or over so
+        many samples; `more` are further figures."""
+        loss = self.run.metrics.log_step(
+            self.run.progress.step + 1,
+            result,
+            self.stages.recoveries,
+            learning_rate=self.optimization.learning_rate(),
+            grad_norm=grad_norm,
+            samples=samples,
+            more=more,
+        )
+        self.logged(loss, result.target_tokens, grad_norm, asked_to_stop=result.asked_to_stop)
+
+    def logged(self, loss: float, target_tokens: int, grad_norm: float | None, *, asked_to_stop: bool) -> None:
+        """Collective: after a step that is in the log. Counts it, ends a run that does not learn, saves where that is
+        due, and ends the run if the ranks have agreed to stop."""
+        run = self.run
+        run.progress = run.progress.after_step(self._sizes, run.place.ranks)
+        self._losses.record(run.progress.step, loss, target_tokens, grad_norm)
+        self._profiler.step()
+        self._stopping = asked_to_stop
+        if run.checkpoints.due(run.progress, asked_to_stop):
+            if self._losses.worth_saving(run.progress.step):
+                self.save()
+            run.checkpoints.end_if_asked(run.progress, asked_to_stop)
+
+    def save(self) -> None:
+        """Collective: all that is needed to go on from here."""
+        progress = replace(self.run.progress, limit=self._limits())
+        loader_state = self.data.loader.state_dict()
+        self.run.checkpoints.save(progress, self.model, self.optimization.checkpointed, loader_state)
+
+    def close(self) -> None:
+        """Collective: finishes what is being written, draws the picture of the run, and leaves."""
+        self.run.checkpoints.close()
+        self.stages.training.close()
+        self.run.metrics.close()
+        self.run.journal.close()
+        self.run.close()
+
+
+def restore_limits(stages: Stages[Any], saved: SavedLimits) -> None:
+    """Restores a checkpoint's limits, by stage; says so where one differs from what was just found or configured."""
+    for stage in (name for name in saved if name in stages):
+        runner, found = stages[stage], stages[stage].limit
+        runner.load_state_dict(saved[stage])
+        if runner.limit != found:
+            say(f"{stage}{' · ' * bool(stage)}in microbatches of at most {runner.limit} (restored from the checkpoint)")
