@@ -7,7 +7,7 @@ Takes every config of the recipes for finetuning, preference training and PPO, t
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -20,10 +20,8 @@ from torchtune_adaptive.forecast.question import PLAN_KEYS, Question, read_quest
 from torchtune_adaptive.life import launch
 
 
-def main(cfg: DictConfig) -> None:
-    at = sys.argv.index("--config")
-    given = [*sys.argv[1:at], *sys.argv[at + 2 :]]
-    question = read_question(cfg, name_of(Path(sys.argv[at + 1])), given)
+def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
+    question = read_question(cfg, name_of(path), overrides)
     answers, tried = [], []
     for each in question.each():
         found = measure(each)

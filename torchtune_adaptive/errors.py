@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import TypeVar
-
-T = TypeVar("T")
+from typing import Any
 
 
 class Remedy(Enum):
@@ -68,20 +66,25 @@ class SeveralErrors(ConfigError):
         self.errors = errors
 
 
-def together(checks: Iterable[Callable[[], T]]) -> list[T]:
-    """What all of the checks return; those that refuse something are told at once."""
-    results: list[T] = []
+def together(checks: Iterable[Callable[[], Any]]) -> list[Any]:
+    """What all of the checks return; everything that they refuse is one error."""
+    results: list[Any] = []
     errors: list[ConfigError] = []
-    for each in checks:
+    for check in checks:
         try:
-            results.append(each())
-        except SeveralErrors as several:
-            errors += several.errors
+            results.append(check())
         except ConfigError as error:
             errors.append(error)
-    if errors := list({str(each): each for each in errors}.values()):  # two checks may find the same
-        raise errors[0] if len(errors) == 1 else SeveralErrors(errors)
+    raise_together(errors)
     return results
+
+
+def raise_together(errors: Iterable[ConfigError]) -> None:
+    """Raises the errors as one, each message once; nothing if there are none."""
+    single = [one for error in errors for one in (error.errors if isinstance(error, SeveralErrors) else [error])]
+    distinct = list({str(error): error for error in single}.values())
+    if distinct:
+        raise distinct[0] if len(distinct) == 1 else SeveralErrors(distinct)
 
 
 class IncreaseError(ConfigError):

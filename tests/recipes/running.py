@@ -24,7 +24,7 @@ import torchtune
 from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.config.command_line import locate, read_command_line
+from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
 from torchtune_adaptive.tune import process_group
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
@@ -98,10 +98,8 @@ def run_ours(kind: str, cfg: DictConfig) -> Any:
 
 def start_here(kind: str, *arguments: str, train: bool = False) -> None:
     """Our recipe as the command line starts it, on one rank, in this process; without `train` only until it could."""
-    with mock.patch.object(sys, "argv", [OURS[kind][0], *arguments]):
-        cfg = read_command_line(sys.argv)
     try:
-        recipe = load_ours(kind)(cfg)
+        recipe = load_ours(kind)(read_config(*config_and_overrides(arguments)))
         recipe.setup()
         if train:
             recipe.train()

@@ -61,7 +61,7 @@ def of_adaptive_plan() -> tuple[Key, ...]:
     """Keys of what is asked of `adaptive_plan`, which stand beside those of the config that it is asked about."""
     from torchtune_adaptive.forecast.keys import PlanSettings
 
-    return tuple(dataclasses.replace(key, of=PLAN) for key in _keys_of(PlanSettings))
+    return tuple(dataclasses.replace(key, of=PLAN.name) for key in _keys_of(PlanSettings))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,12 +96,13 @@ def explained(key: Key, width: int) -> str:
 
 
 def _keys_of(section: type, prefix: str = "") -> tuple[Key, ...]:
-    from torchtune_adaptive.config.keys import options_of
+    from torchtune_adaptive.config.keys import meanings_of, options_of
 
+    means = meanings_of(section)
     return tuple(
-        Key(prefix + field.name, field.metadata["rule"].allowed, written(field.default), field.metadata["means"])
+        Key(prefix + field.name, field.metadata["rule"].allowed, written(field.default), means[field.name])
         for field in options_of(section)
-        if field.metadata["means"]
+        if field.name in means
     )
 
 

@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
 
 def listed(*, all_recipes: bool) -> list[tuple[str, str]]:
     """Recipe and config, of every line."""
-    for_any = [(recipe, ANY_OF_THEM) for recipe, counterpart in RECIPES.items() if counterpart is None]
+    for_any = [(recipe.name, ANY_OF_THEM) for recipe in RECIPES.values() if recipe.takes is None]
     configs = [*taken_by_ours(), *(stock_configs() if all_recipes else ())]
     return [*((each.recipe, each.name) for each in configs), *for_any]
 

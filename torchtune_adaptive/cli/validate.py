@@ -69,7 +69,7 @@ def chosen_recipe(name: str, config: Path) -> str:
         raise ConfigError(
             f"{name} is a config of {named}, which is not one of our recipes: pass --recipe to check it for another"
         )
-    return LORA if "lora_attn_modules" in config.read_text(encoding="utf-8", errors="replace") else FULL
+    return LORA.name if "lora_attn_modules" in config.read_text(encoding="utf-8", errors="replace") else FULL.name
 
 
 def ranks(text: str) -> int:

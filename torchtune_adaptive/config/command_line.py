@@ -6,7 +6,6 @@ installed with this package.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -14,7 +13,8 @@ from pathlib import Path
 import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from torchtune import config
+from torchtune.config._parse import TuneRecipeArgumentParser
+from torchtune.config._utils import _merge_yaml_and_cli_args
 
 from torchtune_adaptive.config.registry import config_files, file_named
 from torchtune_adaptive.errors import ConfigError
@@ -23,26 +23,15 @@ UNREADABLE = (yaml.YAMLError, ValueError, OSError, OmegaConfBaseException, Recur
 """What reading YAML and overrides may raise: RecursionError where it is nested thousands deep, IndexError for a `[`."""
 
 
-def read_command_line(argv: list[str]) -> DictConfig:
-    """The config that the command line describes. Rewrites the config's name in `argv` to its path."""
-    at = _position_of_config(argv)
-    argv[at] = str(locate(argv[at]))
-    _check_yaml(Path(argv[at]))
-    if nameless := [word for word in argv if word.startswith("=")]:
-        raise ConfigError(f"{nameless[0]} has no key: write key=value, without a space before the =")
-    cfg = _parse()
-    _check_interpolations(cfg)
-    return cfg
-
-
-def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
-    """The config at a path, as a run with these overrides would read it."""
-    typed = sys.argv
-    sys.argv = [typed[0], "--config", str(path), *overrides]  # torchtune's parser looks nowhere else
-    try:
-        return read_command_line(sys.argv)
-    finally:
-        sys.argv = typed
+def config_and_overrides(arguments: Sequence[str]) -> tuple[Path, list[str]]:
+    """The file of the config that the command line names, and everything else on it."""
+    words = [part for word in arguments for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
+    if words.count("--config") > 1:
+        raise ConfigError("--config is given twice: give it once, and override values with key=value")
+    if "--config" not in words[:-1]:
+        raise ConfigError("--config is missing: give a path or the name of a config (adaptive/... or torchtune's)")
+    at = words.index("--config")
+    return locate(words[at + 1]), [*words[:at], *words[at + 2 :]]
 
 
 def locate(name: str) -> Path:
@@ -55,13 +44,25 @@ def name_of(path: Path) -> str:
     return {file: name for name, file in config_files().items()}.get(path, str(path))
 
 
-def _position_of_config(argv: list[str]) -> int:
-    argv[:] = [part for word in argv for part in (word.split("=", 1) if word.startswith("--config=") else [word])]
-    if argv.count("--config") > 1:
-        raise ConfigError("--config is given twice: give it once, and override values with key=value")
-    if "--config" not in argv[:-1]:
-        raise ConfigError("--config is missing: give a path or the name of a config (adaptive/... or torchtune's)")
-    return argv.index("--config") + 1
+def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
+    """The config at a path with these overrides, which mean what they mean to torchtune."""
+    _check_yaml(path)
+    if nameless := [word for word in overrides if word.startswith("=")]:
+        raise ConfigError(f"{nameless[0]} has no key: write key=value, without a space before the =")
+    try:
+        parser = TuneRecipeArgumentParser()
+        cfg: DictConfig = _merge_yaml_and_cli_args(*parser.parse_known_args(["--config", str(path), *overrides]))
+    except (*UNREADABLE, AssertionError, TypeError) as error:
+        culprit = _first_misfit(path, overrides)
+        raise ConfigError(f"the command line cannot be read: {culprit}{_in_a_line(error)}") from error
+    try:
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    except OmegaConfBaseException as error:
+        first_line = str(error).splitlines()[0]
+        raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error
+    except RecursionError as error:
+        raise ConfigError("the config cannot be resolved: it is nested too deeply") from error
+    return cfg
 
 
 def _check_yaml(path: Path) -> None:
@@ -71,33 +72,15 @@ def _check_yaml(path: Path) -> None:
             OmegaConf.load(path)  # refuses what YAML lets pass, such as the same key twice
             return
     except UNREADABLE as error:
-        raise ConfigError(f"--config {path} cannot be read: {' '.join(str(error).split())}") from error
-    found = "nothing" if content is None else f"a {type(content).__name__}"
-    raise ConfigError(f"--config {path} contains {found}: it must be a mapping whose keys are strings")
+        raise ConfigError(f"--config {path} cannot be read: {_in_a_line(error)}") from error
+    kind = "nothing" if content is None else f"a {type(content).__name__}"
+    raise ConfigError(f"--config {path} contains {kind}: it must be a mapping whose keys are strings")
 
 
-def _parse() -> DictConfig:
-    """sys.argv through torchtune's own parser, so that overrides mean what they mean there."""
-    parsed: list[DictConfig] = []
-
-    def keep(cfg: DictConfig) -> None:
-        parsed.append(cfg)
-
-    try:
-        config.parse(keep)()
-    except SystemExit:
-        if not parsed:
-            raise
-    except (*UNREADABLE, AssertionError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"the command line cannot be read: {_misfit()}{reason}") from error
-    return parsed[0]
-
-
-def _misfit() -> str:
+def _first_misfit(path: Path, overrides: Sequence[str]) -> str:
     """The first override that the config cannot take: a list, say, in place of a section."""
-    file = OmegaConf.load(sys.argv[sys.argv.index("--config") + 1])
-    for word in sys.argv[1:]:
+    file = OmegaConf.load(path)
+    for word in overrides:
         with suppress(*UNREADABLE):
             override = OmegaConf.from_dotlist([word])
             try:
@@ -107,11 +90,5 @@ def _misfit() -> str:
     return ""
 
 
-def _check_interpolations(cfg: DictConfig) -> None:
-    try:
-        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        first_line = str(error).splitlines()[0]
-        raise ConfigError(f"{error.full_key or 'the config'} cannot be resolved: {first_line}") from error
-    except RecursionError as error:
-        raise ConfigError("the config cannot be resolved: it is nested too deeply") from error
+def _in_a_line(error: Exception) -> str:
+    return " ".join(str(error).split())

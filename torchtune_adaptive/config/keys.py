@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
+import ast
+import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
@@ -22,7 +24,7 @@ from torchtune_adaptive.text import MemorySize, did_you_mean, parse_sizes, shown
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Rule:
     """What a value may be: a test, and the same in words."""
 
@@ -89,49 +91,58 @@ def some_of(*choices: str) -> Rule:
 
 def option(
     rule: Rule,
-    default: object = dataclasses.MISSING,
+    default: object = MISSING,
     *,
-    means: str = "",
     convert: Callable[[Any, str], object] | None = None,
 ) -> Any:
     """A field of a section; required when it has no default.
 
-    `means` is what docs/keys.md and `tune-adaptive keys` say of it; torchtune's own keys have none.
+    The string below it is what docs/keys.md and `tune-adaptive keys` say of it; torchtune's own keys have none.
     `convert` takes the value and what errors call it.
     """
-    return dataclasses.field(default=default, metadata={"rule": rule, "means": means, "convert": convert or _frozen})
+    return field(default=default, metadata={"rule": rule, "convert": convert or _frozen})
 
 
 def _frozen(value: object, key: str) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-def read(kind: type[T], values: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
-    """The dataclass `kind`, filled with the keys of `values` that it names and checked rule by rule."""
-    given = plain(values, prefix.rstrip("."))
+def read(kind: type[T], section: Mapping[Any, object] | DictConfig | None, prefix: str = "") -> T:
+    """The dataclass `kind`, filled with the keys of `section` that it names and checked rule by rule."""
+    values = plain(section, prefix.rstrip("."))
     options = options_of(kind)
-    checked = together(partial(_checked, field, given, prefix) for field in options)
-    return kind(**{field.name: value for field, value in zip(options, checked, strict=True)})
+    checked = together(partial(_checked, option, values, prefix) for option in options)
+    return kind(**{option.name: value for option, value in zip(options, checked, strict=True)})
 
 
 def keys_of(kind: type) -> list[str]:
-    return [field.name for field in options_of(kind)]
+    return [option.name for option in options_of(kind)]
 
 
-def options_of(kind: type) -> list[dataclasses.Field[Any]]:
-    return [field for field in dataclasses.fields(kind) if "rule" in field.metadata]
+def options_of(kind: type) -> list[Field[Any]]:
+    return [field for field in fields(kind) if "rule" in field.metadata]
 
 
-def _checked(field: dataclasses.Field[Any], values: Mapping[Any, object], prefix: str) -> object:
-    rule: Rule = field.metadata["rule"]
-    key = prefix + field.name
-    if field.name not in values:
-        if field.default is dataclasses.MISSING:
+def meanings_of(kind: type) -> dict[str, str]:
+    """What the string below each field says, without its line breaks; only the source has it."""
+    (section,) = ast.parse(inspect.getsource(kind)).body
+    assert isinstance(section, ast.ClassDef)
+    return {
+        field.target.id: " ".join(ast.literal_eval(text.value).split())
+        for field, text in pairwise(section.body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(text, ast.Expr)
+    }
+
+
+def _checked(option: Field[Any], values: Mapping[Any, object], prefix: str) -> object:
+    rule, key = option.metadata["rule"], prefix + option.name
+    if option.name not in values:
+        if option.default is MISSING:
             raise ConfigError(f"{key} is missing: give {rule.allowed}")
-        return field.default
-    value = values[field.name]
+        return option.default
+    value = values[option.name]
     check(rule, value, key)
-    return field.metadata["convert"](value, key)
+    return option.metadata["convert"](value, key)
 
 
 def check(rule: Rule, value: object, key: str) -> None:
@@ -147,14 +158,14 @@ def value_at(cfg: DictConfig, key: str) -> Any:
         return None
 
 
-def plain(values: Any, name: str) -> Mapping[Any, object]:
-    if OmegaConf.is_config(values):
-        values = OmegaConf.to_container(values, resolve=True)
-    if values is None:
+def plain(section: Any, name: str) -> Mapping[Any, object]:
+    if OmegaConf.is_config(section):
+        section = OmegaConf.to_container(section, resolve=True)
+    if section is None:
         return {}
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"{name} is {values!r}: allowed is a section of keys and values")
-    return values
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{name} is {section!r}: allowed is a section of keys and values")
+    return section
 
 
 def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
@@ -165,167 +176,78 @@ def _sizes(value: Any, key: str) -> tuple[MemorySize, ...] | None:
 class AdaptiveConfig:
     """The `adaptive:` section."""
 
-    recover_from_oom: bool | None = option(
-        BOOL | NULL,
-        None,
-        means=(
-            "repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or "
-            "tensor parallelism. `True`: refuse to start where it is not possible. `False`: end the run"
-        ),
-    )
-    regrow_after: int = option(
-        COUNT_OR_0,
-        200,
-        means="steps without trouble before a reduced limit tries the next larger size; 0: never",
-    )
-    max_skipped_steps: int = option(
-        COUNT_OR_0,
-        10,
-        means=(
-            "consecutive steps whose loss or gradients may be NaN or infinite before the run ends, on all ranks."
-            " Such gradients never update the weights"
-        ),
-    )
-    silent_rank_timeout: float | None = option(
-        TO_A_DAY | Rule(NULL.accepts, "null, for never"),
-        120,
-        means=(
-            "seconds without a sign of life from a rank (its process is stopped, its machine hangs) before the "
-            "others end and name it. A rank busy with a save, a compilation or its dataset still answers. null:"
-            " wait until the process group times out"
-        ),
-    )
-    memory_limit: tuple[MemorySize, ...] | None = option(
-        SIZES,
-        None,
-        convert=_sizes,
-        means=(
-            "what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one value"
-            " per rank. The CUDA allocator enforces it, on a CPU a meter does. A CPU without a limit has "
-            "nothing to search"
-        ),
-    )
+    recover_from_oom: bool | None = option(BOOL | NULL, None)
+    """repeat a step that ran out of memory. null: where possible, that is, not with `optimizer_in_bwd` or tensor
+    parallelism. `True`: refuse to start where it is not possible. `False`: end the run"""
+    regrow_after: int = option(COUNT_OR_0, 200)
+    """steps without trouble before a reduced limit tries the next larger size; 0: never"""
+    max_skipped_steps: int = option(COUNT_OR_0, 10)
+    """consecutive steps whose loss or gradients may be NaN or infinite before the run ends, on all ranks. Such
+    gradients never update the weights"""
+    silent_rank_timeout: float | None = option(TO_A_DAY | Rule(NULL.accepts, "null, for never"), 120)
+    """seconds without a sign of life from a rank (its process is stopped, its machine hangs) before the others end and
+    name it. A rank busy with a save, a compilation or its dataset still answers. null: wait until the process group
+    times out"""
+    memory_limit: tuple[MemorySize, ...] | None = option(SIZES, None, convert=_sizes)
+    """what a rank may use: `24GiB`, `500MiB`, `80GB`, a fraction such as `0.9`, or a list with one value per rank. The
+    CUDA allocator enforces it, on a CPU a meter does. A CPU without a limit has nothing to search"""
 
-    token_budget: int | str | None = option(
-        COUNT | one_of("auto") | NULL,
-        None,
-        means=(
-            "limit microbatches by tokens instead of rows. A number: the most tokens in a microbatch. `auto`: "
-            "measure what fits. null: limit by rows. In PPO, each stage has its own"
-        ),
-    )
-    padding: bool | None = option(
-        BOOL | NULL,
-        None,
-        means=(
-            "under a token budget, `False`: pack samples without padding, with attention masked per sample; an "
-            "error where that is not possible. `True`: pad rows to the longest; samples of similar length share"
-            " a microbatch. null: no padding where possible, otherwise the log says why"
-        ),
-    )
-    deal: bool | None = option(
-        BOOL | NULL,
-        None,
-        means=(
-            "under a token budget, `True`: distribute the samples of a step over the ranks by cost, so that no "
-            "rank waits for the fullest. `False`: each rank runs the samples it has read. null: `True` where "
-            "possible (text models without tensor parallelism or packed data)"
-        ),
-    )
-    oversize: str = option(
-        one_of("error", "truncate", "skip"),
-        "error",
-        means=(
-            "a sample too long for any microbatch: `error` (names it), `truncate`, or `skip` (leave it out of "
-            "the loss). The end of each epoch reports how many there were"
-        ),
-    )
+    token_budget: int | str | None = option(COUNT | one_of("auto") | NULL, None)
+    """limit microbatches by tokens instead of rows. A number: the most tokens in a microbatch. `auto`: measure what
+    fits. null: limit by rows. In PPO, each stage has its own"""
+    padding: bool | None = option(BOOL | NULL, None)
+    """under a token budget, `False`: pack samples without padding, with attention masked per sample; an error where
+    that is not possible. `True`: pad rows to the longest; samples of similar length share a microbatch. null: no
+    padding where possible, otherwise the log says why"""
+    deal: bool | None = option(BOOL | NULL, None)
+    """under a token budget, `True`: distribute the samples of a step over the ranks by cost, so that no rank waits for
+    the fullest. `False`: each rank runs the samples it has read. null: `True` where possible (text models without
+    tensor parallelism or packed data)"""
+    oversize: str = option(one_of("error", "truncate", "skip"), "error")
+    """a sample too long for any microbatch: `error` (names it), `truncate`, or `skip` (leave it out of the loss). The
+    end of each epoch reports how many there were"""
 
-    precompute_reference: bool = option(
-        BOOL,
-        False,
-        means=(
-            "preference training: run the reference once over the whole dataset before training, then free it. "
-            "Its answers are kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer "
-            "and dataset"
-        ),
-    )
+    precompute_reference: bool = option(BOOL, False)
+    """preference training: run the reference once over the whole dataset before training, then free it. Its answers are
+    kept in `output_dir/reference`, with a fingerprint of model, weights, tokenizer and dataset"""
 
-    search: str = option(
-        one_of(*STRATEGIES),
-        "linear",
-        means=(
-            "`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. "
-            "`decrease`: halve until it fits"
-        ),
-    )
-    round_to: str = option(
-        one_of(*ROUNDINGS),
-        "power_of_two",
-        means=(
-            "round the result of a search down to a `power_of_two`, a `divisor` of the configured samples per "
-            "step, or not at all (`none`)"
-        ),
-    )
-    max_batch_size: int | None = option(
-        count_up_to(2**20) | NULL,
-        None,
-        means="the most rows that a search or an increase may reach; not for token budgets",
-    )
-    sequence_length: int | None = option(
-        count_up_to(MOST_TOKENS) | NULL,
-        None,
-        means=(
-            "tokens of the longest sample to measure with. null: `tokenizer.max_seq_len`, else the longest "
-            "sample of the dataset, which is scanned once"
-        ),
-    )
-    accumulation: str = option(
-        one_of(*ACCUMULATION_MODES),
-        "rebalance",
-        means=(
-            "`rebalance`: keep the configured samples per step; grow the step only when one microbatch already "
-            "holds more. `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples"
-            " per step"
-        ),
-    )
-    lr_scaling: str = option(
-        one_of(*LR_SCALINGS),
-        "none",
-        means=(
-            "how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"
-        ),
-    )
-    reuse_search: bool = option(
-        BOOL,
-        True,
-        means="reuse the result in `batch_search.json` if nothing that it depends on has changed",
-    )
+    search: str = option(one_of(*STRATEGIES), "linear")
+    """`linear`: measure a few rows, extrapolate, verify. `binary`: double until it fails, then bisect. `decrease`:
+    halve until it fits"""
+    round_to: str = option(one_of(*ROUNDINGS), "power_of_two")
+    """round the result of a search down to a `power_of_two`, a `divisor` of the configured samples per step, or not at
+    all (`none`)"""
+    max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
+    """the most rows that a search or an increase may reach; not for token budgets"""
+    sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
+    """tokens of the longest sample to measure with. null: `tokenizer.max_seq_len`, else the longest sample of the
+    dataset, which is scanned once"""
+    accumulation: str = option(one_of(*ACCUMULATION_MODES), "rebalance")
+    """`rebalance`: keep the configured samples per step; grow the step only when one microbatch already holds more.
+    `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""
+    lr_scaling: str = option(one_of(*LR_SCALINGS), "none")
+    """how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"""
+    reuse_search: bool = option(BOOL, True)
+    """reuse the result in `batch_search.json` if nothing that it depends on has changed"""
 
-    on_save_error: str = option(
-        one_of("stop", "continue"),
-        "stop",
-        means="when a checkpoint cannot be written: `stop` the run, or `continue`",
-    )
-    beyond_memory: str = option(
-        one_of(*BEYOND_MEMORY),
-        "skip",
-        means="an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`",
-    )
+    on_save_error: str = option(one_of("stop", "continue"), "stop")
+    """when a checkpoint cannot be written: `stop` the run, or `continue`"""
+    beyond_memory: str = option(one_of(*BEYOND_MEMORY), "skip")
+    """an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`"""
 
 
 def read_adaptive(section: DictConfig | None) -> AdaptiveConfig:
     """The `adaptive:` section of a config, which may be absent; a key that is not known is an error."""
     values = plain(section, "adaptive")
-    read_known = partial(read, AdaptiveConfig, values, prefix="adaptive.")
-    checks: list[Callable[[], object]] = [*(partial(_check_known, key) for key in values), read_known]
-    together(checks)
-    return read_known()
+    known = (partial(_check_known, str(key)) for key in values)
+    adaptive: AdaptiveConfig
+    *_, adaptive = together([*known, partial(read, AdaptiveConfig, values, prefix="adaptive.")])
+    return adaptive
 
 
-def _check_known(key: object) -> None:
+def _check_known(key: str) -> None:
     if key not in (known := keys_of(AdaptiveConfig)):
-        hint = did_you_mean(str(key), known)
+        hint = did_you_mean(key, known)
         raise ConfigError(f"adaptive.{key} is not a known key; allowed: {', '.join(known)}{hint}")
 
 
@@ -337,6 +259,7 @@ IN_SECTIONS = {
     "metric_logger.log_dir": PATH | NULL,
     "checkpointer.checkpoint_dir": PATH | NULL,
     "checkpointer.output_dir": PATH | NULL,
+    "checkpointer.keep_last_n_checkpoints": COUNT | NULL,
 }
 """Keys of components, of which these would speak late, or of something else."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "output_proj")
@@ -356,7 +279,8 @@ class Settings:
     cudnn_deterministic_mode: str | int | None = option(one_of("default", "warn", "error", 0, 1, 2) | NULL, None)
 
     batch_size: int = option(COUNT)
-    use_maximum_batch_size: bool = option(BOOL, False, means="find the most rows that fit, and train with them")
+    use_maximum_batch_size: bool = option(BOOL, False)
+    """find the most rows that fit, and train with them"""
     gradient_accumulation_steps: int = option(COUNT)
     epochs: int = option(count_up_to(100_000))
     max_steps_per_epoch: int | None = option(COUNT | NULL, None)
@@ -365,26 +289,16 @@ class Settings:
     clip_grad_norm: float | str | None = option(ABOVE_ZERO | one_of("inf") | NULL, None)
     compile: bool = option(BOOL, False)
 
-    resume_from_checkpoint: bool | str = option(
-        BOOL | one_of(AUTO),
-        False,
-        means=(
-            "`auto`: resume from the newest complete checkpoint of this run, or start. `True`: from the files "
-            "that the config names, as in torchtune"
-        ),
-    )
-    save_every_n_steps: int | None = option(
-        COUNT | NULL, None, means="save a checkpoint every so many steps, in addition to the end of each epoch"
-    )
-    keep_last_n_checkpoints: int | None = option(
-        COUNT | NULL,
-        None,
-        means=(
-            "remove older checkpoints, except a finished run's last and the one resumed from; may also be set "
-            "in `checkpointer`"
-        ),
-    )
-    overwrite_output_dir: bool = option(BOOL, False, means="a fresh start removes existing checkpoints")
+    resume_from_checkpoint: bool | str = option(BOOL | one_of(AUTO), False)
+    """`auto`: resume from the newest complete checkpoint of this run, or start. `True`: from the files that the config
+    names, as in torchtune"""
+    save_every_n_steps: int | None = option(COUNT | NULL, None)
+    """save a checkpoint every so many steps, in addition to the end of each epoch"""
+    keep_last_n_checkpoints: int | None = option(COUNT | NULL, None)
+    """remove older checkpoints, except a finished run's last and the one resumed from; may also be set in
+    `checkpointer`"""
+    overwrite_output_dir: bool = option(BOOL, False)
+    """a fresh start removes existing checkpoints"""
     enable_async_checkpointing: bool = option(BOOL, False)
     save_adapter_weights_only: bool = option(BOOL, False)
 
@@ -398,17 +312,11 @@ class Settings:
     fsdp_cpu_offload: bool = option(BOOL, False)
     fsdp_reshard_after_forward: bool = option(BOOL, True)
     tensor_parallel_dim: int = option(COUNT, 1)
-    data_parallel_replicate_dim: int = option(
-        COUNT,
-        1,
-        means=(
-            "replicas of the model, each sharded over its own consecutive ranks. Set it to the number of nodes,"
-            " so that only gradients travel between nodes, once per step"
-        ),
-    )
-    data_parallel_shard_dim: int | None = option(
-        COUNT | one_of(-1) | NULL, -1, means="ranks that share a replica; -1 or null: all that are left"
-    )
+    data_parallel_replicate_dim: int = option(COUNT, 1)
+    """replicas of the model, each sharded over its own consecutive ranks. Set it to the number of nodes, so that only
+    gradients travel between nodes, once per step"""
+    data_parallel_shard_dim: int | None = option(COUNT | one_of(-1) | NULL, -1)
+    """ranks that share a replica; -1 or null: all that are left"""
 
     log_every_n_steps: int = option(COUNT, 1)
     log_peak_memory_stats: bool = option(BOOL, False)
@@ -440,19 +348,16 @@ def on_gpu(where: Settings | DictConfig) -> bool:
 def read_common(cfg: DictConfig) -> Settings:
     """What every recipe reads. `keep_last_n_checkpoints` may stand in the checkpointer's section too, where torchtune
     has planned it."""
-    settings = replace(read(Settings, cfg), config=cfg)
-    _check_fused(cfg)
-    together(partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
+    in_sections = (partial(check, rule, value_at(cfg, key), key) for key, rule in IN_SECTIONS.items())
+    settings: Settings = together([partial(read, Settings, cfg), partial(_check_fused, cfg), *in_sections])[0]
+    settings = replace(settings, config=cfg)
     key = "keep_last_n_checkpoints"
     there = value_at(cfg, f"checkpointer.{key}")
-    if there is None:
-        return settings
-    if settings.keep_last_n_checkpoints not in (None, there):
+    if settings.keep_last_n_checkpoints is not None and there not in (None, settings.keep_last_n_checkpoints):
         raise ConfigError(
             f"{key} is {settings.keep_last_n_checkpoints} and checkpointer.{key} is {there}: remove one of them"
         )
-    check(COUNT, there, f"checkpointer.{key}")
-    return replace(settings, keep_last_n_checkpoints=there)
+    return replace(settings, keep_last_n_checkpoints=there) if there is not None else settings
 
 
 def _check_fused(cfg: DictConfig) -> None:

@@ -1,54 +1,98 @@
-"""The recipes and configs that have a name: ours, and torchtune's.
+"""The recipes, ours and torchtune's, and the configs that have a name.
 
-torchtune's list of its own is read from its file: to import torchtune takes seconds, and to list names takes none.
+Nothing here imports torch or torchtune, so that names are listed at once: torchtune's own list is read from its file.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import pkgutil
 import re
 import runpy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import did_you_mean
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from torchtune_adaptive.config.keys import Settings
+
 PREFIX = "adaptive/"
-FULL, LORA, PLAN = "adaptive_full_finetune_distributed", "adaptive_lora_finetune_distributed", "adaptive_plan"
-FULL_DPO, LORA_DPO = "adaptive_full_dpo_distributed", "adaptive_lora_dpo_distributed"
-PPO = "adaptive_ppo_full_finetune_distributed"
-RECIPES: Mapping[str, str | None] = {
-    FULL: "full_finetune_distributed",
-    LORA: "lora_finetune_distributed",
-    FULL_DPO: "full_dpo_distributed",
-    LORA_DPO: "lora_dpo_distributed",
-    PPO: "ppo_full_finetune_single_device",
-    PLAN: None,
-}
-"""Our recipes, each with the one of torchtune's whose configs it takes unchanged. None: it trains nothing itself, and
-takes the configs of all others."""
-CHANGED = (PPO,)
-"""Recipes whose counterpart has configs that cannot work on several devices as they are; an error names the lines."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
 _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
 
-class _StockConfig(Protocol):
-    name: str
-    file_path: str
-
-
-class _StockRecipe(Protocol):
-    """An entry of torchtune's own list."""
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A recipe of ours, as `ls`, `validate`, a forecast and a resumed run see it."""
 
     name: str
-    file_path: str
-    configs: list[_StockConfig]
+    takes: str | None
+    """The recipe of torchtune's in whose place it is. None: it trains nothing, and takes the configs of all others."""
+    takes_unchanged: bool = True
+    """Whether it takes the configs of that recipe as they are; else an error names the lines to change."""
+    saved_as: str = ""
+    """What the manifest of a checkpoint calls the recipe that wrote it."""
+    reader: str = ""
+    """The function that reads its settings, which may be a pair: those of every recipe, and its own."""
+    own_keys: str = ""
+    """Where the keys stand that only this recipe has."""
+    of_pairs: bool = False
+
+    def read(self, cfg: DictConfig) -> tuple[Settings, Any]:
+        """Its settings, those of every recipe and its own; refuses what they contradict."""
+        settings = pkgutil.resolve_name(self.reader)(cfg)
+        return settings if isinstance(settings, tuple) else (settings, None)
+
+    @property
+    def keys(self) -> Collection[str]:
+        return pkgutil.resolve_name(self.own_keys) if self.own_keys else ()
+
+
+CHECKS = "torchtune_adaptive.config.checks"
+FULL = Recipe(
+    name="adaptive_full_finetune_distributed",
+    takes="full_finetune_distributed",
+    saved_as="full",
+    reader=f"{CHECKS}:read_full_settings",
+)
+LORA = Recipe(
+    name="adaptive_lora_finetune_distributed",
+    takes="lora_finetune_distributed",
+    saved_as="lora",
+    reader=f"{CHECKS}:read_lora_settings",
+)
+FULL_DPO = Recipe(
+    name="adaptive_full_dpo_distributed",
+    takes="full_dpo_distributed",
+    saved_as="full_dpo",
+    reader=f"{CHECKS}:read_full_dpo_settings",
+    of_pairs=True,
+)
+LORA_DPO = Recipe(
+    name="adaptive_lora_dpo_distributed",
+    takes="lora_dpo_distributed",
+    saved_as="lora_dpo",
+    reader=f"{CHECKS}:read_lora_dpo_settings",
+    of_pairs=True,
+)
+PPO = Recipe(
+    name="adaptive_ppo_full_finetune_distributed",
+    takes="ppo_full_finetune_single_device",
+    takes_unchanged=False,
+    saved_as="full_ppo",
+    reader="torchtune_adaptive.rl.settings:read_ppo_settings",
+    own_keys="torchtune_adaptive.rl.settings:PPO_KEYS",
+)
+PLAN = Recipe(name="adaptive_plan", takes=None, own_keys="torchtune_adaptive.forecast.question:PLAN_KEYS")
+RECIPES: Mapping[str, Recipe] = {recipe.name: recipe for recipe in (FULL, LORA, FULL_DPO, LORA_DPO, PPO, PLAN)}
 
 
 @dataclass(frozen=True)
@@ -66,58 +110,63 @@ def our_configs() -> tuple[Listed, ...]:
 
 
 def installed_configs() -> dict[str, Path]:
-    """Name -> file of every config that comes with this package."""
+    """Name -> file of every config that comes with this package, 7B before 32B."""
+
+    def folder_and_size(path: Path) -> tuple[Path, float, str]:
+        size = _SIZE.match(path.stem)
+        return path.parent, float(size[1]) if size else 0.0, path.stem
+
     root = Path(str(resources.files("torchtune_adaptive.configs")))
-    files = sorted(root.rglob("*.yaml"), key=lambda path: (path.parent, _by_size(path.stem)))
+    files = sorted(root.rglob("*.yaml"), key=folder_and_size)
     return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in files}
-
-
-def _by_size(name: str) -> tuple[float, str]:
-    """Sorts 7B before 32B, and what has no size before both."""
-    size = _SIZE.match(name)
-    return (float(size[1]) if size else 0.0, name)
 
 
 def stock_configs() -> tuple[Listed, ...]:
     """Every config that comes with torchtune, once for each of its recipes that takes it."""
     folder = _stock_folder() / "configs"
     return tuple(
-        Listed(recipe.name, each.name, folder / each.file_path) for recipe in _registry() for each in recipe.configs
+        Listed(recipe.name, config.name, folder / config.file_path)
+        for recipe in _stock_recipes()
+        for config in recipe.configs
     )
 
 
 def taken_by_ours() -> Iterator[Listed]:
     """Every config that a recipe of ours takes: ours, then torchtune's, by recipe."""
     ours, stock = our_configs(), stock_configs()
-    for recipe, counterpart in RECIPES.items():
-        yield from (each for each in ours if each.recipe == recipe)
-        if recipe not in CHANGED:
-            yield from (Listed(recipe, each.name, each.path) for each in stock if each.recipe == counterpart)
+    for recipe in RECIPES.values():
+        yield from (config for config in ours if config.recipe == recipe.name)
+        if recipe.takes_unchanged:
+            yield from (Listed(recipe.name, one.name, one.path) for one in stock if one.recipe == recipe.takes)
 
 
 def recipe_files() -> dict[str, Path]:
     """Name -> file of every recipe, ours and torchtune's."""
     ours = {name: importlib.util.find_spec(name) for name in RECIPES}
     files = {name: Path(spec.origin) for name, spec in ours.items() if spec is not None and spec.origin}
-    return files | {recipe.name: _stock_folder() / recipe.file_path for recipe in _registry()}
+    return files | {recipe.name: _stock_folder() / recipe.file_path for recipe in _stock_recipes()}
 
 
 def config_files() -> dict[str, Path]:
     """Name -> file of every config, ours and torchtune's."""
-    return installed_configs() | {each.name: each.path for each in stock_configs()}
+    return installed_configs() | {config.name: config.path for config in stock_configs()}
 
 
 def recipe_of(config: Path) -> str | None:
     """The recipe that a file's own comments start it with, ours in place of torchtune's; None where they do not say."""
-    found = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
-    ours = {stock: recipe for recipe, stock in RECIPES.items() if stock is not None}
-    return ours.get(found["recipe"], found["recipe"]) if found else None
+    command = _command_in(config)
+    ours = {recipe.takes: name for name, recipe in RECIPES.items()}
+    return ours.get(command["recipe"], command["recipe"]) if command else None
 
 
 def flags_of(config: Path) -> str:
     """What those comments give to the launcher: `--nproc_per_node 8`; nothing where they do not say."""
-    found = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
-    return found["flags"].strip() if found else ""
+    command = _command_in(config)
+    return command["flags"].strip() if command else ""
+
+
+def _command_in(config: Path) -> re.Match[str] | None:
+    return _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
 
 
 def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:
@@ -126,13 +175,9 @@ def file_named(name: str, known: Mapping[str, Path], what: str, option: str = ""
         return known[name]
     if not name.startswith(PREFIX) and Path(name).is_file():
         return Path(name)
-    raise ConfigError(f"{option}{name} is neither a file nor a known {what}{near_names(name, known)}")
-
-
-def near_names(name: str, known: Iterable[str]) -> str:
-    """The names that somebody may have meant, for the end of a message."""
     near = did_you_mean(name.removesuffix(".yaml"), known, most=4, likeness=0.5)
-    return near or "; tune-adaptive ls lists all names"
+    hint = near or "; tune-adaptive ls lists all names"
+    raise ConfigError(f"{option}{name} is neither a file nor a known {what}{hint}")
 
 
 def _torchtune() -> Path:
@@ -148,6 +193,7 @@ def _stock_folder() -> Path:
 
 
 @cache
-def _registry() -> list[_StockRecipe]:
-    recipes: list[_StockRecipe] = runpy.run_path(str(_torchtune() / "_recipe_registry.py"))["get_all_recipes"]()
+def _stock_recipes() -> list[Any]:
+    """torchtune's own list: recipes with a name, a file_path and configs that have both, too."""
+    recipes: list[Any] = runpy.run_path(str(_torchtune() / "_recipe_registry.py"))["get_all_recipes"]()
     return recipes

@@ -29,64 +29,30 @@ ZERO = Rule(lambda v: COUNT_OR_0.accepts(v) and v == 0, "0")
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSettings:
-    world_size: int | tuple[int, ...] = option(
-        RANKS | SEVERAL_RANKS,
-        1,
-        means=(
-            "number of ranks, on any number of machines (none is started), or several numbers to compare, such as"
-            " `[1,2,4,8]`"
-        ),
-    )
-    memory_limit: str | float | None = option(
-        TEXT | NUMBER | NULL,
-        None,
-        means=(
-            "memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null: "
-            "`adaptive.memory_limit` (the smallest, if it is a list)"
-        ),
-    )
-    memory_overhead: str | int | None = option(
-        TEXT | ZERO | NULL,
-        None,
-        means=(
-            "memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for"
-            " one process; 0 on a CPU"
-        ),
-    )
-    sequence_length: int | tuple[int, ...] | None = option(
-        TOKENS | COUNTS | NULL,
-        None,
-        means=(
-            "tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's"
-            " chunks. null: `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's "
-            "maximum"
-        ),
-    )
-    lengths: str | None = option(
-        TEXT | NULL,
-        None,
-        means="samples of these lengths, not all of the longest: a median and the longest, such as `512:4096`, a file "
-        "with a number per line, or `dataset`: the config's own",
-    )
-    steps: int | None = option(
-        COUNT | NULL, None, means="steps to rehearse after the search. null: 2; with `lengths` 200"
-    )
-    expandable_segments: bool | None = option(
-        BOOL | NULL,
-        None,
-        means="setting of CUDA's caching allocator; null: as in `PYTORCH_CUDA_ALLOC_CONF`, else False",
-    )
-    format: str = option(
-        one_of("table", "json"),
-        "table",
-        means="output format; `json` has everything, including the commands that measure it and the error of the "
-        "check (`largest_error`)",
-    )
-    advise: bool | None = option(
-        BOOL | NULL,
-        None,
-        means="`True`: try other settings too. null: only if not even one row fits. `False`: never",
-    )
+    world_size: int | tuple[int, ...] = option(RANKS | SEVERAL_RANKS, 1)
+    """number of ranks, on any number of machines (none is started), or several numbers to compare, such as
+    `[1,2,4,8]`"""
+    memory_limit: str | float | None = option(TEXT | NUMBER | NULL, None)
+    """memory of a rank: an amount (`24GiB`, `80GB`) or a card (`h100`, `a100-40`, `4090`). null:
+    `adaptive.memory_limit` (the smallest, if it is a list)"""
+    memory_overhead: str | int | None = option(TEXT | ZERO | NULL, None)
+    """memory of a rank that tensors cannot use (CUDA context, NCCL, libraries). null: `3GiB`; `1GiB` for one process; 0
+    on a CPU"""
+    sequence_length: int | tuple[int, ...] | None = option(TOKENS | COUNTS | NULL, None)
+    """tokens of a row, or several lengths, such as `[2048,8192]`; rounded up to a multiple of the loss's chunks. null:
+    `adaptive.sequence_length`, else `tokenizer.max_seq_len`, else 4096 or the model's maximum"""
+    lengths: str | None = option(TEXT | NULL, None)
+    """samples of these lengths, not all of the longest: a median and the longest, such as `512:4096`, a file with a
+    number per line, or `dataset`: the config's own"""
+    steps: int | None = option(COUNT | NULL, None)
+    """steps to rehearse after the search. null: 2; with `lengths` 200"""
+    expandable_segments: bool | None = option(BOOL | NULL, None)
+    """setting of CUDA's caching allocator; null: as in `PYTORCH_CUDA_ALLOC_CONF`, else False"""
+    format: str = option(one_of("table", "json"), "table")
+    """output format; `json` has everything, including the commands that measure it and the error of the check
+    (`largest_error`)"""
+    advise: bool | None = option(BOOL | NULL, None)
+    """`True`: try other settings too. null: only if not even one row fits. `False`: never"""
 
     @property
     def several_ranks(self) -> tuple[int, ...]:

@@ -2,59 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-
 from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.checks import (
-    read_full_dpo_settings,
-    read_full_settings,
-    read_lora_dpo_settings,
-    read_lora_settings,
-)
-from torchtune_adaptive.config.keys import LoraSettings, Settings, read_adaptive, value_at
-from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO
+from torchtune_adaptive.config.keys import read_adaptive, value_at
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.settings import POLICY_SECTION, PPO_KEYS, read_ppo_settings
+from torchtune_adaptive.rl.settings import POLICY_SECTION
 from torchtune_adaptive.tune.preference import build_preference_loss
 
 
-@dataclass(frozen=True, kw_only=True)
-class Training:
-    """A recipe that trains, as others see it."""
-
-    name: str
-    saved_by: str
-    """What the manifest of a checkpoint calls the recipe that wrote it."""
-    read: Callable[[DictConfig], tuple[Settings, LoraSettings | None]]
-    """Reads its settings; refuses what they contradict."""
-    of_pairs: bool = False
-    keys: Sequence[str] = ()
-    """Keys that only this recipe knows."""
-
-
-TRAININGS = {
-    each.name: each
-    for each in (
-        Training(name=FULL, saved_by="full", read=lambda cfg: (read_full_settings(cfg), None)),
-        Training(name=LORA, saved_by="lora", read=read_lora_settings),
-        Training(
-            name=FULL_DPO, saved_by="full_dpo", read=lambda cfg: (read_full_dpo_settings(cfg), None), of_pairs=True
-        ),
-        Training(name=LORA_DPO, saved_by="lora_dpo", read=read_lora_dpo_settings, of_pairs=True),
-        Training(name=PPO, saved_by="full_ppo", read=lambda cfg: (read_ppo_settings(cfg)[0], None), keys=PPO_KEYS),
-    )
-}
-
-
-def training_of(cfg: DictConfig) -> Training:
+def training_of(cfg: DictConfig) -> Recipe:
     """The recipe that this config is for."""
     if trains_with_ppo(cfg):
-        return TRAININGS[PPO]
+        return PPO
     full, lora = (FULL_DPO, LORA_DPO) if trains_on_pairs(cfg) else (FULL, LORA)
-    return TRAININGS[lora if is_lora(cfg) else full]
+    return lora if is_lora(cfg) else full
 
 
 def is_lora(cfg: DictConfig) -> bool:

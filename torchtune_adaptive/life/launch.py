@@ -11,16 +11,17 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
 from torchtune import config
 
 from torchtune_adaptive.config.checks import check_keys
-from torchtune_adaptive.config.command_line import read_command_line
+from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import read_adaptive
 from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
@@ -52,14 +53,14 @@ from torchtune_adaptive.text import ranks_named
 logger = logging.getLogger(__name__)
 
 
-class Recipe(Protocol):
+class FourMethods(Protocol):
     def __init__(self, cfg: DictConfig) -> None: ...
     def setup(self) -> None: ...
     def train(self) -> None: ...
     def cleanup(self) -> None: ...
 
 
-def main(recipe_type: type[Recipe], keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
+def main(recipe_type: type[FourMethods], keys: Collection[str] = (), remedies: Mapping[Remedy, str] = KEYS) -> None:
     """Collective: runs a recipe as the command line says, and exits with status 1 where a user has to act.
 
     `keys` are those that only this recipe knows, `remedies` what the library advises, in keys of its config.
@@ -71,14 +72,18 @@ def main(recipe_type: type[Recipe], keys: Collection[str] = (), remedies: Mappin
     _ending_well(lambda: _run(recipe_type, keys), remedies)
 
 
-def run_without_training(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
+Command: TypeAlias = Callable[[DictConfig, Path, Sequence[str]], None]
+"""A config, its file, and the words beside it on the command line."""
+
+
+def run_without_training(question: Command, keys: Collection[str]) -> None:
     """Runs what trains nothing as the command line says, on rank 0 alone; `keys` are those beside a recipe's."""
     if _rank() == 0:
         _ending_well(lambda: _ask(question, keys))
 
 
-def _run(recipe_type: type[Recipe], keys: Collection[str]) -> None:
-    cfg = read_command_line(sys.argv)
+def _run(recipe_type: type[FourMethods], keys: Collection[str]) -> None:
+    cfg = read_config(*config_and_overrides(sys.argv[1:]))
     check_keys(cfg, keys, aloud=_rank() == 0)
     if _rank() == 0 and os.environ.get(SHOW_CONFIG):
         config.log_config(recipe_name=recipe_type.__name__, cfg=cfg)
@@ -123,7 +128,7 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
     return fatal_where_memory_runs_out(told)
 
 
-def _live(recipe: Recipe) -> None:
+def _live(recipe: FourMethods) -> None:
     """Collective: the life of a recipe, which all ranks may agree to cut short between two steps."""
     try:
         recipe.setup()
@@ -144,11 +149,12 @@ def _who_was_asked() -> str:
     return f"{by_rank[min(by_rank)]}{where}"
 
 
-def _ask(question: Callable[[DictConfig], None], keys: Collection[str]) -> None:
-    cfg = read_command_line(sys.argv)
+def _ask(question: Command, keys: Collection[str]) -> None:
+    path, overrides = config_and_overrides(sys.argv[1:])
+    cfg = read_config(path, overrides)
     check_keys(cfg, keys, aloud=True)
     with printing(), refusing_early_exits():
-        question(cfg)
+        question(cfg, path, overrides)
 
 
 def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS) -> None:

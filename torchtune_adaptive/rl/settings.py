@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from functools import partial
 
 from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import keys
-from torchtune_adaptive.config.checks import check_defaults, check_token_budget, refuse
+from torchtune_adaptive.config.checks import not_at_default, refuse, token_budget
 from torchtune_adaptive.config.keys import (
     BOOL,
     COUNT,
@@ -123,17 +123,16 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
     settings = read_common(seen)
     del seen["epochs"]  # of which whoever reads the config would think that it was given
     refuse(
-        settings,
-        partial(check_defaults, keys=NOT_FOR_PPO, training="PPO"),
-        partial(_check_supported, ppo=ppo),
-        _check_stages,
-        check_token_budget,
+        not_at_default(settings, NOT_FOR_PPO, "PPO"),
+        _not_supported(settings, ppo),
+        _not_for_stages(settings),
+        token_budget(settings),
     )
     return replace(settings, gradient_accumulation_steps=1), ppo
 
 
-def _check_stages(settings: Settings) -> None:
-    """Refuses what no stage of PPO can do yet."""
+def _not_for_stages(settings: Settings) -> Iterator[str]:
+    """What no stage of PPO can do yet."""
     refused = {
         "padding": (False, "null or True", "rows of rollouts are padded to the longest"),
         "deal": (True, "null or False", "rollouts stay on the rank that has their prompts"),
@@ -142,7 +141,7 @@ def _check_stages(settings: Settings) -> None:
     }
     for key, (value, allowed, reason) in refused.items():
         if getattr(settings.adaptive, key) == value:
-            raise ConfigError(f"adaptive.{key} is {value}, but {reason} in PPO: allowed is {allowed}")
+            yield f"adaptive.{key} is {value}, but {reason} in PPO: allowed is {allowed}"
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
@@ -173,13 +172,13 @@ def _check_sizes(ppo: PPOSettings) -> None:
         raise ConfigError("enable_kv_cache is False, but answers are always generated with a cache: set it to True")
 
 
-def _check_supported(settings: Settings, ppo: PPOSettings) -> None:
+def _not_supported(settings: Settings, ppo: PPOSettings) -> Iterator[str]:
     if settings.resume_from_checkpoint is True:
-        raise ConfigError(
+        yield (
             "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
             "more), which are found only together: set it to auto"
         )
     if value_at(settings.config, "dataset.packed"):
-        raise ConfigError("dataset.packed is True, but prompts cannot be packed: set it to False")
+        yield "dataset.packed is True, but prompts cannot be packed: set it to False"
     if not 0 <= ppo.gamma <= 1 or not 0 <= ppo.lmbda <= 1:
-        raise ConfigError(f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1")
+        yield f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1"

@@ -23,7 +23,7 @@ from torchtune import modules, training
 from torchtune.modules import peft
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.checks import check_replicas
+from torchtune_adaptive.config.checks import quantized_replicas, refuse
 from torchtune_adaptive.config.keys import LoraSettings, Settings
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import make_replicas_alike
@@ -158,7 +158,7 @@ def is_sharded(settings: Settings, mesh: Meshes) -> bool:
 
 def check_replicas_of(model: nn.Module, settings: Settings) -> None:
     """For builders of quantized weights, which say it in no key of the config."""
-    check_replicas(settings, quantized=_is_quantized(model))
+    refuse(quantized_replicas(settings, quantized=_is_quantized(model)))
 
 
 def _shard(model: nn.Module, settings: Settings, mesh: Meshes) -> None:

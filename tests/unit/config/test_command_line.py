@@ -6,62 +6,18 @@ import runpy
 from pathlib import Path
 
 import pytest
-import torchtune
-from omegaconf import DictConfig, OmegaConf
-from torchtune._recipe_registry import get_all_recipes
 
-from torchtune_adaptive.config.checks import read_full_settings, read_lora_settings
-from torchtune_adaptive.config.command_line import locate
-from torchtune_adaptive.config.keys import read_adaptive
-from torchtune_adaptive.config.registry import installed_configs
+from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
+from torchtune_adaptive.config.registry import RECIPES, Listed, installed_configs, taken_by_ours
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.rl.settings import read_ppo_settings
 
 ROOT = Path(__file__).parents[3]
-STOCK_CONFIGS = Path(torchtune.__file__).parent.parent / "recipes" / "configs"
-STOCK = {
-    f"{recipe.name}: {config.name}": STOCK_CONFIGS / config.file_path
-    for recipe in get_all_recipes()
-    if recipe.name in ("full_finetune_distributed", "lora_finetune_distributed")
-    for config in recipe.configs
-}
-OURS = installed_configs()
 
 
-def load(path: Path) -> DictConfig:
-    cfg = OmegaConf.load(path)
-    assert isinstance(cfg, DictConfig)
-    return cfg
-
-
-def is_lora(cfg: DictConfig) -> bool:
-    return "lora_rank" in cfg.get("model", {})
-
-
-def read_all(cfg: DictConfig) -> None:
-    if "policy_model" in cfg:
-        read_ppo_settings(cfg)
-    elif is_lora(cfg):
-        read_lora_settings(cfg)
-    else:
-        read_full_settings(cfg)
-
-
-def test_both_kinds_are_among_them() -> None:
-    assert {is_lora(load(path)) for path in OURS.values()} == {True, False}
-    assert len(STOCK) > 60
-
-
-@pytest.mark.parametrize("name", OURS)
-def test_every_installed_config_is_valid(name: str) -> None:
-    cfg = load(OURS[name])
-    read_all(cfg)
-    read_adaptive(cfg.get("adaptive"))
-
-
-@pytest.mark.parametrize("name", STOCK)
-def test_every_config_of_torchtune_is_valid(name: str) -> None:
-    read_all(load(STOCK[name]))
+@pytest.mark.parametrize("config", [*taken_by_ours()], ids=lambda config: f"{config.recipe}: {config.name}")
+def test_every_config_is_read_by_its_recipe_as_it_is(config: Listed) -> None:
+    settings, _ = RECIPES[config.recipe].read(read_config(config.path, []))
+    assert settings.config.output_dir
 
 
 def test_mirrored_configs_have_not_drifted_from_torchtune() -> None:
@@ -70,8 +26,13 @@ def test_mirrored_configs_have_not_drifted_from_torchtune() -> None:
     assert [str(path) for path in mirror["outdated"]()] == []
 
 
-def test_a_name_is_found_with_and_without_the_ending() -> None:
-    assert locate("adaptive/demo/full") == OURS["adaptive/demo/full"]
+@pytest.mark.parametrize("words", [("--config", "adaptive/demo/full"), ("--config=adaptive/demo/full",)])
+def test_the_config_is_found_by_its_name_among_its_overrides(words: tuple[str, ...]) -> None:
+    path, overrides = config_and_overrides(["batch_size=2", *words, "seed=null"])
+    assert path == installed_configs()["adaptive/demo/full"]
+    assert overrides == ["batch_size=2", "seed=null"]
+    cfg = read_config(path, overrides)
+    assert (cfg.batch_size, cfg.seed) == (2, None)
 
 
 def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:

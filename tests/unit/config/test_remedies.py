@@ -83,7 +83,7 @@ def test_a_strategy_that_would_end_the_run_is_refused_under_the_name_of_its_key(
 def test_a_command_ends_with_the_message_in_keys(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def question(cfg: object) -> None:
+    def question(*_: object) -> None:
         raise exhausted(512)
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])

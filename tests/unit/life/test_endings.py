@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from torchtune_adaptive.config.remedies import in_keys
 from torchtune_adaptive.errors import (
@@ -78,7 +77,7 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
     monkeypatch.setattr(launch.THIS_RUN, "places", (tmp_path,))
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
 
-    def question(_: DictConfig) -> None:
+    def question(*_: object) -> None:
         raise error
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])
@@ -90,7 +89,7 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
 
 
 def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    def question(_: DictConfig) -> None:
+    def question(*_: object) -> None:
         raise AssertionError("asked")
 
     monkeypatch.setattr(sys, "argv", ["adaptive_plan", "--config", "adaptive/demo/full"])

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from torchtune_adaptive.config.checks import check_token_budget
 from torchtune_adaptive.config.keys import Settings, read_adaptive
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
 from torchtune_adaptive.tune.culprits import NamedSamples
@@ -39,21 +38,6 @@ def test_a_token_budget_is_a_number_or_auto_or_nothing(budget: object) -> None:
 def test_other_token_budgets_are_refused(budget: object) -> None:
     with pytest.raises(ConfigError, match=r"adaptive.token_budget is .* at least 1 or auto or null"):
         adaptive(token_budget=budget)
-
-
-@pytest.mark.parametrize("key", ["use_maximum_batch_size", "optimizer_in_bwd"])
-def test_what_contradicts_a_token_budget_is_refused(key: str) -> None:
-    settings = dataclasses.replace(SETTINGS, **{key: True})
-    check_token_budget(settings)
-    with pytest.raises(ConfigError, match=rf"{key} is True and .*: set {key}: False or adaptive.token_budget: null"):
-        check_token_budget(having(settings, token_budget=4096))
-
-
-@pytest.mark.parametrize("budget", [4096, "auto"])
-def test_a_bound_on_rows_is_refused_where_tokens_count(budget: int | str) -> None:
-    check_token_budget(having(max_batch_size=4))
-    with pytest.raises(ConfigError, match=r"max_batch_size is 4 and adaptive.token_budget is .*: .* set one of them"):
-        check_token_budget(having(token_budget=budget, max_batch_size=4))
 
 
 def read(indices: Sequence[int]) -> NamedSamples:

@@ -15,7 +15,6 @@ from torchtune.models.gemma2 import gemma2
 from torchtune.modules import MultiHeadAttention
 
 from tests.unit.tune.models import MODELS, SIZES, build
-from torchtune_adaptive.config.checks import check_token_budget
 from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.tune.unpadded import is_padded, take_documents
@@ -219,13 +218,3 @@ def test_a_trial_leaves_the_model_as_it_was(name: str, dtype: torch.dtype) -> No
 def test_rows_are_padded_where_the_config_says_so_and_without_a_token_budget() -> None:
     assert decide(replace(BUDGET, padding=True), build())
     assert decide(AdaptiveConfig(), build())
-
-
-def test_without_a_token_budget_nothing_is_dealt() -> None:
-    with pytest.raises(ConfigError, match=r"deal is True, but adaptive\.token_budget is null"):
-        check_token_budget(replace(SETTINGS, adaptive=AdaptiveConfig(deal=True)))
-
-
-def test_without_a_token_budget_there_is_no_doing_without_padding() -> None:
-    with pytest.raises(ConfigError, match=r"padding is False, but adaptive\.token_budget is null"):
-        check_token_budget(replace(SETTINGS, adaptive=AdaptiveConfig(padding=False)))

@@ -180,7 +180,7 @@ def check_fits(key: str, section: Any, *args: object, **kwargs: object) -> None:
         raise ConfigError(
             f"{key}.{COMPONENT} is {path!r}, which cannot be imported: {components.in_a_line(error)}"
         ) from (error)
-    if wrong := components.misfit_in_words(key, section, args, kwargs):
+    if wrong := components.misfit(key, section, args, kwargs):
         raise ConfigError(wrong)
 
 

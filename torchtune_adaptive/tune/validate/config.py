@@ -10,11 +10,10 @@ from torch import nn
 from torchtune_adaptive.checkpoints.progress import start_progress
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.keys import Settings, read_adaptive
-from torchtune_adaptive.config.registry import PLAN, PPO
+from torchtune_adaptive.config.registry import PLAN, PPO, RECIPES
 from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
-from torchtune_adaptive.forecast.which_recipe import TRAININGS
 from torchtune_adaptive.rl.settings import read_ppo_settings
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import devices
@@ -39,11 +38,11 @@ from torchtune_adaptive.tune.validate.places import check_output, check_weights
 def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool) -> Findings:
     """`ranks`: None where it is not known yet. `here`: this is the machine on which it will run."""
     findings = Findings(here=here)
-    if recipe == PLAN:
+    if recipe == PLAN.name:
         findings.collect(lambda: check_keys(cfg, PLAN_KEYS, aloud=True))
         findings.collect(lambda: read_question(cfg, "", ()))
         return findings
-    training = TRAININGS[recipe]
+    training = RECIPES[recipe]
     findings.collect(lambda: check_keys(cfg, training.keys, aloud=True))
     in_adaptive = Findings(here=here)
     well = in_adaptive.collect(lambda: read_adaptive(cfg.get("adaptive"))) is not None
@@ -52,19 +51,19 @@ def check_config(cfg: DictConfig, recipe: str, ranks: int | None, *, here: bool)
     settings, _ = findings.collect(lambda: training.read(cfg)) or (None, None)
     findings.wrong += in_adaptive.wrong
     # where the policy is what the others call the model
-    if recipe == PPO:
+    if recipe == PPO.name:
         model = _check_ppo(settings, findings)
     else:
         model = _check_one_model(cfg, settings, findings, of_pairs=training.of_pairs)
     if settings is None or not well:
         return findings
-    if recipe == PPO:
+    if recipe == PPO.name:
         findings.collect(lambda: read_ppo_settings(cfg)[1].iterations(ranks or 1))
     _check_together(settings, model, findings)
     _check_ranks(settings, ranks, findings)
     findings.collect(lambda: _check_device(settings, findings))
     findings.collect(lambda: check_weights(cfg, findings))
-    findings.collect(lambda: check_output(settings, training.saved_by, findings))
+    findings.collect(lambda: check_output(settings, training.saved_as, findings))
     return findings
 
 

@@ -11,8 +11,7 @@ import pytest
 from tests.recipes.endings import test_errors
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
-from torchtune_adaptive.config.registry import FULL, LORA, PLAN, RECIPES, Listed, taken_by_ours
-from torchtune_adaptive.forecast.which_recipe import TRAININGS
+from torchtune_adaptive.config.registry import FULL, LORA, PLAN, Listed, taken_by_ours
 
 DEMO = {"full": "adaptive/demo/full", "lora": "adaptive/demo/lora"}
 TOLD_LATER = {
@@ -64,10 +63,6 @@ def assert_refused(ended: Ended, parts: list[str]) -> None:
 def first_words(parts: list[str]) -> list[str]:
     """The key: a component that is not built is held against its signature, in words of its own."""
     return parts[:1]
-
-
-def test_every_recipe_can_be_checked() -> None:
-    assert TRAININGS.keys() == {name for name, stock in RECIPES.items() if stock}
 
 
 def test_a_config_that_trains_is_taken_and_nothing_is_left_behind(validate: Validate, tmp_path: Path) -> None:
@@ -255,7 +250,7 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
 def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_its_model_is_for(
     validate: Validate, tmp_path: Path
 ) -> None:
-    for name, recipe in (("adaptive/demo/lora", LORA), ("adaptive/demo/tokens", FULL)):
+    for name, recipe in (("adaptive/demo/lora", LORA.name), ("adaptive/demo/tokens", FULL.name)):
         path = next(each.path for each in taken_by_ours() if each.name == name)
         mine = tmp_path / "mine.yaml"
         text = path.read_text()
@@ -264,7 +259,7 @@ def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_its_model_is_f
             status, out, errors = validate(str(mine))
             assert (status, errors) == (0, "")
             assert out == f"ok: {recipe} would start with {mine}\n"
-    assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", LORA), ["model.lora_attn_modules is missing"])
+    assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", LORA.name), ["model.lora_attn_modules is missing"])
 
 
 def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Path) -> None:
@@ -274,7 +269,7 @@ def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Pa
 
 
 def test_a_question_to_adaptive_plan_is_checked_too(validate: Validate) -> None:
-    question = ("adaptive/llama3_1/8B_full", "--recipe", PLAN)
+    question = ("adaptive/llama3_1/8B_full", "--recipe", PLAN.name)
     assert validate(*question, "world_size=8", "memory_limit=h100")[0] == 0
     assert_refused(validate(*question, "world_size=8"), ["memory_limit is null"])
     assert_refused(validate(*question, "world_size=0", "memory_limit=h100"), ["world_size is 0"])

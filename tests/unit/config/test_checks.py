@@ -1,0 +1,184 @@
+"""What is refused before anything is built: keys that nothing reads, and contradictions, all at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig, OmegaConf
+
+from torchtune_adaptive.config.checks import check_keys
+from torchtune_adaptive.config.command_line import read_config
+from torchtune_adaptive.config.keys import AdaptiveConfig, on_gpu
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, installed_configs
+from torchtune_adaptive.errors import ConfigError, SeveralErrors
+from torchtune_adaptive.forecast.keys import PlanSettings
+from torchtune_adaptive.forecast.which_recipe import training_of
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [
+        ("batch_szie", "batch_size"),
+        ("use_max_batch_size", "use_maximum_batch_size"),
+        ("grad_accumulation_steps", "gradient_accumulation_steps"),
+        ("epoch", "epochs"),
+        ("adaptve", "adaptive"),
+        ("lr_schedular", "lr_scheduler"),
+    ],
+)
+def test_a_slip_is_an_error_that_names_what_was_meant(slip: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"{slip} is not a known key: did you mean {meant}\\? If it is your own key"):
+        check_keys(OmegaConf.create({slip: 1}), aloud=True)
+
+
+def test_a_slip_in_a_key_of_the_plan_is_one_too() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean world_size\?"):
+        check_keys(OmegaConf.create({"world_szie": 8}), ["world_size"], aloud=True)
+
+
+@pytest.mark.parametrize("key", ["my_note", "batch_size_val", "ppo_batch_size", "low_cpu_ram"])
+def test_a_name_of_its_own_is_told_of_once(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=True)
+        check_keys(OmegaConf.create({"batch_size": 2, key: 1}), aloud=False)
+    assert caplog.messages == [f"ignored config keys: {key}"]
+
+
+def test_a_key_that_others_are_made_from_is_read(caplog: pytest.LogCaptureFixture) -> None:
+    cfg = OmegaConf.create({"output": "runs", "output_dir": "${output}/mine"})
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        check_keys(cfg, aloud=True)
+    assert caplog.messages == []
+
+
+PLAN_KEYS = [field.name for field in dataclasses.fields(PlanSettings)]
+OURS = [field.name for field in dataclasses.fields(AdaptiveConfig)]
+
+
+@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("parent", ["", "training.", "training.memory."])
+def test_a_key_of_the_section_in_another_place_is_an_error_that_names_its_own(parent: str, name: str) -> None:
+    cfg = OmegaConf.create({"batch_size": 2})
+    OmegaConf.update(cfg, f"{parent}{name}", 1)
+    with pytest.raises(ConfigError, match=rf"^{parent}{name} has no effect here: did you mean adaptive\.{name}\? "):
+        check_keys(cfg, aloud=False)
+
+
+def test_everything_that_is_wrong_with_keys_is_said_at_once() -> None:
+    cfg = {"search": "binary", "training": {"regrow_after": 3, "mine": 1}, "batch_szie": 2, "epoch": 1}
+    with pytest.raises(SeveralErrors) as caught:
+        check_keys(OmegaConf.create({**cfg, "adaptive": {"epochs": 1, "memory_limit": "8GiB"}}), aloud=True)
+    assert [str(error).partition(":")[0] for error in caught.value.errors] == [
+        "search has no effect here",
+        "training.regrow_after has no effect here",
+        "adaptive.epochs has no effect here",
+        "batch_szie is not a known key",
+        "epoch is not a known key",
+    ]
+    assert "move epochs out of adaptive" in str(caught.value)
+
+
+def test_a_key_of_the_plan_is_the_plans_where_it_is_one_of_the_section_too() -> None:
+    check_keys(OmegaConf.create({"memory_limit": "h100", "sequence_length": 512}), PLAN_KEYS, aloud=False)
+    with pytest.raises(ConfigError, match=r"did you mean adaptive\.search\?"):
+        check_keys(OmegaConf.create({"search": "static"}), PLAN_KEYS, aloud=False)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"dataset": {"_component_": "mine.pairs", "search": "bm25", "sequence_length": 8}},
+        {"reward": {"_component_": "mine.Reward", "memory_limit": 3}},
+        {"sequence_length": 512, "tokenizer": {"_component_": "mine.Tokenizer", "max_seq_len": "${sequence_length}"}},
+        {"sizes": {"search": 7}, "dataset": {"_component_": "mine.pairs", "hits": "${sizes.search}"}},
+        {"limit": "8GiB", "adaptive": {"memory_limit": "${limit}", "search": "binary"}},
+        {"training": None},
+        {"training": ["search"]},
+    ],
+)
+def test_what_a_component_or_a_reference_reads_is_the_users_own(cfg: dict[str, Any]) -> None:
+    check_keys(OmegaConf.create(cfg), aloud=False)
+
+
+BUDGET = {"token_budget": 4096}
+"""Under `adaptive:`."""
+
+
+def demo(recipe: Recipe, *overrides: str, **adaptive: object) -> DictConfig:
+    name = {FULL: "full", LORA: "lora", FULL_DPO: "dpo", LORA_DPO: "lora_dpo", PPO: "ppo"}[recipe]
+    cfg = read_config(installed_configs()[f"adaptive/demo/{name}"], overrides)
+    cfg.adaptive = {**adaptive}
+    return cfg
+
+
+def problems(recipe: Recipe, cfg: DictConfig) -> str:
+    try:
+        recipe.read(cfg)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides", "adaptive", "problem"),
+    [
+        (
+            FULL,
+            "use_maximum_batch_size=True",
+            BUDGET,
+            "limited by rows or by tokens",
+        ),
+        (FULL, "optimizer_in_bwd=True", BUDGET, "set optimizer_in_bwd: False or adaptive.token_budget: null"),
+        (FULL, "", {**BUDGET, "max_batch_size": 4}, "max_batch_size is 4 and adaptive.token_budget is 4096"),
+        (FULL, "", {"deal": True}, "adaptive.deal is True, but adaptive.token_budget is null"),
+        (FULL, "", {"padding": False}, "adaptive.padding is False, but adaptive.token_budget is null"),
+        (FULL, "", {"precompute_reference": True}, "finetuning has no reference"),
+        (LORA, "", {"precompute_reference": True}, "finetuning has no reference"),
+        (FULL_DPO, "", {"precompute_reference": True, "oversize": "truncate"}, "not valid for truncated samples"),
+        (LORA_DPO, "", {"precompute_reference": True, "oversize": "truncate"}, "not valid for truncated samples"),
+        (PPO, "", {"precompute_reference": True}, "adaptive.precompute_reference is True"),
+        (FULL_DPO, "collate_fn=mine.collate", {}, "preference training has its own collation"),
+        (LORA, "tensor_parallel_dim=2", {}, "which LoRA finetuning does not support: allowed is 1"),
+        (FULL, "fsdp_cpu_offload=True", {}, "the weights are already on the CPU"),
+    ],
+)
+def test_what_contradicts_itself_or_the_recipe_is_refused(
+    recipe: Recipe, overrides: str, adaptive: dict[str, object], problem: str
+) -> None:
+    cfg = demo(recipe, "use_maximum_batch_size=False", *overrides.split(), **adaptive)
+    assert problem in problems(recipe, cfg)
+    assert problem not in problems(recipe, demo(recipe, "use_maximum_batch_size=False"))
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
+def test_all_contradictions_are_told_at_once(recipe: Recipe) -> None:
+    cfg = demo(recipe, "use_maximum_batch_size=True", token_budget="auto", max_batch_size=4)
+    with pytest.raises(SeveralErrors) as caught:
+        recipe.read(cfg)
+    assert [str(error).split()[0] for error in caught.value.errors] == [
+        "adaptive.max_batch_size",
+        "use_maximum_batch_size",
+    ]
+
+
+def test_mistakes_in_several_places_are_told_at_once() -> None:
+    wrong = ("epochs=0", "model.lora_rank=0", "tokenizer.max_seq_len=-1", "optimizer._component_=torch.optim.SGD")
+    told = problems(LORA, demo(LORA, *wrong, "optimizer.fused=True"))
+    for part in ("epochs is 0", "model.lora_rank is 0", "max_seq_len is -1", "fused update of torch.optim.SGD"):
+        assert part in told
+    told = problems(LORA, demo(LORA, "model.lora_rank=0", precompute_reference=True))
+    assert "model.lora_rank is 0" in told
+    assert "finetuning has no reference" in told
+
+
+@pytest.mark.parametrize("recipe", [FULL, LORA, FULL_DPO, LORA_DPO, PPO], ids=lambda recipe: recipe.name)
+def test_a_config_is_known_by_its_recipe(recipe: Recipe) -> None:
+    assert training_of(demo(recipe)) is recipe
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "cuda", "cuda:1", "xpu", "npu:3", "mps"])
+def test_whatever_is_no_cpu_counts_as_a_gpu(device: str) -> None:
+    assert on_gpu(OmegaConf.create({"device": device})) == (not device.startswith("cpu"))
