@@ -4,7 +4,6 @@ Replicas of a sharded model are compared here too: FSDP2 never checks that they 
 become equal.
 """
 
-import math
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,14 +22,12 @@ from torchtune_adaptive.rehearsal import REHEARSAL
 
 Value = TypeVar("Value")
 
-ONE_RING = 64
-"""Ranks that agree in one ring; more do so in two steps."""
 LET_GO_S = 0.2
 """gloo's threads need microseconds, and milliseconds on a crowded machine."""
 
 
 _ASIDE: WeakSet[dist.ProcessGroup] = WeakSet()
-_REACHING_ALL: WeakKeyDictionary[dist.ProcessGroup, tuple[dist.ProcessGroup | None, ...]] = WeakKeyDictionary()
+_HOST_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 """By the group of all ranks."""
 
 
@@ -54,10 +51,9 @@ def aside(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return group
 
 
-def gloo_group_aside(members: Sequence[int] | None = None) -> dist.ProcessGroup:
-    """Collective over its members, by default all ranks: a group for messages between microbatches."""
-    options: dict[str, Any] = {} if members is None else {"use_local_synchronization": True}
-    return aside(cast(dist.ProcessGroup, dist.new_group(members, backend="gloo", **options)))
+def gloo_group_aside() -> dist.ProcessGroup:
+    """Collective: a group of all ranks for messages between microbatches."""
+    return aside(cast(dist.ProcessGroup, dist.new_group(backend="gloo")))
 
 
 def is_aside(group: dist.ProcessGroup) -> bool:
@@ -98,15 +94,14 @@ class Agreement:
     """
 
     def __init__(self, columns: int) -> None:
-        """Collective: the first creates gloo groups, where the training group cannot carry what is on the host or has
-        too many ranks."""
+        """Collective: the first creates a gloo group, where the training group cannot carry what is on the host."""
         self._columns = columns
         # A rank that has just run out of memory takes part, so agreeing allocates no tensor: the buffer
         # exists from the start, and is read and written as Python numbers. A view of it cannot change its size, which
         # would move it from under the tensor.
         self._cells = memoryview(array("d", bytes(8 * columns * world_size())))
         self._tensor = torch.frombuffer(self._cells, dtype=torch.float64)
-        self._groups = _groups_that_reach_all() if dist.is_initialized() else ()
+        self._group = _host_group() if dist.is_initialized() else None
 
     def gather(self, row: Sequence[float]) -> list[tuple[float, ...]]:
         """Collective: the rows of all ranks, in order of rank."""
@@ -117,8 +112,7 @@ class Agreement:
         cells[rank() * width : (rank() + 1) * width] = array("d", row)
         if world_size() > 1:
             with explaining_failures("the agreement at the end of a step"):
-                for group in self._groups:  # rows do not overlap: the sum is the table
-                    dist.all_reduce(self._tensor, group=group)
+                dist.all_reduce(self._tensor, group=self._group)  # rows do not overlap: the sum is the table
         return [tuple(cells[start : start + width]) for start in range(0, len(cells), width)]
 
 
@@ -168,30 +162,14 @@ def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def _groups_that_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
-    """Collective: summing over these groups in turn sums over all ranks. All agreements share them, since each group
-    opens a connection to every one of its ranks."""
+def _host_group() -> dist.ProcessGroup | None:
+    """Collective: a group of all ranks for tensors on the host; None is the training group. All agreements share it,
+    since a group opens a connection between any two of its ranks."""
     world = dist.group.WORLD
     assert world is not None, "there is a group of all ranks"
-    if world not in _REACHING_ALL:
-        _REACHING_ALL[world] = _made_to_reach_all()
-    return _REACHING_ALL[world]
-
-
-def _made_to_reach_all() -> tuple[dist.ProcessGroup | None, ...]:
-    """Collective.
-
-    gloo passes a sum around a ring, so its time grows with the ranks. Of many, each sums over its row of a grid, then
-    over its column: 1,024 ranks take 124 rounds so, and 2,046 in one ring.
-    """
-    ranks = world_size()
-    columns = next(each for each in range(math.isqrt(ranks), 0, -1) if ranks % each == 0)
-    if ranks <= ONE_RING or columns == 1:
-        carries_host = backend_for("cpu") == "gloo"
-        return (None,) if carries_host else (gloo_group_aside(),)
-    row, column = divmod(rank(), columns)
-    members = [row * columns + each for each in range(columns)], list(range(column, ranks, columns))
-    return tuple(gloo_group_aside(each) for each in members)
+    if world not in _HOST_GROUPS:
+        _HOST_GROUPS[world] = None if backend_for("cpu") == "gloo" else gloo_group_aside()
+    return _HOST_GROUPS[world]
 
 
 def let_go() -> None:
