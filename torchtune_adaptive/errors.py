@@ -23,8 +23,6 @@ class Remedy(Enum):
     MEASURING_STRATEGY = "pass strategy='linear'"
     ROOM_FOR_NCCL = "if CUDA was out of memory, leave more memory to NCCL: give CudaMemory a limit, for example 0.9"
     CAP_MEMORY = "set cap_bytes of MemoryMeter"
-    SMALLER_INCREASE = "request a smaller increase"
-    OTHER_BOUND = "pass beyond_memory='skip' or 'accumulate'"
     MEASURE = "measure on the device with find_max_batch_size"
 
 
@@ -85,10 +83,6 @@ def raise_together(errors: Iterable[ConfigError]) -> None:
     distinct = list({str(error): error for error in single}.values())
     if distinct:
         raise distinct[0] if len(distinct) == 1 else SeveralErrors(distinct)
-
-
-class IncreaseError(ConfigError):
-    """The function by which a batch size grows cannot be used."""
 
 
 def check_choice(name: str, value: object, choices: Collection[object]) -> None:

@@ -41,13 +41,12 @@ DOORS = {"__init__", "testing"}
 
 ROOMS: dict[str, set[str]] = {
     "engine": set(),
-    "schedules": set(),
-    "report": {"engine", "schedules"},
-    "config": {"engine.limits", "engine.search", "schedules"},
+    "report": {"engine"},
+    "config": {"engine.limits", "engine.search"},
     "life": {"config", "engine.ranks", "engine.memory", "engine.oom"},
-    "checkpoints": {"config", "life", "schedules", "engine.memory", "engine.oom", "engine.ranks"},
-    "tune": {"config", "life", "checkpoints", "engine", "schedules", "report"},
-    "rl": {"tune", "config", "life", "checkpoints", "engine", "schedules", "report"},
+    "checkpoints": {"config", "life", "engine.memory", "engine.oom", "engine.ranks"},
+    "tune": {"config", "life", "checkpoints", "engine", "report"},
+    "rl": {"tune", "config", "life", "checkpoints", "engine", "report"},
     "tune/validate": {
         "engine.search",
         "config",
@@ -77,7 +76,6 @@ WITHOUT_TORCH = {
     "engine.governor",
     "engine.search",
     "engine.profile",
-    "schedules",
     "null_cuda",
     "rehearse.command",
     "config.keys",

@@ -14,7 +14,6 @@ from torchtune import training
 from torchtune_adaptive.checkpoints.manifest import Position
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.schedules.growth import EpochSizes
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +33,23 @@ SavedLimits: TypeAlias = Mapping[str, Any]
 ADAPTIVE_KEY = "adaptive"
 """The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
 ADAPTIVE_FIELDS = ("past", "begun", "steps_in_epoch", "samples_in_epoch", "step", "limit", "ranks", "dataset_samples")
+
+
+@dataclass(frozen=True)
+class EpochSizes:
+    """One epoch of the run as it will be, for one rank."""
+
+    epoch: int
+    batch_size: int
+    microbatches: int
+    microbatch_rows: int
+    """Rows of the largest microbatch: `batch_size`, or less where that is more than fits."""
+    samples_per_step: int
+    steps: int
+    lr_factor: float
+    """What the learning rate is multiplied with, for the growth over the configured samples per step."""
+    refused_batch_size: int | None = None
+    """The batch size that was asked for and not taken, since it does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)

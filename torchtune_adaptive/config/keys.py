@@ -17,8 +17,6 @@ from omegaconf.errors import ConfigTypeError
 from torchtune_adaptive.engine.limits import ROUNDINGS
 from torchtune_adaptive.engine.search import STRATEGIES
 from torchtune_adaptive.errors import ConfigError, together
-from torchtune_adaptive.schedules.accumulation import ACCUMULATION_MODES, LR_SCALINGS
-from torchtune_adaptive.schedules.growth import BEYOND_MEMORY
 from torchtune_adaptive.text import MemorySize, did_you_mean, parse_sizes, shown
 
 T = TypeVar("T")
@@ -222,17 +220,17 @@ class AdaptiveConfig:
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
     """tokens of the longest sample to measure with. null: `tokenizer.max_seq_len`, else the longest sample of the
     dataset, which is scanned once"""
-    accumulation: str = option(one_of(*ACCUMULATION_MODES), "rebalance")
+    accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
     """`rebalance`: keep the configured samples per step; grow the step only when one microbatch already holds more.
     `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""
-    lr_scaling: str = option(one_of(*LR_SCALINGS), "none")
+    lr_scaling: str = option(one_of("none", "sqrt", "linear"), "none")
     """how the learning rate follows the samples per step when they grow: `none` (unchanged), `sqrt` or `linear`"""
     reuse_search: bool = option(BOOL, True)
     """reuse the result in `batch_search.json` if nothing that it depends on has changed"""
 
     on_save_error: str = option(one_of("stop", "continue"), "stop")
     """when a checkpoint cannot be written: `stop` the run, or `continue`"""
-    beyond_memory: str = option(one_of(*BEYOND_MEMORY), "skip")
+    beyond_memory: str = option(one_of("skip", "accumulate", "error"), "skip")
     """an increase beyond what fits: `skip` it, `accumulate` (apply it, in more microbatches), or `error`"""
 
 

@@ -28,8 +28,6 @@ KEYS: Mapping[Remedy, str] = {
         "batch_size"
     ),
     Remedy.CAP_MEMORY: "set adaptive.memory_limit, for example to 8GiB",
-    Remedy.SMALLER_INCREASE: "request a smaller increase",
-    Remedy.OTHER_BOUND: "set adaptive.beyond_memory to skip or accumulate",
     Remedy.MEASURE: "measure on the device with use_maximum_batch_size: True",
 }
 

@@ -1,16 +1,10 @@
-"""Searches, profiles and batch schedules as text."""
-
-from collections.abc import Sequence
-from itertools import groupby
+"""Searches and profiles as text."""
 
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.search import Probe, SearchResult
-from torchtune_adaptive.schedules.accumulation import Accumulation
-from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.text import count_of, format_bytes, in_columns, times
 
 MEASURED = ("peak", "of budget", "time", "")
-_TIMES = "\u00d7"
 
 
 def search_table(result: SearchResult, sequence_length: int, stage: str = "", sample: str = "row") -> str:
@@ -57,38 +51,3 @@ def _cells(probe: Probe, budget_bytes: int, chosen: str = "") -> tuple[str, ...]
         count_of(retries, "allocator retry", "allocator retries") if retries else "",
     ]
     return need, share, f"{probe.peak.seconds:.1f} s", ", ".join(filter(None, remarks))
-
-
-def step_line(step: Accumulation, ranks: int, kind_of_rank: str = "rank") -> str:
-    """The arithmetic of one optimizer step, compared with the configured one."""
-    even = step.rows * step.microbatches == step.samples_per_step
-    rows = count_of(step.rows, "row") if even else f"at most {count_of(step.rows, 'row')}"
-    if step.growth == 1:
-        compared = "as configured"
-    else:
-        compared = f"configured: {round(step.samples_per_step / step.growth) * ranks}"
-    microbatches = count_of(step.microbatches, "microbatch", "microbatches")
-    product = f" {_TIMES} ".join([rows, microbatches, count_of(ranks, kind_of_rank)])
-    return f"{product} {'=' if even else 'for'} {step.samples_per_step * ranks} samples a step ({compared})"
-
-
-def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
-    """The epochs of a run before it starts; equal consecutive epochs share a line."""
-    steps = sum(sizes.steps for sizes in epochs)
-    heading = ("epoch", "batch size", f"rows {_TIMES} microbatches", "samples a step", "steps", "learning rate", "")
-    groups = [list(alike) for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None})]
-    table = in_columns([heading, *(_schedule_cells(alike[0], alike[-1].epoch, ranks, by_tokens) for alike in groups)])
-    return f"batch schedule · {count_of(len(epochs), 'epoch')} · {count_of(steps, 'step')}\n{table}"
-
-
-def _schedule_cells(sizes: EpochSizes, last_epoch: int, ranks: int, by_tokens: bool) -> tuple[str, ...]:
-    refused = sizes.refused_batch_size
-    return (
-        f"{sizes.epoch}" if sizes.epoch == last_epoch else f"{sizes.epoch}-{last_epoch}",
-        f"{sizes.batch_size}",
-        "by tokens" if by_tokens else f"{sizes.microbatch_rows} {_TIMES} {sizes.microbatches}",
-        f"{sizes.samples_per_step * ranks}",
-        f"{sizes.steps}",
-        f"{_TIMES} {sizes.lr_factor:.3g}",
-        "" if refused is None else f"<- {refused} requested, does not fit",
-    )

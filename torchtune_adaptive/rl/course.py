@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
+from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.errors import ConfigError
@@ -15,7 +16,6 @@ from torchtune_adaptive.rl.models import Models
 from torchtune_adaptive.rl.rollouts import Rollout
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.rl.stages import RolloutStages
-from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.optimizer import Optimization

@@ -14,23 +14,23 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, SampleTooLargeError
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.schedules.growth import total_steps
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune import fit
 from torchtune_adaptive.tune.culprits import longest_taken
-from torchtune_adaptive.tune.epochs import (
-    announce,
-    build_increase_function,
-    end_of_begun_epoch,
-    size_epochs,
-    whole_step_rows,
-)
 from torchtune_adaptive.tune.longest_sample import longest_sample, worst_sample
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization
 from torchtune_adaptive.tune.preference import KEPT, POLICY, REFERENCE
 from torchtune_adaptive.tune.sample_exchange import dealer_of
 from torchtune_adaptive.tune.samples import Kind, Sample
+from torchtune_adaptive.tune.schedule import (
+    announce,
+    build_increase_function,
+    end_of_begun_epoch,
+    size_epochs,
+    total_steps,
+    whole_step_rows,
+)
 from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, admission_of, rows_of_packs
 from torchtune_adaptive.tune.trainer import Course, Trainer, restore_limits
 
@@ -48,7 +48,7 @@ def plan_course(trainer: Trainer) -> None:
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
         progress = end_of_begun_epoch(before, rows, left, ranks)
         increase, samples = build_increase_function(settings.config), data.loader.samples_per_rank
-        epochs = size_epochs(settings, increase, rows, progress, samples)
+        epochs = size_epochs(settings, progress, samples, rows_that_fit=rows, increase=increase)
         most_samples = max(sizes.samples_per_step for sizes in epochs)
         limit = limit_by_length(trainer, memory, training, most_samples)
         earlier = reference_limit(trainer, memory, most_samples) if REFERENCE in stages else None

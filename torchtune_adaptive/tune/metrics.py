@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.atomic_files import keep_file, reason
+from torchtune_adaptive.checkpoints.progress import EpochSizes
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import Settings
@@ -23,7 +24,6 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.life.console import progress_bar
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
-from torchtune_adaptive.schedules.growth import EpochSizes
 from torchtune_adaptive.tune.run_journal import RunJournal
 
 logger = logging.getLogger(__name__)

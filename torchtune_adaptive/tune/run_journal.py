@@ -8,13 +8,12 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.governor import Change
 from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
 from torchtune_adaptive.report.pictures import draw_run
-from torchtune_adaptive.schedules.growth import EpochSizes
 
 
 class RunJournal:

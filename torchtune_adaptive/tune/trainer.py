@@ -13,7 +13,7 @@ from torch import nn
 
 from torchtune_adaptive.checkpoints.contents import Checkpointer, Contents, State
 from torchtune_adaptive.checkpoints.loading import build_checkpointer
-from torchtune_adaptive.checkpoints.progress import GIVEN, Progress, SavedLimits, start_progress
+from torchtune_adaptive.checkpoints.progress import GIVEN, EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
 from torchtune_adaptive.checkpoints.saving import Checkpoints
 from torchtune_adaptive.checkpoints.sources import Files
@@ -23,7 +23,6 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.schedules.growth import EpochSizes, total_steps
 from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.limited_memory import limited_memory, resident_tensors
@@ -35,6 +34,7 @@ from torchtune_adaptive.tune.profiling import build_profiler
 from torchtune_adaptive.tune.run_journal import RunJournal
 from torchtune_adaptive.tune.sample_exchange import Dealer, FullestRank
 from torchtune_adaptive.tune.samples import Kind, Sample
+from torchtune_adaptive.tune.schedule import total_steps
 from torchtune_adaptive.tune.token_budget import Admission
 
 Steps = Iterator[tuple[list[Sample], list[Sample] | None]]

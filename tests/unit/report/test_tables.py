@@ -1,13 +1,9 @@
-"""Tables of searches, profiles and batch schedules."""
-
-import pytest
+"""Tables of searches and profiles."""
 
 from tests.laws import refuse_nothing
 from torchtune_adaptive.engine.profile import Profile, SampleLengths, profile
 from torchtune_adaptive.engine.search import Peak, Room, SearchResult, search
-from torchtune_adaptive.report.tables import profile_table, schedule_table, search_table, step_line
-from torchtune_adaptive.schedules.accumulation import accumulate
-from torchtune_adaptive.schedules.growth import Outline, double_every, simulate
+from torchtune_adaptive.report.tables import profile_table, search_table
 
 GIB = 2**30
 
@@ -61,43 +57,6 @@ def test_a_probe_over_a_soft_budget_is_told_apart_from_one_that_ran_out() -> Non
     assert search_table(result, 128).endswith("  4      4.0 GiB    133 %      0.0 s   over budget")
 
 
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        (8, "8 rows × 4 microbatches × 8 ranks = 256 samples a step (as configured)"),
-        (64, "64 rows × 1 microbatch × 8 ranks = 512 samples a step (configured: 256)"),
-        (5, "at most 5 rows × 7 microbatches × 8 ranks for 256 samples a step (as configured)"),
-        (1, "1 row × 32 microbatches × 8 ranks = 256 samples a step (as configured)"),
-    ],
-)
-def test_the_arithmetic_of_a_step_is_spelled_out(rows: int, line: str) -> None:
-    assert step_line(accumulate(rows, batch_size=2, gradient_accumulation_steps=16), 8) == line
-
-
-def test_ranks_that_share_their_samples_are_told_from_those_that_do_not() -> None:
-    line = step_line(accumulate(8, batch_size=2, gradient_accumulation_steps=16), 1, "data rank")
-    assert line.startswith("8 rows × 4 microbatches × 1 data rank = 32 samples")
-
-
-def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> None:
-    plans = simulate(
-        double_every(2),
-        Outline(epochs=6, samples_per_rank=1000, lr_scaling="sqrt"),
-        batch_size=4,
-        gradient_accumulation_steps=2,
-        max_batch_size=8,
-    )
-    assert schedule_table(plans, ranks=8) == (
-        "batch schedule · 6 epochs · 498 steps\n"
-        "  epoch   batch size   rows × microbatches   samples a step   steps   learning rate\n"
-        "  0-1     4            4 × 2                 64               125     × 1\n"
-        "  2-3     8            8 × 2                 128              62      × 1.41\n"
-        "  4       8            8 × 2                 128              62      × 1.41"
-        "          <- 16 requested, does not fit\n"
-        "  5       8            8 × 2                 128              62      × 1.41"
-    )
-
-
 def profiled() -> Profile:
     def measure(rows: int, length: int) -> Peak:
         return Peak({"layers": GIB + rows * length * 2**20, "update": 3 * GIB // 2}, fits=True, seconds=0.5)
@@ -114,9 +73,3 @@ def test_the_table_of_a_profile_names_rows_and_lengths_and_how_far_off_it_is() -
     assert lines[-1].endswith(
         (" up to 5119 tokens fit at any length", " up to 5120 tokens fit at any length")
     )  # 5 GiB, of a MiB each; an error of 1e-16
-
-
-def test_a_schedule_under_a_token_budget_does_not_promise_rows() -> None:
-    outline = Outline(epochs=2, samples_per_rank=24)
-    plans = simulate(double_every(1), outline, batch_size=2, gradient_accumulation_steps=3)
-    assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])

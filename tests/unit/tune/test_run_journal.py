@@ -9,26 +9,26 @@ from unittest import mock
 
 import pytest
 
-from torchtune_adaptive.checkpoints.progress import Progress
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, read_timeline
-from torchtune_adaptive.schedules.growth import EpochSizes, Outline, double_every, simulate
 from torchtune_adaptive.tune.run_journal import RunJournal
 
-OUTLINE = Outline(epochs=2, samples_per_rank=8)
+PLANS = tuple(
+    EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
+)
 
 
-def progress(plans: tuple[EpochSizes, ...], step: int) -> Progress:
+def progress(step: int) -> Progress:
     """Where the second epoch begins, or in the middle of it."""
-    begun = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=plans[:1], ranks=2)
-    return replace(begun, step=step, steps_in_epoch=step - plans[0].steps)
+    begun = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=PLANS[:1], ranks=2)
+    return replace(begun, step=step, steps_in_epoch=step - PLANS[0].steps)
 
 
 def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed after the second epoch began and resumed where it begins; then again, in the middle of it."""
-    plans = simulate(double_every(1), OUTLINE, batch_size=2, gradient_accumulation_steps=1)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     settings: Any = mock.Mock(output_dir=str(tmp_path))
     for steps_done in (0, 4, 5):
@@ -36,7 +36,7 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
         journal.start(steps_done)
         for step in range(steps_done + 1, 4 + 1):
             journal.step(step, {})
-        journal.epoch(plans[1], {"": RowLimit(2)}, progress(plans, max(4, steps_done)), ranks=2)
+        journal.epoch(PLANS[1], {"": RowLimit(2)}, progress(max(4, steps_done)), ranks=2)
         for step in range(max(4, steps_done) + 1, 6 + 1):
             journal.step(step, {})
     timeline = read_timeline(tmp_path)
@@ -46,12 +46,11 @@ def test_a_schedule_is_told_once_however_often_the_run_is_resumed(
 
 
 def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plans = simulate(double_every(1), OUTLINE, batch_size=2, gradient_accumulation_steps=1)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     settings: Any = mock.Mock(output_dir=str(tmp_path))
     journal = RunJournal(settings)
-    journal.epoch(plans[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(plans, 4), ranks=2)
-    journal.epoch(plans[1], {"": RowLimit(4)}, progress(plans, 5), ranks=2)
+    journal.epoch(PLANS[1], {"reference": RowLimit(8), "policy": RowLimit(2)}, progress(4), ranks=2)
+    journal.epoch(PLANS[1], {"": RowLimit(4)}, progress(5), ranks=2)
     epochs = [event for event in read_timeline(tmp_path).events if event["kind"] == EPOCH]
     assert [(event["step"], event.get("stage"), event["after"]) for event in epochs] == [
         (4, "reference", 8),

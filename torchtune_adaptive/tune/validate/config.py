@@ -18,11 +18,11 @@ from torchtune_adaptive.rl.settings import read_ppo_settings
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import devices
 from torchtune_adaptive.tune.data import is_packed
-from torchtune_adaptive.tune.epochs import build_increase_function, check_growth
 from torchtune_adaptive.tune.finetuning import check_cuts, check_sequence_length, checked_loss, obstacle_to_recovery
 from torchtune_adaptive.tune.model import check_replicas_of
 from torchtune_adaptive.tune.process_group import mesh_shape
 from torchtune_adaptive.tune.sample_exchange import obstacle_to_dealing
+from torchtune_adaptive.tune.schedule import check_growth
 from torchtune_adaptive.tune.unpadded import is_padded
 from torchtune_adaptive.tune.validate.components import (
     check_components,
@@ -92,7 +92,7 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
     findings.collect(lambda: obstacle_to_recovery(settings))
     findings.collect(lambda: _check_search(settings))
     findings.collect(lambda: start_progress(settings, ranks=1))
-    findings.collect(lambda: _check_growth(settings))
+    findings.collect(lambda: check_growth(settings))
     if model is None:
         return
     findings.collect(lambda: check_sequence_length(model, settings.adaptive))
@@ -128,9 +128,3 @@ def _check_device(settings: Settings, findings: Findings) -> None:
         devices.dtype_of(settings, devices.device_of(settings))
     except ConfigError as error:
         findings.note_missing_here(str(error))
-
-
-def _check_growth(settings: Settings) -> None:
-    function = build_increase_function(settings.config)
-    if function is not None:
-        check_growth(function, settings)

@@ -1,0 +1,309 @@
+"""Batch sizes over a run: how rows become steps, how they grow, and what the log says of it before it starts."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.tune.schedule import (
+    Increase,
+    add_every,
+    announce,
+    build_increase_function,
+    double_every,
+    milestones,
+    name_of,
+    schedule_table,
+    size_epochs,
+    step_line,
+    total_steps,
+)
+
+sizes_up_to_200 = st.integers(1, 200)
+
+
+def settings_of(batch_size: int, times: int, **adaptive: Any) -> Settings:
+    given = {**NEEDED, "batch_size": batch_size, "gradient_accumulation_steps": times}
+    return Settings(**given, adaptive=AdaptiveConfig(**adaptive))
+
+
+def plans_of(
+    function: Increase | None,
+    epochs: int = 6,
+    batch_size: int = 2,
+    times: int = 2,
+    fits: int | None = None,
+    samples: int = 100_000,
+    most: int | None = None,
+    past: tuple[EpochSizes, ...] = (),
+    **adaptive: Any,
+) -> tuple[EpochSizes, ...]:
+    progress = Progress(seed=0, epochs_run=len(past), total_epochs=epochs, max_steps_per_epoch=most, past=past, ranks=1)
+    settings = settings_of(batch_size, times, **adaptive)
+    return size_epochs(settings, progress, samples, rows_that_fit=fits, increase=function)
+
+
+@given(sizes_up_to_200, sizes_up_to_200, sizes_up_to_200, st.sampled_from(["rebalance", "fixed", "keep"]))
+def test_a_step_has_the_samples_of_its_mode_in_even_microbatches_that_fit(
+    fits: int, batch_size: int, accumulation: int, mode: str
+) -> None:
+    [step] = plans_of(None, 1, batch_size, accumulation, fits=fits, accumulation=mode)
+    configured, rows, microbatches = batch_size * accumulation, step.microbatch_rows, step.microbatches
+    samples = {"keep": configured, "fixed": fits * accumulation, "rebalance": max(fits, configured)}[mode]
+    assert step.samples_per_step == samples
+    assert rows <= fits
+    assert (rows - 1) * microbatches < samples <= rows * microbatches
+    assert microbatches == accumulation if mode == "fixed" else (microbatches - 1) * fits < samples
+
+
+@pytest.mark.parametrize(
+    ("function", "sizes"),
+    [
+        (double_every(2), [2, 2, 4, 4, 8, 8]),
+        (double_every(1), [2, 4, 8, 16, 32, 64]),
+        (add_every(3, 5), [2, 2, 2, 7, 7, 7]),
+        (milestones({1: 6, 4: 3}), [2, 6, 6, 6, 3, 3]),
+        (milestones({0: 9}), [9, 9, 9, 9, 9, 9]),
+        (milestones({}), [2, 2, 2, 2, 2, 2]),
+    ],
+)
+def test_built_ins_give_these_batch_sizes(function: Increase, sizes: list[int]) -> None:
+    assert [plan.batch_size for plan in plans_of(function)] == sizes
+
+
+def test_the_function_is_asked_once_for_every_epoch_with_the_size_then_current() -> None:
+    calls: list[tuple[int, int]] = []
+
+    def increase(epoch: int, current: int) -> int:
+        calls.append((epoch, current))
+        return 1
+
+    plans_of(increase, epochs=3)
+    assert calls == [(0, 2), (1, 3), (2, 4)]
+
+
+@pytest.mark.parametrize("bound", [{"fits": 8}, {"max_batch_size": 8}])
+def test_an_increase_up_to_what_fits_is_taken_and_one_above_is_skipped_and_shown(bound: dict[str, int]) -> None:
+    plans = plans_of(double_every(1), **bound)  # type: ignore[arg-type]
+    assert [plan.batch_size for plan in plans] == [2, 4, 8, 8, 8, 8]
+    assert [plan.refused_batch_size for plan in plans] == [None, None, None, 16, 16, 16]
+
+
+def test_a_smaller_increase_after_a_skipped_one_is_taken() -> None:
+    plans = plans_of(lambda epoch, size: [0, 100, 3][epoch], epochs=3, fits=8)
+    assert [plan.batch_size for plan in plans] == [2, 2, 5]
+
+
+def test_beyond_memory_a_step_can_grow_in_more_microbatches() -> None:
+    plans = plans_of(double_every(2), fits=3, beyond_memory="accumulate")
+    assert [plan.samples_per_step for plan in plans] == [4, 4, 8, 8, 16, 16]
+    assert [(plan.microbatches, plan.microbatch_rows) for plan in plans[::2]] == [(2, 2), (3, 3), (6, 3)]
+
+
+@pytest.mark.parametrize("beyond_memory", ["skip", "error", "accumulate"])
+def test_a_start_above_what_fits_is_split_and_may_shrink(beyond_memory: str) -> None:
+    plans = plans_of(add_every(1, -3), epochs=3, batch_size=12, fits=4, beyond_memory=beyond_memory)
+    assert [plan.batch_size for plan in plans] == [12, 9, 6]
+    assert [(plan.microbatches, plan.microbatch_rows) for plan in plans] == [(6, 4), (5, 4), (3, 4)]
+
+
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.integers(1, 20),
+    st.integers(1, 5),
+    st.integers(1, 50),
+    st.sampled_from(["skip", "accumulate"]),
+)
+def test_no_microbatch_is_ever_above_what_fits(
+    increases: list[int], batch_size: int, accumulation: int, fits: int, beyond_memory: str
+) -> None:
+    function = lambda epoch, _: increases[epoch]  # noqa: E731
+    bounds: dict[str, Any] = {"fits": fits, "beyond_memory": beyond_memory}
+    for plan in plans_of(function, len(increases), batch_size, accumulation, **bounds):
+        assert plan.microbatch_rows <= fits
+        assert plan.microbatches * plan.microbatch_rows >= plan.samples_per_step == plan.batch_size * accumulation
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.integers(100, 5000), st.one_of(st.none(), st.integers(1, 50)))
+def test_an_epoch_has_every_whole_step_up_to_the_configured_most(
+    batch_size: int, accumulation: int, samples: int, most: int | None
+) -> None:
+    plans = plans_of(add_every(1, 1), 6, batch_size, accumulation, samples=samples, most=most)
+    for plan in plans:
+        if plan.steps != most:
+            assert 0 <= samples - plan.steps * plan.samples_per_step < plan.samples_per_step
+        assert plan.steps <= (most or plan.steps)
+    assert total_steps(plans) == sum(plan.steps for plan in plans)
+
+
+@pytest.mark.parametrize(("scaling", "factors"), [("none", [1, 1]), ("sqrt", [2, 0.5]), ("linear", [4, 0.25])])
+def test_the_learning_rate_follows_the_growth_since_the_configured_step(scaling: str, factors: list[float]) -> None:
+    plans = plans_of(milestones({0: 16, 1: 1}), epochs=2, batch_size=4, lr_scaling=scaling)
+    assert [plan.lr_factor for plan in plans] == factors
+
+
+def test_a_resumed_run_continues_from_the_size_that_was_not_from_what_would_be_today() -> None:
+    whole = plans_of(double_every(2), fits=64)
+    for done in range(7):
+        assert plans_of(double_every(2), fits=64, past=whole[:done]) == whole
+    resumed = plans_of(double_every(2), fits=4, past=whole[:5])
+    assert (resumed[:5], resumed[5].batch_size) == (whole[:5], 8)
+    assert plans_of(double_every(2), epochs=3, past=whole) == whole[:3]
+    steady = plans_of(None, past=whole[:2], fits=3)
+    assert (steady[:2], {plan.microbatch_rows for plan in steady[2:]}) == (whole[:2], {2})
+
+
+def test_a_milestone_that_did_not_fit_is_reached_once_it_does() -> None:
+    tight = plans_of(milestones({1: 6}), fits=4)
+    assert {plan.batch_size for plan in tight} == {2}
+    roomy = plans_of(milestones({1: 6}), fits=8, past=tight[:4])
+    assert [plan.batch_size for plan in roomy] == [2, 2, 2, 2, 6, 6]
+
+
+def raises(epoch: int, current: int) -> int:
+    raise KeyError("table")
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (partial(plans_of, milestones({2: 8}), samples=15), "epoch 2: a step takes 16 samples, but a rank has only 15"),
+        (
+            partial(plans_of, double_every(2), fits=7, beyond_memory="error"),
+            "batch_increase_function: epoch 4 requests a batch size of 8, but at most 7 fit; request a smaller "
+            "increase or set adaptive.beyond_memory",
+        ),
+        (partial(plans_of, raises), f"{__name__}.raises at epoch 0, batch size 2, raised KeyError: 'table'"),
+        (partial(plans_of, add_every(1, -1)), "add_every at epoch 2, batch size 1, returned -1, which leaves 0 rows"),
+        (partial(double_every, 0), "double_every: epochs cannot be 0; allowed: an int from 1"),
+        (partial(double_every, True), "double_every: epochs cannot be True"),
+        (partial(add_every, 1.5, 1), "add_every: epochs cannot be 1.5"),
+        (partial(add_every, 1, "2"), "add_every: amount cannot be '2'; allowed: an int"),
+        (partial(milestones, {-1: 2}), "milestones: an epoch cannot be -1; allowed: an int from 0"),
+        (partial(milestones, {1: 0}), "milestones: the batch size at epoch 1 cannot be 0"),
+        (partial(milestones, [1, 2]), "milestones: [1, 2]; allowed"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_training(run: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        run()
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("returned", [1.0, True, "1", None, [1]])
+def test_what_is_not_an_int_is_an_error_that_names_function_epoch_and_value(returned: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        plans_of(lambda epoch, _: returned if epoch == 2 else 0)
+    for part in (f"{__name__}.test_what_is_not_an_int", "epoch 2", repr(returned), "an int"):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("no.such.function", "is 'no.such.function', which cannot be imported"),
+        ("math.pi", "is 'math.pi'; it must be a callable"),
+        (
+            {"_component_": "torchtune_adaptive.tune.schedule.double_every", "epochs": 0},
+            "batch_increase_function: double_every: epochs cannot be 0",
+        ),
+    ],
+)
+def test_a_section_that_names_no_function_is_refused(section: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        build_increase_function(OmegaConf.create({"batch_increase_function": section}))
+    assert message in str(error.value)
+    assert build_increase_function(OmegaConf.create({})) is None
+
+
+def test_functions_are_called_by_the_name_a_user_gave_them() -> None:
+    class Callable_:
+        def __call__(self, epoch: int, current: int) -> int:
+            return 0
+
+    assert name_of(double_every(1)) == "torchtune_adaptive.tune.schedule.double_every"
+    assert name_of(raises) == f"{__name__}.raises"
+    assert "partial" in name_of(partial(raises, 1))
+    assert name_of(Callable_()).startswith(f"{__name__}.test_functions")
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        (8, "8 rows × 4 microbatches × 8 ranks = 256 samples a step (as configured)"),
+        (64, "64 rows × 1 microbatch × 8 ranks = 512 samples a step (configured: 256)"),
+        (5, "at most 5 rows × 7 microbatches × 8 ranks for 256 samples a step (as configured)"),
+        (1, "1 row × 32 microbatches × 8 ranks = 256 samples a step (as configured)"),
+    ],
+)
+def test_the_arithmetic_of_a_step_is_spelled_out(rows: int, line: str) -> None:
+    [step] = plans_of(None, 1, batch_size=2, times=16, fits=rows)
+    assert step_line(step, 32, 8) == line
+    assert step_line(step, 32, 1, "data rank").split(" × ")[2].startswith("1 data rank")
+
+
+def test_a_schedule_shows_epochs_that_are_alike_once_and_what_was_refused() -> None:
+    plans = plans_of(double_every(2), batch_size=4, fits=8, samples=1000, lr_scaling="sqrt")
+    assert schedule_table(plans, ranks=8) == (
+        "batch schedule · 6 epochs · 498 steps\n"
+        "  epoch   batch size   rows × microbatches   samples a step   steps   learning rate\n"
+        "  0-1     4            4 × 2                 64               125     × 1\n"
+        "  2-3     8            8 × 2                 128              62      × 1.41\n"
+        "  4       8            8 × 2                 128              62      × 1.41"
+        "          <- 16 requested, does not fit\n"
+        "  5       8            8 × 2                 128              62      × 1.41"
+    )
+    assert all("by tokens" in line for line in schedule_table(plans, 2, by_tokens=True).splitlines()[2:])
+
+
+def announced(caplog: pytest.LogCaptureFixture, fits: int | None, samples: int, ranks: int, before: int) -> list[str]:
+    """What is logged of a run of one row × two microbatches of which one epoch is over."""
+    past = plans_of(None, 1, 1, 2, samples=samples)
+    progress = Progress(seed=0, epochs_run=1, total_epochs=2, max_steps_per_epoch=None, past=past, ranks=before)
+    settings = settings_of(1, 2)
+    with caplog.at_level(logging.INFO, logger="torchtune_adaptive"):
+        announce(plans_of(None, 2, 1, 2, fits, samples)[1:], settings, progress, ranks, None, samples)
+    return caplog.messages
+
+
+@pytest.mark.parametrize(("ranks", "before", "line"), [(1, 2, "1 rank (before: 2)"), (2, 1, "2 ranks (before: 1)")])
+def test_another_number_of_ranks_is_told_in_the_right_number(
+    ranks: int, before: int, line: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    messages = announced(caplog, None, 6, ranks, before)
+    assert messages[0] == f"resumed on {line}: {2 * ranks} samples a step (before: {2 * before})"
+
+
+@pytest.mark.parametrize(
+    ("fits", "samples", "line"),
+    [
+        (None, 10, None),
+        (None, 11, "2 of 22 samples do not fill a step and are left out of each epoch (as in torchtune)"),
+        (
+            4,
+            11,
+            "6 of 22 samples do not fill a step and are left out of each epoch (as configured: 2); "
+            "adaptive.accumulation: keep leaves the step unchanged",
+        ),
+    ],
+)
+def test_samples_that_no_step_has_are_told_at_the_start(
+    fits: int | None,
+    samples: int,
+    line: str | None,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", int)
+    assert announced(caplog, fits, samples, ranks=2, before=2)[1:] == ([] if line is None else [line])

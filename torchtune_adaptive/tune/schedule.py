@@ -1,0 +1,306 @@
+"""Batch sizes over a run: how they grow from epoch to epoch, how rows trade against accumulation, what the log says.
+
+An increase function is asked before the first step of every epoch, as `function(epoch, current_batch_size)` with epochs
+from 0, and returns the number of rows to add. The whole run is simulated before training starts, so that the
+learning-rate schedule knows the number of steps and a mistake shows at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import pkgutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch.distributed as dist
+from omegaconf import DictConfig
+
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.limits import Limit
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.text import count_of, in_columns
+
+logger = logging.getLogger(__name__)
+
+KEY = "batch_increase_function"
+Increase = Callable[[int, int], int]
+
+
+def double_every(epochs: int) -> Increase:
+    """Twice the batch size after every `epochs` epochs."""
+    _require_int("double_every", "epochs", epochs, least=1)
+    return lambda epoch, current: current if epoch > 0 and epoch % epochs == 0 else 0
+
+
+def add_every(epochs: int, amount: int) -> Increase:
+    """`amount` more after every `epochs` epochs."""
+    _require_int("add_every", "epochs", epochs, least=1)
+    _require_int("add_every", "amount", amount)
+    return lambda epoch, current: amount if epoch > 0 and epoch % epochs == 0 else 0
+
+
+def milestones(batch_sizes: Mapping[int, int]) -> Increase:
+    """The batch size to have from each of these epochs on."""
+    if not isinstance(batch_sizes, Mapping):
+        raise ConfigError(f"{KEY}: milestones: {batch_sizes!r}; allowed: {{epoch: batch size}}")
+    for epoch, batch_size in batch_sizes.items():
+        _require_int("milestones", "an epoch", epoch, least=0)
+        _require_int("milestones", f"the batch size at epoch {epoch}", batch_size, least=1)
+    targets = dict(batch_sizes)
+
+    def increase(epoch: int, current: int) -> int:
+        reached = [start for start in targets if start <= epoch]
+        return targets[max(reached)] - current if reached else 0
+
+    return increase
+
+
+def _require_int(function: str, name: str, value: object, least: int | None = None) -> None:
+    if type(value) is not int or (least is not None and value < least):
+        allowed = "an int" if least is None else f"an int from {least}"
+        raise ConfigError(f"{KEY}: {function}: {name} cannot be {value!r}; allowed: {allowed}")
+
+
+def build_increase_function(cfg: DictConfig) -> Increase | None:
+    """`batch_increase_function`: a section with a _component_, or the dotted path of a function."""
+    section = cfg.get(KEY)
+    if section is None:
+        return None
+    if not isinstance(section, str):
+        function: Any = components.build(KEY, cfg)
+    else:
+        try:
+            function = pkgutil.resolve_name(section)
+        except (Exception, SystemExit) as error:
+            raise ConfigError(
+                f"{KEY} is {section!r}, which cannot be imported ({error}): give the dotted path of a function "
+                "(epoch, batch_size) -> int, or a section with a _component_"
+            ) from error
+    if not callable(function):
+        raise ConfigError(f"{KEY} is {section!r}; it must be a callable (epoch, batch_size) -> int")
+    return function  # type: ignore[no-any-return]
+
+
+def size_epochs(
+    settings: Settings,
+    progress: Progress,
+    samples_per_rank: int,
+    *,
+    rows_that_fit: int | None = None,
+    increase: Increase | None = None,
+) -> tuple[EpochSizes, ...]:
+    """Every epoch of the run, in order. With a function the configured size is the start and what fits is the bound.
+
+    Neither is asked again for the epochs that a resumed run has begun: what fits today does not change them.
+    """
+    adaptive, accumulation = settings.adaptive, settings.gradient_accumulation_steps
+    epochs = _begun(progress)[: progress.total_epochs]
+    batch_size = epochs[-1].batch_size if epochs else settings.batch_size
+    for epoch in range(len(epochs), progress.total_epochs):
+        wanted = batch_size
+        if increase is not None:
+            most = rows_that_fit or adaptive.max_batch_size
+            wanted = _wanted(increase, epoch, batch_size)
+            batch_size = _admitted(wanted, batch_size, most, adaptive.beyond_memory, epoch)
+            samples = batch_size * accumulation
+            fits = most is None or batch_size <= most
+            microbatches, rows = (accumulation, batch_size) if fits else split_step(samples, most or batch_size)
+        else:
+            microbatches, rows, samples = steady_step(settings, rows_that_fit)
+            batch_size = wanted = rows
+        steps = samples_per_rank // samples  # the last incomplete one is dropped, as torchtune's loaders do
+        if steps == 0:
+            raise ConfigError(
+                f"epoch {epoch}: a step takes {samples} samples, but a rank has only {samples_per_rank}; lower the "
+                "batch size or its increase"
+            )
+        growth = samples / settings.samples_per_step
+        sizes = EpochSizes(
+            epoch=epoch,
+            batch_size=batch_size,
+            microbatches=microbatches,
+            microbatch_rows=rows,
+            samples_per_step=samples,
+            steps=min(steps, progress.max_steps_per_epoch or steps),
+            lr_factor={"none": 1.0, "sqrt": math.sqrt(growth), "linear": growth}[adaptive.lr_scaling],
+            refused_batch_size=None if batch_size == wanted else wanted,
+        )
+        epochs.append(sizes)
+    return tuple(epochs)
+
+
+def steady_step(settings: Settings, rows_that_fit: int | None) -> tuple[int, int, int]:
+    """Microbatches, the rows of the largest, and samples, of a step that does not grow from epoch to epoch.
+
+    `rebalance` keeps the configured samples per step, in as few microbatches as hold them, and grows the step only
+    where one microbatch holds more than all of them. `fixed` leaves `gradient_accumulation_steps` alone, so the step
+    grows or shrinks with the rows. `keep` never changes the samples per step.
+    """
+    configured, accumulation = settings.samples_per_step, settings.gradient_accumulation_steps
+    if rows_that_fit is None:
+        return accumulation, settings.batch_size, configured
+    if settings.adaptive.accumulation == "fixed":
+        return accumulation, rows_that_fit, rows_that_fit * accumulation
+    samples = configured if settings.adaptive.accumulation == "keep" else max(rows_that_fit, configured)
+    return (*split_step(samples, rows_that_fit), samples)
+
+
+def split_step(samples: int, most_rows: int) -> tuple[int, int]:
+    """The fewest microbatches of at most `most_rows` that hold the step, and the rows of the largest: all are as even
+    as they can be."""
+    microbatches = math.ceil(samples / most_rows)
+    return microbatches, math.ceil(samples / microbatches)
+
+
+def _wanted(increase: Increase, epoch: int, current: int) -> int:
+    """The batch size that the function wants for this epoch; whatever it does wrong is a ConfigError."""
+    fact = f"{KEY}: {name_of(increase)} at epoch {epoch}, batch size {current},"
+    try:
+        more: object = increase(epoch, current)
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{fact} raised {type(error).__name__}: {error}") from error
+    if type(more) is not int:
+        raise ConfigError(f"{fact} returned {more!r} ({type(more).__name__}); allowed: an int, the rows to add")
+    if current + more < 1:
+        raise ConfigError(f"{fact} returned {more}, which leaves {current + more} rows; allowed: 1 or more")
+    return current + more
+
+
+def name_of(increase: Increase) -> str:
+    """What an error calls the function: a built-in by its own name, not that of the closure it returned."""
+    named = increase if hasattr(increase, "__qualname__") else type(increase)
+    return f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]
+
+
+def _admitted(wanted: int, current: int, most: int | None, beyond_memory: str, epoch: int) -> int:
+    # shrinking towards what fits is never refused
+    within = most is None or wanted <= max(current, most)
+    if within or beyond_memory == "accumulate":
+        return wanted
+    if beyond_memory == "skip":
+        return current
+    raise ConfigError(
+        f"{KEY}: epoch {epoch} requests a batch size of {wanted}, but at most {most} fit; request a smaller increase "
+        "or set adaptive.beyond_memory to skip or accumulate"
+    )
+
+
+def check_growth(settings: Settings) -> None:
+    """Refuses a `batch_increase_function` that no run could ask, whatever its dataset."""
+    increase = build_increase_function(settings.config)
+    if increase is None:
+        return
+    progress = Progress(seed=0, epochs_run=0, total_epochs=settings.epochs, max_steps_per_epoch=1, ranks=1)
+    size_epochs(settings, progress, sys.maxsize, increase=increase)
+
+
+def total_steps(epochs: Sequence[EpochSizes]) -> int:
+    """Optimizer steps of the whole run: what a learning-rate schedule is made for."""
+    return sum(sizes.steps for sizes in epochs)
+
+
+def whole_step_rows(settings: Settings, progress: Progress) -> int | None:
+    """Rows from which on a step of every epoch is one microbatch; None: it may have several whatever the rows."""
+    adaptive, rows = settings.adaptive, settings.samples_per_step
+    grows = settings.config.get(KEY) is not None
+    if grows or adaptive.accumulation == "fixed":
+        if settings.gradient_accumulation_steps > 1 or (grows and adaptive.beyond_memory == "accumulate"):
+            return None
+        rows = settings.batch_size if grows else 1
+    return rows if progress.begun is None else max(rows, progress.begun.samples_per_step)
+
+
+def end_of_begun_epoch(
+    progress: Progress, rows_that_fit: int | None, samples_left_per_rank: int, ranks: int
+) -> Progress:
+    """The epoch that a resumed run is in, as it ends: with the samples per step that it began with."""
+    begun = progress.begun
+    if begun is None:
+        return progress
+    steps = begun.steps
+    if ranks != progress.ranks:
+        steps = progress.steps_in_epoch + samples_left_per_rank // begun.samples_per_step
+        steps = min(steps, progress.max_steps_per_epoch or steps)
+    rows = min(begun.microbatch_rows, rows_that_fit or begun.microbatch_rows)
+    microbatches = math.ceil(begun.samples_per_step / rows)
+    return replace(progress, begun=replace(begun, steps=steps, microbatch_rows=rows, microbatches=microbatches))
+
+
+def _begun(progress: Progress) -> list[EpochSizes]:
+    return [*progress.past, *([progress.begun] if progress.begun else [])]
+
+
+def announce(
+    epochs: Sequence[EpochSizes],
+    settings: Settings,
+    progress: Progress,
+    ranks: int,
+    limit: Limit | None,
+    samples_per_rank: int,
+) -> None:
+    """Logs the arithmetic of the run before it starts, and what differs from the run that it resumes."""
+    if dist.get_rank() != 0:
+        return
+    sizes, before = epochs[-1], _begun(progress)
+    kind_of_rank = "rank" if settings.tensor_parallel_dim == 1 else "data rank"
+    if before and progress.ranks != ranks:
+        logger.info(
+            "resumed on %s (before: %d): %d samples a step (before: %d)",
+            count_of(ranks, kind_of_rank),
+            progress.ranks,
+            sizes.samples_per_step * ranks,
+            before[-1].samples_per_step * progress.ranks,
+        )
+    if len({each.samples_per_step for each in epochs}) > 1 or any(each.refused_batch_size for each in epochs):
+        logger.info("%s", schedule_table(epochs, ranks, by_tokens=limit is not None))
+        return
+    if limit is None:
+        line = step_line(sizes, settings.samples_per_step, ranks, kind_of_rank)
+    else:
+        line = f"{sizes.samples_per_step * ranks} samples a step, in microbatches of at most {limit}"
+    logger.info("%s · %s an epoch · %s", line, count_of(sizes.steps, "step"), count_of(len(epochs), "epoch"))
+    left_out, configured = (samples_per_rank % each for each in (sizes.samples_per_step, settings.samples_per_step))
+    if left_out and settings.max_steps_per_epoch is None:
+        why = "as in torchtune" if left_out <= configured else f"as configured: {configured * ranks}"
+        logger.info(
+            "%d of %d samples do not fill a step and are left out of each epoch (%s)%s",
+            left_out * ranks,
+            samples_per_rank * ranks,
+            why,
+            "; adaptive.accumulation: keep leaves the step unchanged" * (left_out > configured),
+        )
+
+
+def step_line(sizes: EpochSizes, configured: int, ranks: int, kind_of_rank: str = "rank") -> str:
+    """The arithmetic of one optimizer step, compared with the configured samples of a rank."""
+    even = sizes.microbatch_rows * sizes.microbatches == sizes.samples_per_step
+    rows = "at most " * (not even) + count_of(sizes.microbatch_rows, "row")
+    product = f"{rows} × {count_of(sizes.microbatches, 'microbatch', 'microbatches')} × {count_of(ranks, kind_of_rank)}"
+    compared = "as configured" if sizes.samples_per_step == configured else f"configured: {configured * ranks}"
+    return f"{product} {'=' if even else 'for'} {sizes.samples_per_step * ranks} samples a step ({compared})"
+
+
+def schedule_table(epochs: Sequence[EpochSizes], ranks: int, *, by_tokens: bool = False) -> str:
+    """The epochs of a run before it starts; equal consecutive epochs share a line."""
+    lines = [("epoch", "batch size", "rows × microbatches", "samples a step", "steps", "learning rate", "")]
+    for _, alike in groupby(epochs, key=lambda sizes: {**vars(sizes), "epoch": None}):
+        sizes, *others = alike
+        refused = sizes.refused_batch_size
+        line = (
+            f"{sizes.epoch}-{others[-1].epoch}" if others else f"{sizes.epoch}",
+            f"{sizes.batch_size}",
+            "by tokens" if by_tokens else f"{sizes.microbatch_rows} × {sizes.microbatches}",
+            f"{sizes.samples_per_step * ranks}",
+            f"{sizes.steps}",
+            f"× {sizes.lr_factor:.3g}",
+            "" if refused is None else f"<- {refused} requested, does not fit",
+        )
+        lines.append(line)
+    count = f"{count_of(len(epochs), 'epoch')} · {count_of(total_steps(epochs), 'step')}"
+    return f"batch schedule · {count}\n{in_columns(lines)}"
