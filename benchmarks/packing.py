@@ -184,7 +184,7 @@ class Contender:
 
     @contextmanager
     def _steps_alone(self) -> Iterator[None]:
-        clean = "torchtune_adaptive.tune.devices.start_clean"
+        clean = "torchtune_adaptive.tune.trainer.start_clean"
         with mock.patch(LIMITED_MEMORY, return_value=nullcontext()), mock.patch(clean):
             yield
 

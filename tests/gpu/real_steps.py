@@ -34,13 +34,12 @@ from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.step import Recovery, SampleKind, StepRunner
 from torchtune_adaptive.forecast.which_recipe import is_lora
 from torchtune_adaptive.text import MemorySize
-from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.course import training_step
 from torchtune_adaptive.tune.data import Batching, Collate, build_collate
 from torchtune_adaptive.tune.finetuning import build_forward_backward, build_loss
-from torchtune_adaptive.tune.limited_memory import resident_tensors
 from torchtune_adaptive.tune.model import Unfilled, build_full_model, build_lora_model
 from torchtune_adaptive.tune.optimizer import Optimization, build_optimization
+from torchtune_adaptive.tune.place import Place, mesh_of, resident_tensors, start_clean
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 Memory: TypeAlias = CudaMemory | MemoryMeter
@@ -128,7 +127,7 @@ class RealStep:
 def build(cfg: DictConfig, device: torch.device) -> RealStep:
     """Collective: in the recipe's order, with weights made up, in the process group that there is."""
     settings, lora = read_lora_settings(cfg) if is_lora(cfg) else (read_full_settings(cfg), None)
-    place = process_group.Place(device, process_group.mesh_of(device, settings))
+    place = Place(device, mesh_of(device, settings))
     torch.manual_seed(0)
     checkpoint = {training.MODEL_KEY: Unfilled()}
     if lora is None:
@@ -139,7 +138,7 @@ def build(cfg: DictConfig, device: torch.device) -> RealStep:
     optimization = build_optimization(settings, model, {}, device)
     loss_fn = build_loss(settings, model)
     collate = build_collate(settings, SimpleNamespace(pad_id=0), loss_fn.ignore_index, packed=False)
-    devices.start_clean(device)
+    start_clean(device)
     return RealStep(settings, model, loss_fn, collate, optimization, device)
 
 

@@ -22,7 +22,7 @@ from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.null_cuda import set_memory, used_memory
 from torchtune_adaptive.rl.rollouts import worst_rollout
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune import place
 
 PPO = "full_ppo"
 CARD = 80 * 2**30
@@ -113,7 +113,7 @@ class Bench:
         os.environ["LOCAL_RANK"] = "0"  # each process has a card of its own, which is number 0
         torch.cuda.set_device(0)
         rows = "device=cuda", f"batch_size={ROWS}", "gradient_accumulation_steps=1"
-        with mock.patch.object(process_group, "join_on") if dist.is_initialized() else nullcontext():
+        with mock.patch.object(place, "join_on") if dist.is_initialized() else nullcontext():
             if kind == PPO:
                 self._answers = torch.library.Library("aten", "IMPL")  # nobody computes whether a cache has room
                 self._answers.impl("_local_scalar_dense", lambda asked: asked.dtype is torch.bool, "CUDA")

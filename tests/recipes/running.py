@@ -25,7 +25,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
-from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune import place
 
 STOCK = Path(torchtune.__file__).parent.parent / "recipes"
 OURS = {
@@ -105,7 +105,7 @@ def start_here(kind: str, *arguments: str, train: bool = False) -> None:
             recipe.train()
             recipe.cleanup()
     finally:
-        process_group.leave()
+        place.leave()
 
 
 def run_stock(kind: str, cfg: DictConfig) -> None:

@@ -12,7 +12,7 @@ from torchtune.training.checkpointing import _checkpointer
 
 from tests.ranks import PATIENCE
 from torchtune_adaptive.checkpoints.background import BackgroundSave
-from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune import place
 
 
 class _Stopped(Exception):
@@ -52,7 +52,7 @@ def stopped_before(epoch: int) -> Iterator[None]:
         try:
             yield
         except _Stopped:
-            process_group.leave()
+            place.leave()
         else:
             raise AssertionError(f"the run ended before epoch {epoch}")
 
@@ -72,7 +72,7 @@ def train_until(recipe: Any, runner: Any, stop_before: int | None) -> None:
         recipe.cleanup()
     except _Stopped:
         recipe.run.checkpoints.wait()
-        process_group.leave()
+        place.leave()
     else:
         assert stop_before is None
 

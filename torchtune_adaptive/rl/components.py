@@ -13,7 +13,7 @@ from torchtune_adaptive.engine.ranks import rank
 from torchtune_adaptive.errors import ConfigError, SampleError
 from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, check_samples, data_of
-from torchtune_adaptive.tune.process_group import Meshes
+from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import TEXT, Sample
 
 

@@ -28,7 +28,6 @@ from torchtune_adaptive.rl.settings import (
     VALUE_SECTION,
 )
 from torchtune_adaptive.tune.culprits import vocabulary_of
-from torchtune_adaptive.tune.devices import dtype_of
 from torchtune_adaptive.tune.model import (
     META,
     Checkpoint,
@@ -40,7 +39,7 @@ from torchtune_adaptive.tune.model import (
     drop_nothing,
 )
 from torchtune_adaptive.tune.optimizer import Optimization, one_optimizer
-from torchtune_adaptive.tune.process_group import Place
+from torchtune_adaptive.tune.place import Place, dtype_of
 
 HEAD = "output.weight"
 

@@ -29,8 +29,8 @@ from torchtune_adaptive.rl.passes import AnswerScorer, Ask, Generate, RolloutPas
 from torchtune_adaptive.rl.rollouts import LOG_PROBS, REFERENCE_LOG_PROBS, SCORE, VALUES, Rollout
 from torchtune_adaptive.rl.settings import PPOSettings
 from torchtune_adaptive.tune.data import Tokenizer
-from torchtune_adaptive.tune.devices import dtype_of
 from torchtune_adaptive.tune.finetuning import build_recovery
+from torchtune_adaptive.tune.place import dtype_of
 from torchtune_adaptive.tune.trainer import restore_limits
 
 GENERATE = "generate"

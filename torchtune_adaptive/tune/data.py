@@ -24,7 +24,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.culprits import NamedSamples, naming_bad_samples
 from torchtune_adaptive.tune.loader import StepLoader
-from torchtune_adaptive.tune.process_group import Meshes
+from torchtune_adaptive.tune.place import Meshes
 from torchtune_adaptive.tune.samples import PAIR, TEXT, Kind, Sample
 from torchtune_adaptive.tune.unpadded import Batch
 

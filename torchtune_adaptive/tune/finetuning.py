@@ -28,7 +28,7 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.life.this_run import THIS_RUN
 from torchtune_adaptive.tune.culprits import check_length, longest_taken
 from torchtune_adaptive.tune.data import Batching, Data
-from torchtune_adaptive.tune.process_group import Place
+from torchtune_adaptive.tune.place import Place
 from torchtune_adaptive.tune.samples import Sample
 from torchtune_adaptive.tune.unpadded import (
     batch_to_device,

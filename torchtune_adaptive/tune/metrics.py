@@ -1,4 +1,4 @@
-"""What a run shows: a progress bar, and the metric logger that the config names. Only rank 0 shows anything."""
+"""What a run shows and records: progress bar, metric logger, journal and profiler; and whether it learns at all."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torchtune import training
 
 from torchtune_adaptive.atomic_files import keep_file, reason
-from torchtune_adaptive.checkpoints.progress import EpochSizes
+from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.config.components import COMPONENT
+from torchtune_adaptive.config.keys import BOOL, NULL, Settings, check, one_of
+from torchtune_adaptive.engine.governor import Change
+from torchtune_adaptive.engine.limits import Limit
 from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.errors import ConfigError, NotLearningError
 from torchtune_adaptive.life.console import progress_bar
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
-from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, START, Event, Journal, read_timeline
+from torchtune_adaptive.report.pictures import draw_run
+from torchtune_adaptive.text import count_of, shown
 
 logger = logging.getLogger(__name__)
 
@@ -32,40 +39,77 @@ Item = TypeVar("Item")
 
 CONFIG = "torchtune_config.yaml"
 """Name that torchtune gives to the config it logs."""
+PROFILER = "torchtune.training.setup_torch_profiler"
 
 
-class _Trend(NamedTuple):
-    """The first and last value of what is shown of the training, and the step of the first."""
+class RunJournal:
+    """The record of a run in its `output_dir`: its events, its logged steps, and a picture of both. Rank 0 keeps it;
+    on other ranks it does nothing."""
 
-    figure: str
-    since_step: int
-    first: float
-    last: float
+    def __init__(self, settings: Settings) -> None:
+        self._directory = Path(settings.output_dir)
+        self._journal = Journal(self._directory) if dist.get_rank() == 0 else None
+        self._starts_after: int | None = None
 
-    def __str__(self) -> str:
-        return f"{self.figure} {self.first:.4f} -> {self.last:.4f}"
+    def event(self, event: Event | Change) -> None:
+        if self._journal is not None:
+            self._journal.event(event)
+
+    def step(self, step: int, figures: Mapping[str, object]) -> None:
+        if self._journal is not None:
+            self._journal.step(step, figures)
+
+    def start(self, steps_done: int) -> None:
+        """Opens the record at a step, once. What it holds of later steps, of a run that ended early, does not count."""
+        if self._starts_after is None and self._journal is not None:
+            reason = f"training starts after step {steps_done}" if steps_done else "training starts"
+            self._journal.start(Event(kind=START, step=steps_done, reason=reason))
+        self._starts_after = steps_done if self._starts_after is None else self._starts_after
+
+    def search(self, event: Event) -> None:
+        """Records a search. It does not know the steps that the run has taken; the journal does."""
+        self.event(replace(event, step=self._starts_after or 0))
+
+    def epoch(self, sizes: EpochSizes, limits: Mapping[str, Limit], progress: Progress, ranks: int) -> None:
+        """Records the limit of each stage with which an epoch begins, or goes on, and whether its steps have more or
+        fewer samples than those of the epoch before. A single stage is named ""."""
+        step, epoch, past = progress.step, f"epoch {sizes.epoch}", progress.past
+        for stage, limit in limits.items():
+            reason = f"{', '.join(filter(None, (epoch, stage)))}: microbatches of at most {limit}"
+            self.event(
+                Event(kind=EPOCH, step=step, stage=stage or None, reason=reason, unit=limit.unit, after=limit.size)
+            )
+        if progress.steps_in_epoch or not past or past[-1].samples_per_step == sizes.samples_per_step:
+            return
+        before, after = past[-1].samples_per_step * ranks, sizes.samples_per_step * ranks
+        reason = f"{epoch}: batch size {past[-1].batch_size} -> {sizes.batch_size}, samples a step {after}"
+        self.event(Event(kind=SCHEDULE, step=step, reason=reason, unit="samples", before=before, after=after))
+
+    def close(self) -> None:
+        """Draws the picture, once training has ended."""
+        if self._journal is not None:
+            draw_run(self._directory, read_timeline(self._directory))
 
 
 class Metrics:
-    """Logs each step under torchtune's names and keeps the progress bar of the epoch."""
+    """Logs each step under torchtune's names and keeps the progress bar of the epoch. Only rank 0 shows anything."""
 
     def __init__(self, settings: Settings, device: torch.device, journal: RunJournal) -> None:
         self._shown = dist.get_rank() == 0
-        self._every = settings.log_every_n_steps
-        self._sharing_ranks = settings.tensor_parallel_dim
-        """Ranks that run the same samples together, so that sums over ranks count each sample this often."""
-        self._journal = journal
+        self._settings, self._device, self._journal = settings, device, journal
         self._memory: MemorySource | None = None
-        self._memory_of = device if settings.log_peak_memory_stats and device.type != "cpu" else None
         self._step_began = time.perf_counter()
-        self._trend: _Trend | None = None
+        self._since_step, self._first, self._latest = 0, "", ""
+        """The step whose figure was shown first, its name and value, and the value that was shown last."""
         self._skipped = 0
-        self._checkpoints_in = checkpoint_directory(settings)
         self._logger_failed = False
         if self._shown:
             self._logger = components.build("metric_logger", settings.config)
             self._logger.log_config(settings.config)
-            keep_config(settings)
+            # the whole config as it runs, where torchtune's own loggers put it; others would not
+            path, text = Path(settings.output_dir) / CONFIG, OmegaConf.to_yaml(settings.config, resolve=True)
+            if keep_file(path, text.encode(), "the config of this run is not saved"):
+                logger.info("config: %s", path)
 
     def watch(self, memory: MemorySource | None) -> None:
         """Logs the peak of this memory, which starts anew at every logged step."""
@@ -75,7 +119,7 @@ class Metrics:
         self, sizes: EpochSizes, steps: Iterable[Item], steps_done: int = 0, called: str = "steps"
     ) -> Iterator[Item]:
         """The steps left of an epoch, with a progress bar around them, where they are `called` that."""
-        self._sizes = sizes
+        self._samples_per_step = sizes.samples_per_step
         what = f"epoch {sizes.epoch}"
         with progress_bar(what, sizes.steps, called, done=steps_done, shown=self._shown, at_once=True) as self._bar:
             self._step_began = time.perf_counter()
@@ -95,88 +139,183 @@ class Metrics:
         """Logs a step and returns its loss: the mean over target tokens, or over so many samples. `more` are figures
         of a step that has several stages. Reading them waits for the GPU."""
         loss = float(result.loss_sum) / max(1, result.target_tokens if samples is None else samples)
-        now = time.perf_counter()
+        now, ranks = time.perf_counter(), dist.get_world_size()
         tokens_per_second, self._step_began = result.target_tokens / (now - self._step_began), now
-        norm = {} if grad_norm is None else {"grad_norm": grad_norm}
         self._skipped += grad_norm is not None and not math.isfinite(grad_norm)
-        figures = {"loss": loss, "lr": learning_rate, **_load(result, tokens_per_second), **norm}
-        memory = {} if result.memory is None else result.memory._asdict()
-        sharing = self._sharing_ranks
+        figures = {
+            "loss": loss,
+            "lr": learning_rate,
+            "tokens_per_second_per_gpu": tokens_per_second / ranks,
+            "microbatches": result.microbatches,
+            "microbatch_rows": result.load.most_rows,
+            "microbatch_tokens": result.load.most_tokens,
+            "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
+            "rank_imbalance": result.imbalance,
+            "allocator_retries": result.retries,
+            **({} if grad_norm is None else {"grad_norm": grad_norm}),
+            **(more or {}),
+            "oom_recoveries": recoveries,
+            "skipped_updates": self._skipped,
+        }
+        # ranks that share a model run the same samples, so sums over ranks count each sample that often
+        sharing = self._settings.tensor_parallel_dim
         run = {
-            "samples": self._sizes.samples_per_step * dist.get_world_size() // sharing,
+            "samples": self._samples_per_step * ranks // sharing,
             "target_tokens": result.target_tokens // sharing,
             "target_tokens_per_second": tokens_per_second / sharing,
-            **memory,
+            **({} if result.memory is None else result.memory._asdict()),
         }
-        self._show(step, "loss", loss, decimals=4)
-        self._log(
-            step, {**figures, **(more or {}), "oom_recoveries": recoveries, "skipped_updates": self._skipped}, run
-        )
+        self._log(step, f"loss {loss:.4f}", figures, run)
         return loss
 
     def log_iteration(self, step: int, figures: Mapping[str, float], run: Mapping[str, float]) -> None:
         """Logs an iteration of several steps: `run` are figures that only the record has."""
-        self._show(step, "reward", figures["scores"], decimals=3)
-        self._log(step, figures, run)
+        self._log(step, f"reward {figures['scores']:.4f}", figures, run)
 
-    def _show(self, step: int, figure: str, value: float, *, decimals: int) -> None:
-        if self._shown:
-            self._trend = self._trend._replace(last=value) if self._trend else _Trend(figure, step, value, value)
-            self._bar.set_postfix_str(f"{figure} {value:.{decimals}f}", refresh=False)
-            self._bar.update()
-
-    def _log(self, step: int, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
+    def _log(self, step: int, headline: str, figures: Mapping[str, float], run: Mapping[str, object]) -> None:
         """Logs to the config's logger and to the record of the run, which does not depend on what that logger keeps."""
-        if step % self._every != 0:
+        if self._shown:
+            self._since_step, self._first = self._since_step or step, self._first or headline
+            self._latest = headline.split()[-1]
+            self._bar.set_postfix_str(headline, refresh=False)
+            self._bar.update()
+        if step % self._settings.log_every_n_steps != 0:
             return
         if self._shown:
-            self._to_logger({**figures, **self._peak_memory()}, step)
+            on_device = self._settings.log_peak_memory_stats and self._device.type != "cpu"
+            peaks = training.get_memory_stats(device=self._device) if on_device else {}
+            try:
+                self._logger.log_dict({**figures, **peaks}, step=step)
+            except OSError as error:  # a full disk must not end the run here: the next checkpoint says it better
+                if not self._logger_failed:
+                    logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
+                self._logger_failed = True
             self._journal.step(step, {**figures, **run})
         if self._memory is not None:
             self._memory.reset_peak()
 
-    def _to_logger(self, figures: Mapping[str, float], step: int) -> None:
-        """Logs to the config's logger. A full disk must not end the run here: the next checkpoint says it better."""
-        try:
-            self._logger.log_dict(figures, step=step)
-        except OSError as error:
-            if not self._logger_failed:
-                logger.warning("the metric logger failed at step %d: %s; training continues", step, reason(error))
-            self._logger_failed = True
-
     def close(self) -> None:
         if not self._shown:
             return
-        if self._trend:
+        if self._first:
             what = "trained" if THIS_RUN.doing is Doing.LAST_SAVE else "so far"
-            since = "" if self._trend.since_step == 1 else f" from step {self._trend.since_step}"
-            logger.info("%s%s: %s, checkpoints in %s", what, since, self._trend, self._checkpoints_in)
+            since = "" if self._since_step == 1 else f" from step {self._since_step}"
+            trend, directory = f"{self._first} -> {self._latest}", checkpoint_directory(self._settings)
+            logger.info("%s%s: %s, checkpoints in %s", what, since, trend, directory)
         with suppress(OSError):
             self._logger.close()
 
-    def _peak_memory(self) -> Mapping[str, float]:
-        if self._memory_of is None:
-            return {}
-        stats: Mapping[str, float] = training.get_memory_stats(device=self._memory_of)
-        return stats
+
+class LossWatch:
+    """Tells a run that learns from one that merely goes on: with NaN losses, or with nothing to learn.
+
+    The losses are those of all ranks together, so every rank comes to the same verdict. They are numbers on the host
+    already, since they were logged: nothing here waits for a GPU.
+    """
+
+    def __init__(self, max_skipped_steps: int, files: str = "checkpointer.checkpoint_files") -> None:
+        self._max_skipped = max_skipped_steps
+        self._files = files
+        self._steps = self._learning_steps = self._nan_steps = self._nan_in_a_row = 0
+        self._said_why_not_saved = False
+
+    def record(self, step: int, loss: float, target_tokens: int, grad_norm: float | None) -> None:
+        """Warns of the first of several steps whose loss or gradient norm is NaN or infinite, and raises
+        NotLearningError after too many. Without a norm, an optimizer in the backward has updated the weights."""
+        self._steps += 1
+        self._learning_steps += target_tokens > 0
+        self._nan_steps += not math.isfinite(loss)
+        skipped = grad_norm is not None and not math.isfinite(grad_norm)
+        if math.isfinite(loss) and not skipped:
+            self._nan_in_a_row = 0
+            return
+        self._nan_in_a_row += 1
+        what = f"gradient norm is {grad_norm}" if math.isfinite(loss) else f"loss is {loss}"
+        if self._nan_in_a_row > self._max_skipped:
+            steps = count_of(self._nan_in_a_row, "consecutive step")
+            raise NotLearningError(
+                f"step {step}: the {what}, in {steps}, and adaptive.max_skipped_steps is {self._max_skipped}; start a "
+                "new run with a lower optimizer.lr, a clip_grad_norm or dtype: fp32, from the weights of the last "
+                "checkpoint if there is one"
+            )
+        if self._nan_in_a_row == 1 and dist.get_rank() == 0:
+            effect = "the weights are not updated" if skipped else "the weights may be NaN now"
+            logger.warning("step %d: the %s; %s", step, what, effect)
+
+    def worth_saving(self, step: int) -> bool:
+        """Whether a step checkpoint should be saved; raises NotLearningError if every loss so far was NaN.
+
+        Steps without a label look like progress to whoever resumes, and are none.
+        """
+        self.check_finite()
+        worth = self._learning_steps > 0
+        if not worth and not self._said_why_not_saved and dist.get_rank() == 0:
+            logger.warning("step %d: no checkpoint is saved yet, since no sample so far has a token to learn", step)
+        self._said_why_not_saved = not worth
+        return worth
+
+    def check(self) -> None:
+        """Raises NotLearningError if no step so far has trained anything. Call it before weights are saved."""
+        if self._steps and self._learning_steps == 0:
+            raise NotLearningError(
+                f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn (all labels "
+                "are masked); check that the dataset's columns and prompt template match the data, and that "
+                "tokenizer.max_seq_len, or adaptive.oversize under a token budget, does not cut off the answers"
+            )
+        self.check_finite()
+
+    def check_finite(self) -> None:
+        """Raises NotLearningError if every loss so far was NaN or infinite. Call it before any weights are saved."""
+        if self._steps and self._nan_steps == self._steps:
+            raise NotLearningError(
+                f"nothing was trained in {count_of(self._steps, 'step')}: every loss was NaN or infinite; lower "
+                f"optimizer.lr, or check that the weights of {self._files} are not NaN"
+            )
 
 
-def keep_config(settings: Settings) -> None:
-    """The whole config as it runs, where torchtune's own loggers put it; others would not."""
-    path = Path(settings.output_dir) / CONFIG
-    text = OmegaConf.to_yaml(settings.config, resolve=True)
-    if keep_file(path, text.encode(), "the config of this run is not saved"):
-        logger.info("config: %s", path)
+class StepProfiler:
+    """Steps the profiler of the config's `profiler` section, and records CUDA's memory history over its active steps;
+    without one, does nothing."""
+
+    def __init__(self, cfg: DictConfig, device: torch.device) -> None:
+        section = cfg.get("profiler")
+        self._steps = 0
+        self._record_from = self._record_to = -1
+        if section is None or not profiler_is_enabled(section):
+            self._profiler = training.DummyProfiler()
+            return
+        # resolved here: apart from the whole config, ${output_dir} would be the section's own key
+        values = OmegaConf.to_container(section, resolve=True)
+        named = OmegaConf.merge(values, {COMPONENT: PROFILER})
+        self._profiler, chosen = components.build_section("profiler", named)
+        if device.type == "cuda" and dist.get_rank() == 0 and chosen.get("profile_memory"):
+            self._record_from = chosen["wait_steps"] + chosen["warmup_steps"]
+            self._record_to = self._record_from + chosen["active_steps"]
+
+    def start(self) -> None:
+        self._profiler.start()
+        self._switch_record()
+
+    def step(self) -> None:
+        self._steps += 1
+        self._switch_record()
+        self._profiler.step()
+
+    def stop(self) -> None:
+        self._profiler.stop()
+
+    def _switch_record(self) -> None:
+        if self._steps == self._record_from:
+            torch.cuda.memory._record_memory_history()
+        elif self._steps == self._record_to:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def _load(result: StepResult, tokens_per_second: float) -> dict[str, float]:
-    """The figures of what a step was made of, and how fast it was."""
-    return {
-        "tokens_per_second_per_gpu": tokens_per_second / dist.get_world_size(),
-        "microbatches": result.microbatches,
-        "microbatch_rows": result.load.most_rows,
-        "microbatch_tokens": result.load.most_tokens,
-        "padding_fraction": 1 - result.load.tokens / result.load.padded_tokens,
-        "rank_imbalance": result.imbalance,
-        "allocator_retries": result.retries,
-    }
+def profiler_is_enabled(section: object) -> bool:
+    """Checks what decides, also of a profiler that is off: it would be found out only when it is needed."""
+    if not isinstance(section, DictConfig):
+        raise ConfigError(f"profiler is {shown(section)}: allowed is a section with a _component_, or null")
+    # on a command line, profiler=5 sets the component, and profiler=null removes it
+    check(one_of(PROFILER) | NULL, section.get(COMPONENT), "profiler._component_")
+    check(BOOL, enabled := section.get("enabled", True), "profiler.enabled")
+    return bool(enabled)

@@ -23,15 +23,11 @@ from torchtune_adaptive.engine.memory import MemorySource
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.engine.step import Stages
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.tune import devices, process_group
 from torchtune_adaptive.tune.data import Data
-from torchtune_adaptive.tune.limited_memory import limited_memory, resident_tensors
 from torchtune_adaptive.tune.loader import StepLoader, looking_ahead
-from torchtune_adaptive.tune.loss_watch import LossWatch
-from torchtune_adaptive.tune.metrics import Metrics
+from torchtune_adaptive.tune.metrics import LossWatch, Metrics, RunJournal, StepProfiler
 from torchtune_adaptive.tune.optimizer import Optimization
-from torchtune_adaptive.tune.profiling import build_profiler
-from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.tune.place import join, leave, limited_memory, prepare, resident_tensors, start_clean
 from torchtune_adaptive.tune.sample_exchange import Dealer, FullestRank
 from torchtune_adaptive.tune.samples import Kind, Sample
 from torchtune_adaptive.tune.schedule import total_steps
@@ -58,11 +54,11 @@ class Run:
         """Collective: joins the other ranks, and finds where to start. `steps` and `build` are those of `find_start`
         and of `Checkpoints`."""
         self.settings = settings
-        self.place = process_group.join(settings)
+        self.place = join(settings)
         self._start = find_start(settings, contents.recipe, steps=steps)
         self.checkpoints = Checkpoints(settings, self._start, contents, self.place.device, build)
         self.progress = start_progress(settings, self.place.ranks)
-        devices.prepare(settings)
+        prepare(settings)
         self.journal = RunJournal(settings)
         self.metrics = Metrics(settings, self.place.device, self.journal)
 
@@ -82,7 +78,7 @@ class Run:
     def close(self) -> None:
         """Lets other runs into the output directory, and leaves the group."""
         self._start.release()
-        process_group.leave()
+        leave()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,7 +150,7 @@ class Trainer:
         self.loss_fn = loss_fn
         self._limits = limits or stages.state_dict
         self._losses = LossWatch(run.settings.adaptive.max_skipped_steps, weights)
-        self._profiler = build_profiler(run.settings.config, run.place.device)
+        self._profiler = StepProfiler(run.settings.config, run.place.device)
         self._stopping = False
 
     @property
@@ -172,7 +168,7 @@ class Trainer:
     def training(self, called: str = "steps") -> Iterator[Iterator[Step]]:
         """Collective: yields the steps that are left of the run, for as long as it is open: memory is limited and
         measured, and the sample that a step fails on is named. A progress bar calls the steps that."""
-        devices.start_clean(self.run.place.device)
+        start_clean(self.run.place.device)
         self._profiler.start()
         # a step's samples, where they are read ahead the next one's, and those that travel between the ranks
         suspects = 5 * max(sizes.samples_per_step for sizes in self.course.epochs)

@@ -26,7 +26,7 @@ from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import fit, process_group
+from torchtune_adaptive.tune import fit, place
 
 NEW = 12
 VARIED = (
@@ -237,7 +237,7 @@ def run_too_long(folder: Path, ports: list[int]) -> dict[str, str]:
             train(recipe)
         except AdaptiveError as error:
             told[case] = str(error)
-            process_group.leave()
+            place.leave()
     return told
 
 

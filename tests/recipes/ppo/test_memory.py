@@ -20,7 +20,7 @@ from torchtune_adaptive.errors import OneRowDoesNotFitError
 from torchtune_adaptive.rl.rollouts import Rollout, rollouts_of
 from torchtune_adaptive.rl.stages import GENERATE, TRAIN_POLICY, TRAIN_VALUE
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune import place
 
 FORWARD_BATCH_SIZE = 4
 LARGE_CRITIC = (
@@ -76,7 +76,7 @@ def refused_for_want_of_memory(folder: Path, port: int, limits: str) -> str:
     recipe = load_ppo()(ppo_config(folder, *adam, *searched, "batch_size=4"))
     with pytest.raises(OneRowDoesNotFitError) as error:
         recipe.setup()
-    process_group.leave()
+    place.leave()
     return str(error.value)
 
 
@@ -114,14 +114,14 @@ def generate_failing(folder: Path, port: int, layer_by_layer: bool) -> tuple[int
 
     expected, _, operations = answered(None)
     injected = recovered = wrong = 0
-    for place in range(1, operations, -(-operations // PLACES)):
-        found, recoveries, _ = answered(place)
+    for at in range(1, operations, -(-operations // PLACES)):
+        found, recoveries, _ = answered(at)
         injected += 1
         recovered += recoveries == 1
         wrong += any(not torch.equal(a.answer, b.answer) for a, b in zip(found, expected, strict=True))
     left = model.caches_are_setup() or not model.training
     recipe.stages.runners.training.close()
-    process_group.leave()
+    place.leave()
     return injected, recovered, wrong, left
 
 

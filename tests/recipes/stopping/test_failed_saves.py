@@ -16,7 +16,7 @@ from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
 from torchtune_adaptive.checkpoints import background, contents, folders, saving
 from torchtune_adaptive.errors import AdaptiveError
-from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune import place
 
 RUN = ("overwrite_output_dir=False", "resume_from_checkpoint=auto", "epochs=2", "save_every_n_steps=2")
 
@@ -47,7 +47,7 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
         recipe.cleanup()
     except AdaptiveError as error:
         message = str(error)
-        process_group.leave()
+        place.leave()
     found = folders.find_checkpoints(folder / "out")
     return message, sorted(each.name for each in found if each.manifest)
 

@@ -20,7 +20,7 @@ from tests.recipes.running import demo_config, load_ours
 from tests.recipes.stops import train_until
 from torchtune_adaptive.errors import RunFinished
 from torchtune_adaptive.report.journal import read_timeline
-from torchtune_adaptive.tune import process_group
+from torchtune_adaptive.tune import place
 
 EPOCHS, STEPS = 2, 4
 EVERY = 3
@@ -195,7 +195,7 @@ def finished_and_prolonged(folder: Path, ports: list[int]) -> dict[str, Any]:
         message = None
     except RunFinished as finished:
         message = str(finished)
-    process_group.leave()
+    place.leave()
     after = {path: path.stat().st_mtime_ns for path in (folder / "out").rglob("*")}
     os.environ["MASTER_PORT"] = str(ports[2])
     train("full", demo_config("full", folder, *RUN, f"epochs={EPOCHS + 1}"))

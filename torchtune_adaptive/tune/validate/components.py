@@ -34,9 +34,9 @@ from torchtune_adaptive.rl.settings import (
     VALUE_SECTION,
     read_ppo_settings,
 )
-from torchtune_adaptive.tune import profiling
 from torchtune_adaptive.tune.data import PAIRS_ARE_NOT_PACKED, build_collate, is_packed
 from torchtune_adaptive.tune.finetuning import checked_loss
+from torchtune_adaptive.tune.metrics import profiler_is_enabled
 from torchtune_adaptive.tune.model import META, built_on
 from torchtune_adaptive.tune.preference import build_preference_loss
 from torchtune_adaptive.tune.validate.findings import Findings
@@ -156,7 +156,7 @@ def check_optimization(cfg: DictConfig, findings: Findings) -> None:
 
 def check_profiler(cfg: DictConfig) -> None:
     section = cfg.get("profiler")
-    if section is not None and profiling.is_enabled(section):
+    if section is not None and profiler_is_enabled(section):
         check_fits("profiler", section)
 
 

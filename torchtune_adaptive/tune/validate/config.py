@@ -16,11 +16,11 @@ from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.rl.settings import read_ppo_settings
 from torchtune_adaptive.text import size_for_rank
-from torchtune_adaptive.tune import devices
+from torchtune_adaptive.tune import place
 from torchtune_adaptive.tune.data import is_packed
 from torchtune_adaptive.tune.finetuning import check_cuts, check_sequence_length, checked_loss, obstacle_to_recovery
 from torchtune_adaptive.tune.model import check_replicas_of
-from torchtune_adaptive.tune.process_group import mesh_shape
+from torchtune_adaptive.tune.place import mesh_shape
 from torchtune_adaptive.tune.sample_exchange import obstacle_to_dealing
 from torchtune_adaptive.tune.schedule import check_growth
 from torchtune_adaptive.tune.unpadded import is_padded
@@ -97,7 +97,7 @@ def _check_together(settings: Settings, model: nn.Module | None, findings: Findi
         return
     findings.collect(lambda: check_sequence_length(model, settings.adaptive))
     findings.collect(lambda: check_replicas_of(model, settings))
-    device, packed = findings.collect(lambda: devices.device_named(settings)), is_packed(settings.config)
+    device, packed = findings.collect(lambda: place.device_named(settings)), is_packed(settings.config)
     if device is not None:
         findings.collect(lambda: is_padded(model, settings, device, packed=packed))
     findings.collect(lambda: obstacle_to_dealing(model, settings, packed=packed))
@@ -123,8 +123,8 @@ def _check_ranks(settings: Settings, ranks: int | None, findings: Findings) -> N
 
 
 def _check_device(settings: Settings, findings: Findings) -> None:
-    devices.device_named(settings)
+    place.device_named(settings)
     try:
-        devices.dtype_of(settings, devices.device_of(settings))
+        place.dtype_of(settings, place.device_of(settings))
     except ConfigError as error:
         findings.note_missing_here(str(error))

@@ -1,7 +1,8 @@
-"""The record of a run as the recipes keep it."""
+"""The record of a run as the recipes keep it, and what a run says of losses that are no numbers."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 from torchtune_adaptive.checkpoints.progress import EpochSizes, Progress
 from torchtune_adaptive.engine.limits import RowLimit
+from torchtune_adaptive.errors import NotLearningError
 from torchtune_adaptive.report.journal import EPOCH, SCHEDULE, read_timeline
-from torchtune_adaptive.tune.run_journal import RunJournal
+from torchtune_adaptive.tune import metrics
+from torchtune_adaptive.tune.metrics import LossWatch, RunJournal
 
 PLANS = tuple(
     EpochSizes(epoch, 2 + 2 * epoch, 1, 2 + 2 * epoch, 2 + 2 * epoch, 4 - 2 * epoch, 1.0) for epoch in range(2)
@@ -62,3 +65,38 @@ def test_each_stage_tells_what_its_epoch_begins_with(tmp_path: Path, monkeypatch
         "epoch 1, policy: microbatches of at most 2 rows",
         "epoch 1: microbatches of at most 4 rows",
     ]
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The warnings of rank 0."""
+    lines: list[str] = []
+    monkeypatch.setattr(metrics.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(metrics.logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def test_that_nothing_is_saved_for_want_of_labels_is_told_once(told: list[str]) -> None:
+    losses, worth = LossWatch(10), []
+    for step, tokens in enumerate([0, 0, 0, 5, 5], start=1):
+        losses.record(step, 1.0, tokens, 0.5)
+        worth.append(losses.worth_saving(step))
+    assert worth == [False, False, False, True, True]
+    assert told == ["step 1: no checkpoint is saved yet, since no sample so far has a token to learn"]
+
+
+def test_a_run_ends_after_too_many_consecutive_steps_that_are_nan_and_each_streak_is_told_once(told: list[str]) -> None:
+    losses = LossWatch(2)
+    for step, norm in enumerate([1.0, math.nan, math.inf, 1.0, math.nan, math.nan], start=1):
+        losses.record(step, 2.5, 10, norm)
+    with pytest.raises(NotLearningError, match=r"step 7: the loss is nan, in 3 consecutive steps, .* is 2;"):
+        losses.record(7, math.nan, 10, math.nan)
+    assert told == [
+        "step 2: the gradient norm is nan; the weights are not updated",
+        "step 5: the gradient norm is nan; the weights are not updated",
+    ]
+
+
+def test_an_optimizer_in_the_backward_has_updated_the_weights_already(told: list[str]) -> None:
+    LossWatch(2).record(1, math.nan, 10, None)
+    assert told == ["step 1: the loss is nan; the weights may be NaN now"]

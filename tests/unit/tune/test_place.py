@@ -1,0 +1,128 @@
+"""Devices, meshes, and ranks that were started with different configs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from omegaconf import OmegaConf
+
+from tests.ranks import run_on_ranks
+from tests.unit.tune.settings import NEEDED
+from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
+from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.text import parse_sizes
+from torchtune_adaptive.tune.place import check_same_config, mesh_shape, prepare
+
+LIMITED = AdaptiveConfig(memory_limit=parse_sizes("1GiB", "adaptive.memory_limit"))
+
+
+@pytest.mark.parametrize(
+    ("device", "compiled", "adaptive", "told"),
+    [
+        ("cpu", True, LIMITED, True),
+        ("cpu", True, AdaptiveConfig(), False),
+        ("cpu", False, LIMITED, False),
+        ("cuda", True, LIMITED, False),
+    ],
+)
+def test_who_asks_for_compiling_hears_that_a_limit_on_a_cpu_switches_it_off(
+    device: str, compiled: bool, adaptive: AdaptiveConfig, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(Settings(**NEEDED), device=device, compile=compiled, adaptive=adaptive)
+    with caplog.at_level(logging.INFO):
+        prepare(settings)
+    assert ("no effect on a CPU with adaptive.memory_limit" in caplog.text) is told
+
+
+def shape_of(ranks: int, **dims: int | None) -> tuple[int, int, int]:
+    return mesh_shape(Settings(**NEEDED, **dims), ranks)
+
+
+def test_shards_are_what_is_left() -> None:
+    assert shape_of(8) == (1, 8, 1)
+    assert shape_of(16, data_parallel_replicate_dim=2) == (2, 8, 1)
+    assert shape_of(8, data_parallel_replicate_dim=8) == (8, 1, 1)
+    assert shape_of(8, tensor_parallel_dim=2, data_parallel_shard_dim=None) == (1, 4, 2)
+    assert shape_of(16, data_parallel_replicate_dim=2, data_parallel_shard_dim=8) == (2, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dims", "told"),
+    [
+        (6, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim is 4, but the world size is 6"),
+        (2, {"data_parallel_replicate_dim": 4}, "data_parallel_replicate_dim is 4, but the world size is 2"),
+        (2, {"data_parallel_shard_dim": 1}, "data_parallel_shard_dim is 1, but the world size is 2"),
+        (8, {"data_parallel_shard_dim": 4}, "data_parallel_shard_dim is 4, but the world size is 8"),
+        (
+            16,
+            {"data_parallel_replicate_dim": 2, "data_parallel_shard_dim": 4},
+            "data_parallel_replicate_dim is 2 × data_parallel_shard_dim is 4, but the world size is 16",
+        ),
+        (3, {"tensor_parallel_dim": 2}, "tensor_parallel_dim is 2, but the world size is 3"),
+    ],
+)
+def test_what_does_not_come_out_even_is_told_with_its_keys(ranks: int, dims: dict[str, int], told: str) -> None:
+    with pytest.raises(
+        ConfigError, match="must equal it; -1 for data_parallel_shard_dim means all remaining ranks"
+    ) as raised:
+        shape_of(ranks, **dims)
+    assert told in str(raised.value)
+
+
+CONFIG = {
+    "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.003},
+    "epochs": 1,
+    "output_dir": "/disk/run",
+    "metric_logger": {"name": "run"},
+    "adaptive": {"memory_limit": None, "silent_rank_timeout": 120},
+}
+
+
+def compare(*overrides: str) -> str | None:
+    """Collective: rank 1 has these; what is said there."""
+    mine = overrides if dist.get_rank() == 1 else ()
+    cfg = OmegaConf.merge(OmegaConf.create(CONFIG), OmegaConf.from_dotlist(list(mine)))
+    assert OmegaConf.is_dict(cfg)
+    try:
+        check_same_config(cfg)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+DIFFERENT: dict[str, tuple[tuple[str, ...], str]] = {
+    "a number": (
+        ("optimizer.lr=0.01",),
+        "optimizer.lr is 0.003 on rank 0 and 0.01 on rank 1: start all",
+    ),
+    "null": (
+        ("adaptive.silent_rank_timeout=null",),
+        "silent_rank_timeout is 120 on rank 0 and null on rank 1",
+    ),
+    "a key that only one has": (("shuffle=False",), "shuffle is null on rank 0 and False on rank 1"),
+    "a dataset on the hub": (("dataset.source=org/one",), "dataset.source is null on rank 0 and 'org/one' on rank 1"),
+    "in a list": (("stop_token_ids=[1]",), "stop_token_ids[0] is null on rank 0 and 1 on rank 1"),
+    "many": (("a=1", "b=1", "c=1", "d=1"), "c is null on rank 0 and 1 on rank 1 (and 1 more): start all"),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_values_that_differ_are_named_on_every_rank(name: str) -> None:
+    overrides, said = DIFFERENT[name]
+    found: list[Any] = run_on_ranks(3, compare, *overrides)
+    assert found[0] == found[1] == found[2]
+    assert said in found[0]
+
+
+def test_paths_and_what_a_node_has_of_its_own_may_differ() -> None:
+    own = ("output_dir=/scratch/run", "metric_logger.name=node1", "adaptive.memory_limit=8GiB")
+    files = ("checkpointer.checkpoint_files=[a.bin,b.bin]", "dataset.source=/disk1/data", "tokenizer.path=mine")
+    assert run_on_ranks(2, compare, *own, *files) == [None, None]
+
+
+def test_values_that_mean_the_same_may_be_written_differently() -> None:
+    assert run_on_ranks(2, compare, "epochs=1.0", "max_steps_per_epoch=null") == [None, None]

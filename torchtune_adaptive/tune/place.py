@@ -1,0 +1,281 @@
+"""Where a process works, and with whom: its device and the memory it may use, its group, and the meshes in it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import logging
+import os
+import re
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import default_pg_timeout
+from torch.distributed.rendezvous import rendezvous
+from torch.utils._pytree import tree_iter
+from torchtune import training, utils
+
+from torchtune_adaptive.config.components import in_a_line
+from torchtune_adaptive.config.keys import Settings, on_gpu
+from torchtune_adaptive.engine.memory import CudaMemory, MemorySource
+from torchtune_adaptive.engine.meter import MemoryMeter
+from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.engine.ranks import rank as this_rank
+from torchtune_adaptive.errors import ConfigError, RanksPartedError
+from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.text import MemorySize, ranks_named, shown, size_for_rank
+
+logger = logging.getLogger(__name__)
+
+Meshes = Mapping[str, DeviceMesh]
+"""`dp`: the ranks that have data of their own; `tp`: those that share theirs; `sharding`: what the model is sharded
+over, and replicated."""
+SHARDING = "sharding"
+WHATEVER_IS_LEFT = -1
+"""As many as are left, as a dimension of a mesh."""
+GREETS_EVERY_S = 0.02
+OF_A_NODE = ("metric_logger", "profiler", "adaptive.memory_limit")
+"""What nodes may have of their own, besides paths."""
+A_PATH = re.compile(r"(dir|path|file|files)(\[\d+\])?$")
+"""Keys of paths; another value is one if it begins like one."""
+MOST_NAMED = 3
+
+
+class Place(NamedTuple):
+    """Where this process works, and with whom."""
+
+    device: torch.device
+    mesh: Meshes
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks: each trains on samples of its own."""
+        return self.mesh["dp"].size()
+
+
+def join(settings: Settings) -> Place:
+    """Collective: takes the place in the run that torchrun and the config give this process."""
+    device = device_of(settings)
+    join_on(device)
+    check_same_config(settings.config)
+    return Place(device, mesh_of(device, settings))
+
+
+def join_on(device: torch.device) -> None:
+    """Collective: joins the group that torchrun describes, or makes a group of this one process."""
+    backends = dist.Backend.default_device_backend_map
+    if device.type not in backends:
+        raise ConfigError(f"device is {device.type!r}: torch.distributed has no backend for it, use cuda or cpu")
+    # the accelerator's own backend for its tensors, and gloo for what stays on the host
+    backend = "gloo" if device.type == "cpu" else f"{device.type}:{backends[device.type]},cpu:gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, **store_of_this_start())
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+
+
+def leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def store_of_this_start() -> dict[str, Any]:
+    """Where a launcher may restart its ranks, a part of its store that holds nothing of those that died.
+
+    torch 2.13 keeps one store for all starts, so ranks would call at the addresses of the dead. Launchers of several
+    nodes count restarts each for itself, so the ranks agree on a name: each says that it is there under a name that is
+    new, and rank 0 answers those names until all have heard it. What the dead have said gets an answer nobody reads.
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ or REHEARSAL.on:
+        return {}
+    store, rank, world_size = next(rendezvous("env://"))
+    if rank == 0:
+        name = _greeted(store, world_size)
+    else:
+        mine = uuid.uuid4().hex
+        store.set(f"there/{rank}", mine)
+        name = str(store.get(f"start/{mine}").decode())
+        store.set(f"{name}/heard/{rank}", "")
+    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]
+    return {"store": own, "rank": rank, "world_size": world_size}
+
+
+def _greeted(store: Any, world_size: int) -> str:
+    """The name of this start, once every rank has heard it."""
+    name, answered = uuid.uuid4().hex, dict.fromkeys(range(1, world_size), "")
+    until_s = time.monotonic() + default_pg_timeout.total_seconds()
+    while waiting := [rank for rank in answered if not store.check([f"{name}/heard/{rank}"])]:
+        if time.monotonic() > until_s:
+            raise RanksPartedError(f"{ranks_named(waiting)} did not join")
+        for rank in waiting:
+            if store.check([f"there/{rank}"]) and (there := store.get(f"there/{rank}").decode()) != answered[rank]:
+                store.set(f"start/{there}", name)
+                answered[rank] = there
+        time.sleep(GREETS_EVERY_S)
+    return name
+
+
+def check_same_config(cfg: DictConfig) -> None:
+    """Collective: refuses a run whose ranks were given different values, which would train different models, or wait
+    forever. Paths may differ: disks do."""
+    mine = dict(_values("", OmegaConf.to_container(cfg)))
+    digests = from_all_ranks(hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    other = next(rank for rank, theirs in enumerate(digests) if theirs != digests[0])
+    everywhere = from_all_ranks(mine)
+    first, second = everywhere[0], everywhere[other]
+    differing = [key for key in sorted({*first, *second}) if first.get(key) != second.get(key)]
+    named = [
+        f"{key} is {first.get(key, 'null')} on rank 0 and {second.get(key, 'null')} on rank {other}"
+        for key in differing[:MOST_NAMED]
+    ]
+    more = f" (and {len(differing) - MOST_NAMED} more)" if len(differing) > MOST_NAMED else ""
+    raise ConfigError(f"{'; '.join(named)}{more}: start all nodes with the same config and overrides")
+
+
+def _values(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """What has to be the same, by dotted keys, as an error shows it. Nulls are left out, as keys may be."""
+    if value is None or key in OF_A_NODE:
+        return
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _values(f"{key}.{name}" if key else str(name), inner)
+    elif isinstance(value, list):
+        for at, inner in enumerate(value):
+            yield from _values(f"{key}[{at}]", inner)
+    elif isinstance(value, float) and value.is_integer():
+        yield key, shown(int(value))
+    elif not (isinstance(value, str) and (A_PATH.search(key) or value.startswith(("/", "./", "../", "~")))):
+        yield key, shown(value)
+
+
+class MeshShape(NamedTuple):
+    """How the ranks of a run share its model."""
+
+    replicas: int
+    shards: int
+    tensor_parallel: int
+
+
+def mesh_shape(settings: Settings, ranks: int) -> MeshShape:
+    """The mesh for so many ranks; refuses what does not come out even."""
+    replicas, tensor_parallel = settings.data_parallel_replicate_dim, settings.tensor_parallel_dim
+    given = None if settings.data_parallel_shard_dim == WHATEVER_IS_LEFT else settings.data_parallel_shard_dim
+    shards = ranks // (replicas * tensor_parallel) if given is None else given
+    if replicas * shards * tensor_parallel == ranks and shards > 0:
+        return MeshShape(replicas, shards, tensor_parallel)
+    dims = {
+        "data_parallel_replicate_dim": None if replicas == 1 else replicas,
+        "data_parallel_shard_dim": given,
+        "tensor_parallel_dim": None if tensor_parallel == 1 else tensor_parallel,
+    }
+    product = " × ".join(f"{key} is {dim}" for key, dim in dims.items() if dim is not None)
+    raise ConfigError(
+        f"{product}, but the world size is {ranks}: data_parallel_replicate_dim × data_parallel_shard_dim × "
+        "tensor_parallel_dim must equal it; -1 for data_parallel_shard_dim means all remaining ranks. Change one of "
+        "them or the number of ranks (--nproc_per_node; for adaptive_plan, world_size)"
+    )
+
+
+def mesh_of(device: torch.device, settings: Settings) -> Meshes:
+    """Collective: the meshes of this run."""
+    replicas, shards, tensor_parallel = mesh_shape(settings, dist.get_world_size())
+    if replicas == 1:
+        whole = init_device_mesh(device.type, (shards, tensor_parallel), mesh_dim_names=("dp", "tp"))
+        return {"dp": whole["dp"], "tp": whole["tp"], SHARDING: whole["dp"]}
+    # the ranks of a replica follow one another
+    whole = init_device_mesh(device.type, (replicas, shards), mesh_dim_names=("dp_replicate", "dp_shard"))
+    return {"dp": whole._flatten("dp"), SHARDING: whole}
+
+
+def device_of(settings: Settings) -> torch.device:
+    """The device of this process; under torchrun, the one of its local rank."""
+    try:
+        device: torch.device = utils.get_device(device=settings.device)
+    except (RuntimeError, AttributeError) as error:
+        raise _not_offered(settings, str(error)) from error
+    # without an accelerator torchtune takes the CPU for whatever was asked for
+    if device.type != torch.device(settings.device).type:
+        raise _not_offered(settings, f"torch found only {device.type}")
+    return device
+
+
+def device_named(settings: Settings) -> torch.device:
+    """What the config says, whether it is here or not."""
+    try:
+        return torch.device(settings.device)
+    except RuntimeError as error:
+        raise _not_offered(settings, in_a_line(error)) from error
+
+
+def _not_offered(settings: Settings, reason: str) -> ConfigError:
+    fewer = ", or start at most one process per device" * torch.accelerator.is_available()
+    return ConfigError(
+        f"device is {settings.device!r}, which this machine does not have ({reason}): set device: cpu{fewer}"
+    )
+
+
+def dtype_of(settings: Settings, device: torch.device) -> torch.dtype:
+    try:
+        dtype: torch.dtype = training.get_dtype(settings.dtype, device=device)
+    except RuntimeError as error:
+        raise ConfigError(f"dtype is {settings.dtype!r}, but {error}; set dtype: fp32") from error
+    return dtype
+
+
+def prepare(settings: Settings) -> None:
+    """Call before anything is built: an optimizer on the CPU wants more than torchrun's one thread."""
+    if settings.fsdp_cpu_offload:
+        training.set_torch_num_threads()
+    limited_on_cpu = settings.adaptive.memory_limit is not None and not on_gpu(settings)
+    if settings.compile and limited_on_cpu and this_rank() == 0:
+        logger.warning("compile · no effect on a CPU with adaptive.memory_limit, which meters every operation")
+
+
+def start_clean(device: torch.device) -> None:
+    """Call after everything is built: what building left behind must not count as training's peak."""
+    if device.type == "cpu":
+        gc.collect()
+    else:
+        training.cleanup_before_training()
+
+
+@contextmanager
+def limited_memory(
+    limits: Sequence[MemorySize] | None, device: torch.device, resident: Iterable[torch.Tensor]
+) -> Iterator[MemorySource | None]:
+    """Enforces this rank's limit while it is open: on CUDA through the allocator, on a CPU through a meter.
+
+    `resident` is what lives on the device already. None where nothing limits memory and nothing measures it: on a CPU
+    without a limit.
+    """
+    limit = None
+    if limits is not None:
+        limit = size_for_rank(limits, dist.get_rank(), dist.get_world_size(), "adaptive.memory_limit")
+    if device.type == "cuda":
+        yield CudaMemory(limit, device)
+    elif limit is None:
+        yield None
+    else:
+        machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        # Under a dispatch mode nothing is compiled, and what insists on it fails: torchao's optimizers, for example.
+        eagerly = torch.compiler.set_stance("force_eager")
+        with eagerly, MemoryMeter(limit.bytes_of(machine_bytes)) as meter:
+            meter.count(resident)
+            yield meter
+
+
+def resident_tensors(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor]:
+    """What lives on the device between two steps."""
+    states = [leaf for optimizer in optimizers for leaf in tree_iter(dict(optimizer.state))]
+    return [*model.parameters(), *model.buffers(), *(leaf for leaf in states if isinstance(leaf, torch.Tensor))]
