@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -12,6 +13,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+CANNOT_SYNC_A_FOLDER = (errno.EINVAL, errno.ENOTSUP)
+
 
 def replace_file(path: Path, content: bytes) -> None:
     """Puts a file in place, folders included: after a crash it holds the old content or the new. Raises OSError."""
@@ -19,6 +22,7 @@ def replace_file(path: Path, content: bytes) -> None:
     # Always the same name: what a kill leaves behind is overwritten by the next try.
     beside = path.with_name(f"{path.name}.tmp")
     try:
+        beside.unlink(missing_ok=True)  # a pipe of that name would be waited for
         with beside.open("wb") as file:
             file.write(content)
             file.flush()
@@ -28,7 +32,7 @@ def replace_file(path: Path, content: bytes) -> None:
         with suppress(OSError):
             beside.unlink()
         raise
-    _sync_folder(path.parent)
+    sync(path.parent)
 
 
 def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
@@ -45,6 +49,8 @@ def keep_file(path: Path, content: bytes, otherwise: str) -> bool:
 def read_json(path: Path) -> dict[str, Any] | None:
     """The object in a small JSON file; None if there is no file. Raises ValueError, which does not name the file."""
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise ValueError("it is not a regular file")  # a pipe would be waited for
         content = json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         return None
@@ -62,11 +68,16 @@ def reason(error: BaseException) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _sync_folder(folder: Path) -> None:
-    """Makes a rename durable, on file systems that can do so."""
-    with suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def sync(path: Path) -> None:
+    """Makes a file durable, or the names in a folder where the file system can sync a folder.
+
+    Raises OSError where it can and fails, which means that what was written may be lost.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in CANNOT_SYNC_A_FOLDER:
+            raise
+    finally:
+        os.close(descriptor)

@@ -19,7 +19,7 @@ from torchtune.training import FullModelTorchTuneCheckpointer
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import OURS, demo_config, load_ours
-from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.engine.probes import Prober
 from torchtune_adaptive.engine.step import StepRunner
 
@@ -90,7 +90,7 @@ def struck_by(blow: Blow | None) -> Iterator[None]:
             (FullModelTorchTuneCheckpointer, "load_checkpoint", LOADING),
             (Prober, "exchange", SEARCH),
             (FullModelTorchTuneCheckpointer, "save_checkpoint", SAVE),
-            (folders, "publish", PUBLISH),
+            (store, "publish", PUBLISH),
             (StepRunner, "run", None),
         ):
             patches.enter_context(mock.patch.object(owner, name, strike.before(getattr(owner, name), moment)))

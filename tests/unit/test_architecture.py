@@ -87,7 +87,7 @@ WITHOUT_TORCH = {
     "cli.ls",
     "cli.status",
     "forecast.keys",
-    "checkpoints.folders",
+    "checkpoints.store",
     "life.output_lock",
     "life.run_file",
     "life.signals",

@@ -95,3 +95,12 @@ def test_a_file_that_is_no_json_object_is_one_kind_of_error(tmp_path: Path, cont
 def test_a_folder_is_no_json_either(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="Is a directory"):
         read_json(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path) -> None:
+    for name in ("file", "file.tmp"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(ValueError, match="not a regular file"):
+        read_json(tmp_path / "file")
+    replace_file(tmp_path / "file", b"{}")
+    assert read_json(tmp_path / "file") == {}

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,16 +24,28 @@ from torchtune.modules import peft
 from torchtune.training._distributed import _gather_nf4_tensor
 
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer
-from torchtune_adaptive.checkpoints.problems import tried
-from torchtune_adaptive.checkpoints.random_state import RandomState, capture_random_state
+from torchtune_adaptive.checkpoints.store import RANDOM_FILE, find_checkpoints
+from torchtune_adaptive.config.components import in_a_line
 from torchtune_adaptive.config.keys import LoraSettings
-from torchtune_adaptive.engine.memory import plain_tensors
+from torchtune_adaptive.config.remedies import KEYS
+from torchtune_adaptive.engine.memory import RngState, plain_tensors
 from torchtune_adaptive.engine.oom import forget_frames, is_oom, release
 from torchtune_adaptive.engine.ranks import from_all_ranks
+from torchtune_adaptive.errors import Remedy
+from torchtune_adaptive.text import count_of, format_bytes
 
+Value = TypeVar("Value")
 State = dict[str, Any]
 Sharded = dict[str, dict[str, Tensor]]
 """Weights as a rank has them, by name; under the keys of what torchtune's checkpointer takes."""
+RandomState = dict[str, Any]
+
+GATHERS_WITH_LESS = (Remedy.MORE_RANKS, Remedy.LARGER_BUDGET)
+"""What helps a save, in which no rows are run."""
+NEARLY_FULL_BYTES = 2**20
+"""Bytes that may still be free after a write has failed for want of room: less than a block, on most systems."""
+SHORT_WRITES = ("unexpected pos", "PytorchStreamWriter failed", "basic_ios::clear")
+"""torch's words for a write that the operating system cut short; it drops the error that says why."""
 
 
 class Checkpointer(Protocol):
@@ -86,25 +104,27 @@ class LoraContents:
         return {training.MODEL_KEY: peft.get_adapter_state_dict(weights, None) if self.adapter_only else weights}
 
     def finished(self, gathered: State, model: nn.Module) -> State:
-        state: State = {training.ADAPTER_CONFIG: self._adapter_config()}
-        if self.adapter_only:
-            return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
-        # What nothing had to be gathered for is the model's own, and torchtune merges in place.
-        own = _copies_of_what_is_shared(gathered[training.MODEL_KEY], model)
-        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
-        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=self.lora.lora_rank, alpha=self.lora.lora_alpha)
-        return state
-
-    def _adapter_config(self) -> State:
-        """What PEFT wants to know to load the adapter."""
         lora = self.lora
         modules = list(lora.lora_attn_modules), lora.apply_lora_to_mlp, lora.apply_lora_to_output
-        return {
+        for_peft = {
             "r": lora.lora_rank,
             "lora_alpha": lora.lora_alpha,
             "target_modules": peft.get_lora_module_names(*modules),
             "peft_type": "LORA",
         }
+        state: State = {training.ADAPTER_CONFIG: for_peft}
+        if self.adapter_only:
+            return {**state, training.ADAPTER_KEY: gathered[training.MODEL_KEY]}
+        # torchtune merges in place, and a weight that did not have to be gathered is the model's own.
+        tensors = [*model.parameters(), *model.buffers()]
+        shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
+        own = {
+            name: weight.clone() if weight.untyped_storage().data_ptr() in shared else weight
+            for name, weight in gathered[training.MODEL_KEY].items()
+        }
+        state[training.ADAPTER_KEY] = peft.get_adapter_state_dict(own)
+        state[training.MODEL_KEY] = peft.get_merged_lora_ckpt(own, rank=self.lora.lora_rank, alpha=self.lora.lora_alpha)
+        return state
 
 
 def gather_weights(sharded: Sharded, device: torch.device) -> State:
@@ -142,8 +162,36 @@ def weights_are_finite(model: nn.Module) -> bool:
     return not sums or bool(torch.stack(sums).isfinite().all())
 
 
-@dataclass(frozen=True)
-class Ready:
+def capture_random_state() -> RandomState:
+    """What this rank would draw next."""
+    torch_state = RngState.capture()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "torch": torch_state.cpu,
+        "cuda": torch_state.cuda,
+        "python": json.dumps(random.getstate()),
+        "numpy": json.dumps([kind, [int(key) for key in keys], *rest]),
+    }
+
+
+def restore_random_state(folder: Path) -> str | None:
+    """Puts this rank's generators back. Returns why that cannot be, where it cannot."""
+    path = folder / RANDOM_FILE
+    if not path.is_file():
+        return "the checkpoint has no random state"
+    states = torch.load(path, weights_only=True)
+    if len(states) != dist.get_world_size():
+        return f"the checkpoint has the random state of {count_of(len(states), 'rank')}"
+    state: RandomState = states[dist.get_rank()]
+    RngState(cpu=state["torch"], cuda=state["cuda"] if torch.cuda.is_initialized() else None).restore()
+    version, internal, gauss = json.loads(state["python"])
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = json.loads(state["numpy"])
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    return None
+
+
+class Ready(NamedTuple):
     """What the ranks have told each other before a save, so that none begins what another cannot go through with."""
 
     finite: bool
@@ -162,41 +210,69 @@ def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory:
 
     done, problem = tried(alone, directory)
     finite, random_state, prepared = done or (True, {}, None)
-    told = from_all_ranks(Ready(finite, [random_state], problem))
-    return prepared, Ready(
-        finite=all(each.finite for each in told),
-        random_states=[each.random_states[0] for each in told],
-        problem=next((each.problem for each in told if each.problem is not None), None),
-    )
+    finites, random_states, problems = zip(*from_all_ranks((finite, random_state, problem)), strict=True)
+    return prepared, Ready(all(finites), list(random_states), next(filter(None, problems), None))
 
 
 def make_room_to_gather(sharded: Sharded, optimizer: AnyOptimizer, device: torch.device) -> None:
     """Raises where this rank has no memory for what gathering will take: in its midst no rank may fail alone."""
-    try:
-        _allocate_what_is_gathered(sharded, optimizer, device)
-        return
-    except Exception as error:
-        if not is_oom(error):
-            raise
-        forget_frames(error)
-    release()
-    _allocate_what_is_gathered(sharded, optimizer, device)
-
-
-def _allocate_what_is_gathered(sharded: Sharded, optimizer: AnyOptimizer, device: torch.device) -> None:
     tensors = [*tree_iter(sharded), *tree_iter(optimizer.state_dict())]
     sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)]
     largest = max(sizes, default=0)
     # One tensor at a time: as it arrives, and as it is put together. What is on the host then stays there on rank 0.
     together = sum(sizes) if device.type == "cpu" and dist.get_rank() == 0 else largest
-    for_a_moment = [torch.empty(size, dtype=torch.uint8, device=device) for size in (largest, together)]
-    del for_a_moment
+    for attempt in range(2):
+        try:
+            for_a_moment = [torch.empty(size, dtype=torch.uint8, device=device) for size in (largest, together)]
+            del for_a_moment
+            return
+        except Exception as error:
+            if attempt or not is_oom(error):
+                raise
+            forget_frames(error)
+        release()
 
 
-def _copies_of_what_is_shared(weights: Mapping[str, Tensor], model: nn.Module) -> State:
-    tensors = [*model.parameters(), *model.buffers()]
-    shared = {plain.untyped_storage().data_ptr() for tensor in tensors for plain in plain_tensors(tensor)}
-    return {
-        name: weight.clone() if weight.untyped_storage().data_ptr() in shared else weight
-        for name, weight in weights.items()
-    }
+def cause(error: BaseException, directory: Path) -> str:
+    """Why a checkpoint could not be written, in words that a user can act on."""
+    if is_oom(error):
+        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[each] for each in GATHERS_WITH_LESS)}"
+    number = _errno(error)
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't start new thread" in str(error):
+        return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
+    if not directory.is_dir() or (isinstance(error, FileNotFoundError) and error.errno is None):
+        return "the folder is gone"
+    free = shutil.disk_usage(directory).free
+    if number is not None:
+        text = os.strerror(number)
+    elif free < NEARLY_FULL_BYTES:
+        number, text = errno.ENOSPC, "no space left"
+    elif any(sign in str(error) for sign in SHORT_WRITES):
+        text = "a file was truncated while it was written: a quota, a limit on the file size, or a failing disk"
+    else:
+        text = in_a_line(error)
+    older = [each.name for each in find_checkpoints(directory) if each.manifest][1:]
+    may_go = f"; {', '.join(older)} may be removed" if older and number in (errno.ENOSPC, errno.EDQUOT) else ""
+    return f"{text} ({format_bytes(free)} free{may_go})"
+
+
+def tried(work: Callable[[], Value], directory: Path) -> tuple[Value | None, str | None]:
+    """What this rank does alone for a checkpoint, or why it could not: the others are to hear of it."""
+    try:
+        return work(), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, a rank that raised would leave the others waiting
+        problem = cause(error, directory)
+        forget_frames(error)
+    release()
+    return None, problem
+
+
+def _errno(error: BaseException | None) -> int | None:
+    """The number of the operating system's error at the bottom of this one."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, OSError) and error.errno is not None:
+            return error.errno
+        error = error.__cause__ or error.__context__
+    return None

@@ -6,10 +6,11 @@ the others like anything but what it is.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from omegaconf import DictConfig, OmegaConf
@@ -19,14 +20,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torchtune import training
+from torchtune.training.checkpointing._utils import SUFFIXES_TO_NOT_COPY
 from torchtune.training.memory import OptimizerInBackwardWrapper
 
-from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.contents import Checkpointer, State, saves_adapters
 from torchtune_adaptive.checkpoints.optimizer_state import AnyOptimizer
 from torchtune_adaptive.checkpoints.progress import ADAPTIVE_KEY, TORCHTUNE_KEYS
 from torchtune_adaptive.checkpoints.resuming import checkpoint_directory
-from torchtune_adaptive.checkpoints.sources import Files
+from torchtune_adaptive.checkpoints.store import Files
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import Settings
@@ -41,36 +43,36 @@ REFERENCE_SECTION = "ref_checkpointer"
 
 def build_checkpointer(cfg: DictConfig, staging: Path, files: Files | None) -> Checkpointer:
     """torchtune's checkpointer, which reads the files to go on from and writes into the staging folder."""
-    section = components.require(cfg, "checkpointer")
-    _check_directory(section)
-    plain = OmegaConf.to_container(section, resolve=True)
-    assert isinstance(plain, dict)
-    plain.pop(KEEP_LAST, None)
-    plain["output_dir"] = str(staging)
+    section = section_writing_to(cfg, "checkpointer", staging)
+    check_what_saves_copy(cfg.checkpointer)
     from_files = files is not None and not files.distributed
     if files is not None and from_files:
         # On resuming, torchtune looks for an adapter in the largest epoch of output_dir, and fails where there is none.
         (staging / "epoch_0").mkdir(parents=True, exist_ok=True)
-        plain["recipe_checkpoint"] = files.recipe_state
-        plain["adapter_checkpoint"] = files.adapter
+        section.update(recipe_checkpoint=files.recipe_state, adapter_checkpoint=files.adapter)
         if files.adapter is None:  # an adapter belongs to the weights that the run began with
-            plain["checkpoint_files"] = list(files.weights)
-    return cast(
-        Checkpointer,
-        components.build_section("checkpointer", OmegaConf.create(plain), should_load_recipe_state=from_files),
-    )
+            section["checkpoint_files"] = list(files.weights)
+    built = components.build_section("checkpointer", OmegaConf.create(section), should_load_recipe_state=from_files)
+    return cast(Checkpointer, built)
 
 
 def load_reference(settings: Settings, key: str = REFERENCE_SECTION) -> State:
     """Collective: the weights that a section names, which never change."""
-    section = components.require(settings.config, key)
-    _check_directory(section, key)
-    plain = OmegaConf.to_container(section, resolve=True)
-    assert isinstance(plain, dict)
-    plain["output_dir"] = str(checkpoint_directory(settings) / folders.SAVING)  # it writes nothing there
-    checkpointer = components.build_section(key, OmegaConf.create(plain), should_load_recipe_state=False)
+    section = section_writing_to(settings.config, key, checkpoint_directory(settings) / store.SAVING)
+    checkpointer = components.build_section(key, OmegaConf.create(section), should_load_recipe_state=False)
     weights: State = _on_all_ranks(partial(read_weights, checkpointer, key), "the weights", key)[training.MODEL_KEY]
     return weights
+
+
+def section_writing_to(cfg: DictConfig, key: str, staging: Path) -> dict[str, Any]:
+    """A checkpointer's section, as torchtune takes it, with another output directory."""
+    section = components.require(cfg, key)
+    if (problem := missing_directory(section, key)) is not None:
+        raise ConfigError(problem)
+    plain = OmegaConf.to_container(section, resolve=True)
+    assert isinstance(plain, dict)
+    plain.pop(KEEP_LAST, None)
+    return {**{str(name): value for name, value in plain.items()}, "output_dir": str(staging)}
 
 
 def load(checkpointer: Checkpointer, files: Files | None, recipe: str) -> State:
@@ -124,7 +126,12 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
     except AdaptiveError as error:
         problem = str(error)
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - files can be wrong in any way
-        problem = _problem(error, what, key)
+        if is_oom(error) or isinstance(error, MemoryError):
+            problem = (
+                f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
+            )
+        else:
+            problem = f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.in_a_line(error)}"
     told = from_all_ranks((problem, THIS_RUN.asked_to_stop()))
     first = next((each for each, _ in told if each is not None), None)
     if first is not None:
@@ -153,9 +160,21 @@ def missing_directory(section: DictConfig, key: str = "checkpointer") -> str | N
     )
 
 
-def _check_directory(section: DictConfig, key: str = "checkpointer") -> None:
-    if (problem := missing_directory(section, key)) is not None:
-        raise ConfigError(problem)
+def check_what_saves_copy(section: DictConfig) -> None:
+    """Refuses files beside the weights that torchtune could not copy into a checkpoint, before anything is trained."""
+    if not finds_files_itself(section):
+        return
+    for root, folders, files in os.walk(str(section.checkpoint_dir)):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files:
+            path = Path(root, name)
+            copied = not name.startswith(".") and not name.endswith(tuple(SUFFIXES_TO_NOT_COPY))
+            if copied and not (path.is_file() and os.access(path, os.R_OK)):
+                link = path.is_symlink() and not path.exists()
+                what = f"is a link to {os.readlink(path)}, which does not exist" if link else "cannot be read"
+                raise ConfigError(
+                    f"checkpointer.checkpoint_dir: every save copies {path}, but it {what}: repair or remove it"
+                )
 
 
 def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
@@ -175,9 +194,3 @@ def _check_belongs_together(state: State, files: Files, recipe: str) -> None:
         f"{files.recipe_state} is from after {epochs_run} epochs, which belongs to "
         f"epoch_{int(epochs_run or 0) - 1}: use both of the same epoch"
     )
-
-
-def _problem(error: BaseException, what: str, key: str) -> str:
-    if is_oom(error) or isinstance(error, MemoryError):
-        return f"out of memory while loading {what} on rank {dist.get_rank()}: use more ranks, or a smaller model"
-    return f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.in_a_line(error)}"

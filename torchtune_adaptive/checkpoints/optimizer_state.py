@@ -48,11 +48,9 @@ def gather_state(model: nn.Module, optimizer: AnyOptimizer, device: torch.device
 
 def load_state(model: nn.Module, optimizer: Optimizer, state: Mapping[str, Any], device: torch.device) -> None:
     """Collective: shares a whole state out into the optimizer."""
-    plain, in_shards = _told_apart(state)
+    plain, in_shards = _without_shards(state)
     training.load_from_full_optimizer_state_dict(model, optimizer, plain, device)
-    if not in_shards:
-        return
-    loaded = _entries(model, optimizer)
+    loaded = _entries(model, optimizer) if in_shards else {}
     for entry, shards in in_shards.items():
         _fill(loaded[entry], shards)
 
@@ -106,11 +104,15 @@ def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
     assert coordinate is not None
     placed = zip(coordinate, tensor.placements, strict=True)
     is_first_replica = not any(at for at, placement in placed if placement.is_replicate())
-    mine = (_begin(tensor), _in_bytes(copied_to_host(local))) if is_first_replica and local.numel() else None
-    told: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(mine, told)
+    mine: tuple[tuple[int, ...], bytes] | None = None
+    if is_first_replica and local.numel():
+        file = io.BytesIO()  # pickle alone has no word for numbers of 8 bits
+        torch.save(copied_to_host(local), file)
+        mine = _begin(tensor), file.getvalue()
+    gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(mine, gathered)
     # ranks of another mesh than the tensor's, as under tensor parallelism, have the same shards
-    each_once = dict(sorted(each for each in told or [] if each is not None))
+    each_once = dict(sorted(each for each in gathered or [] if each is not None))
     return [(begin, torch.load(io.BytesIO(shard), weights_only=True)) for begin, shard in each_once.items()]
 
 
@@ -121,13 +123,7 @@ def _begin(tensor: Tensor) -> tuple[int, ...]:
     return tuple(compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)[1])
 
 
-def _in_bytes(tensor: Tensor) -> bytes:
-    file = io.BytesIO()  # pickle alone has no word for numbers of 8 bits
-    torch.save(tensor, file)
-    return file.getvalue()
-
-
-def _told_apart(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[StateKey, list[Shard]]]:
+def _without_shards(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[StateKey, list[Shard]]]:
     """A state without what is in shards, or would have to be cut into some; and that."""
     in_shards: dict[StateKey, list[Shard]] = {}
     plain: dict[str, StateDict] = {}
@@ -158,14 +154,10 @@ def _fill(target: Tensor, shards: Sequence[Shard]) -> None:
             return
     whole = torch.empty(target.shape, device=local.device)
     for begin, shard in shards:
-        whole[_box(begin, shard)] = _in_full(shard).to(whole)
+        plain: Tensor = shard.dequantize() if wraps_tensors(type(shard)) else shard
+        whole[_box(begin, shard)] = plain.to(whole)
     local.copy_(whole[_box(mine, local)])
 
 
 def _box(begin: Sequence[int], part: Tensor) -> tuple[slice, ...]:
     return tuple(slice(first, first + size) for first, size in zip(begin, part.shape, strict=True))
-
-
-def _in_full(shard: Tensor) -> Tensor:
-    whole: Tensor = shard.dequantize() if wraps_tensors(type(shard)) else shard
-    return whole

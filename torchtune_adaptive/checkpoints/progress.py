@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch.distributed as dist
 from torchtune import training
 
-from torchtune_adaptive.checkpoints.manifest import Position
+from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.errors import ConfigError
 
@@ -32,7 +32,6 @@ SavedLimits: TypeAlias = Mapping[str, Any]
 
 ADAPTIVE_KEY = "adaptive"
 """The name under which torchtune's recipe state holds the fields that its own recipes do not know."""
-ADAPTIVE_FIELDS = ("past", "begun", "steps_in_epoch", "samples_in_epoch", "step", "limit", "ranks", "dataset_samples")
 
 
 @dataclass(frozen=True)
@@ -113,46 +112,38 @@ class Progress:
             samples_in_epoch=0,
         )
 
-    def resumed(self, checkpoint: Mapping[str, Any], told: Mapping[str, str] = GIVEN) -> Progress:
-        """The progress that a checkpoint continues; `told`: of which fields differences are told, and their keys."""
-        absent = [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]
-        if absent:
+    def resumed(self, checkpoint: Mapping[str, Any], keys: Mapping[str, str] = GIVEN) -> Progress:
+        """The progress that a checkpoint continues. `keys`: fields that the config gives, and by which keys, so that
+        the log says which value counts."""
+        if absent := [key for key in TORCHTUNE_KEYS.values() if key not in checkpoint]:
             raise ConfigError(
                 f"resume_from_checkpoint is True, but the checkpoint has no {', '.join(absent)}: "
                 "set checkpointer.recipe_checkpoint to the recipe state of an unfinished run"
             )
-        saved = self._read(checkpoint)
-        going_on = replace(saved, total_epochs=self.total_epochs)
-        if going_on.finished:
+        theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
+        if theirs["epochs_run"] < 0:
+            raise ConfigError(f"the checkpoint has epochs_run {theirs['epochs_run']}: its recipe state is damaged")
+        ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
+        past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
+        begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
+        saved = Progress(**theirs, past=past, begun=begun, **ours)
+        resumed = replace(saved, total_epochs=self.total_epochs)
+        if resumed.finished:
             raise ConfigError(
-                f"epochs is {going_on.total_epochs}, but the checkpoint to resume from already has "
-                f"{going_on.epochs_run}: raise epochs, or set resume_from_checkpoint: False"
+                f"epochs is {self.total_epochs}, but the checkpoint to resume from already has "
+                f"{resumed.epochs_run}: raise epochs, or set resume_from_checkpoint: False"
             )
-        self._log_differences(saved, going_on, told)
-        return going_on
+        for field, key in keys.items():
+            configured, then, now = (getattr(progress, field) for progress in (self, saved, resumed))
+            if configured != then and dist.get_rank() == 0:
+                logger.info("%s: config %s, checkpoint %s; using %s", key, configured, then, now)
+        return resumed
 
     def recipe_state(self) -> dict[str, object]:
         """The progress in torchtune's keys, and one of ours that its recipes ignore."""
         values = asdict(self)
-        ours = {name: values[name] for name in ADAPTIVE_FIELDS}
+        ours = {name: value for name, value in values.items() if name not in TORCHTUNE_KEYS}
         return {**{key: values[field] for field, key in TORCHTUNE_KEYS.items()}, ADAPTIVE_KEY: json.dumps(ours)}
-
-    def _read(self, checkpoint: Mapping[str, Any]) -> Progress:
-        theirs = {field: checkpoint[key] for field, key in TORCHTUNE_KEYS.items()}
-        if (wrong := theirs["epochs_run"]) < 0:
-            raise ConfigError(f"the checkpoint says that {wrong} epochs were run: its recipe state is damaged")
-        ours = {"ranks": self.ranks, **json.loads(checkpoint.get(ADAPTIVE_KEY) or "{}")}
-        past = tuple(EpochSizes(**sizes) for sizes in ours.pop("past", ()))
-        begun = EpochSizes(**sizes) if (sizes := ours.pop("begun", None)) else None
-        return Progress(**theirs, past=past, begun=begun, **ours)
-
-    def _log_differences(self, saved: Progress, going_on: Progress, told: Mapping[str, str]) -> None:
-        if dist.get_rank() != 0:
-            return
-        for field, key in told.items():
-            configured, kept, chosen = (getattr(progress, field) for progress in (self, saved, going_on))
-            if configured != kept:
-                logger.info("%s: config %s, checkpoint %s; using %s", key, configured, kept, chosen)
 
 
 def start_progress(settings: Settings, ranks: int) -> Progress:

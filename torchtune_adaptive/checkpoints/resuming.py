@@ -1,6 +1,6 @@
 """Where a run starts: anew, or from which checkpoint. Rank 0 looks and decides; the others are told.
 
-resume_from_checkpoint: False    anew, in an output directory without checkpoints
+resume_from_checkpoint: False    anew, in an output directory without checkpoints, or with overwrite_output_dir
                         auto     the newest complete checkpoint of this run, or anew where there is none
                         True     as torchtune has it: from the files that the config names
 """
@@ -16,22 +16,19 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch.distributed as dist
-from omegaconf import DictConfig
+from omegaconf import DictConfig, ListConfig
 
-from torchtune_adaptive.checkpoints import folders
-from torchtune_adaptive.checkpoints.folders import FoundCheckpoint
+from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
-from torchtune_adaptive.checkpoints.manifest import Manifest
-from torchtune_adaptive.checkpoints.named import named_files
-from torchtune_adaptive.checkpoints.overwriting import check_fresh_start
-from torchtune_adaptive.checkpoints.sources import Files, files_of
+from torchtune_adaptive.checkpoints.named import file_names, named_files
+from torchtune_adaptive.checkpoints.store import Files, FoundCheckpoint, Manifest, files_of
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.keys import AUTO, Settings
 from torchtune_adaptive.engine.ranks import from_all_ranks, from_rank_0
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life.launcher import command_to_go_on, this_launcher
 from torchtune_adaptive.life.output_lock import Lock, take, unwritable
-from torchtune_adaptive.life.started_by import command_to_go_on, this_launcher
 from torchtune_adaptive.life.this_run import THIS_RUN, was_restarted
 from torchtune_adaptive.rehearsal import REHEARSAL
 
@@ -54,7 +51,6 @@ class Start:
     """The last one that is in it, where it says so."""
     locks: tuple[Lock, ...] = ()
     """Locks that keep other runs out until this one is over; held by rank 0."""
-
     overwrites: int = 0
     """Checkpoints of another run in the output directory, to be removed once training can begin."""
     mark: str = ""
@@ -80,7 +76,8 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     launchers = sorted({each for each in from_all_ranks(this_launcher()) if each is not None})
     if dist.get_rank() == 0:
         try:
-            THIS_RUN.relaunched = _has_begun_under(launchers, settings)
+            before = [run for run in map(run_file.read, places_of(settings)) if run is not None]
+            THIS_RUN.relaunched = any(launcher in run.launchers for run in before for launcher in launchers)
             locks.extend(map(take, places_of(settings)))
             decided = decide(settings, recipe, steps)
         except (AdaptiveError, RunFinished) as error:
@@ -92,8 +89,13 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
         raise start
     assert start is not None, "rank 0 has decided"
     _check_shared(start, settings)
-    _note(start, settings, launchers)
+    _leave_note(start, settings, launchers)
     return replace(start, locks=tuple(locks))
+
+
+def checkpoint_directory(settings: Settings) -> Path:
+    section = components.require(settings.config, "checkpointer")
+    return Path(section.get("output_dir", None) or settings.output_dir)
 
 
 def places_of(settings: Settings) -> list[Path]:
@@ -102,54 +104,27 @@ def places_of(settings: Settings) -> list[Path]:
     return list(dict.fromkeys(places))
 
 
-def _has_begun_under(launchers: Sequence[str], settings: Settings) -> bool:
-    """Whether one of these launchers has started a run here before: it is this one then."""
-    before = filter(None, map(run_file.read, places_of(settings)))
-    return any(each in run.launchers for run in before for each in launchers)
-
-
-def _note(start: Start, settings: Settings, launchers: list[str]) -> None:
-    """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
-    if REHEARSAL.on:
-        return
-    THIS_RUN.places = tuple(places_of(settings))
-    if dist.get_rank() == 0:
-        for place in THIS_RUN.places:
-            before = run_file.read(place) if was_restarted() else None
-            serial = before.serial if before else start.serial
-            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
-
-
-def checkpoint_directory(settings: Settings) -> Path:
-    section = components.require(settings.config, "checkpointer")
-    return Path(section.get("output_dir", None) or settings.output_dir)
-
-
 def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:
     """On rank 0: looks at the output directory, and prepares it for what the run will write."""
     directory = checkpoint_directory(settings)
-    check_names_are_free(directory)
-    found = folders.find_checkpoints(directory)
-    serial = 1 + max((each.manifest.serial for each in found if each.manifest), default=-1)
-    mode = settings.resume_from_checkpoint
-    own = found if mode == AUTO else _saved_before_the_restart(found, settings, directory)
-    chosen = _newest(own, settings, recipe, directory, steps) if mode == AUTO or own else None
-    files: Files | None = None
-    manifest: Manifest | None = None
-    if chosen is not None and chosen.manifest is not None:
-        files, manifest = files_of(chosen.path, chosen.manifest), chosen.manifest
-    elif mode is True:
-        files, manifest = named_files(
-            settings.config, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
-        )
-        _check_rest_of_epoch(settings.config, recipe, manifest)
-    else:
-        check_fresh_start(found, settings, directory, recipe)
+    found = store.find_checkpoints(directory)
+    try:
+        files, manifest = choose(settings, recipe, found, steps)
+    except RunFinished:
+        if store.leftovers(directory):  # a kill right after the last checkpoint
+            _prune(directory, settings)
+            with suppress(OSError):
+                store.clean(directory)  # last: where this is killed too, what is left says that there is more to do
+        raise
+    if files is not None and manifest is not None:
+        _prune(directory, settings, resumed_from=files.folder.name)
     if files is not None:
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
+    elif settings.resume_from_checkpoint == AUTO:
+        logger.info("fresh start: %s contains no checkpoint yet", directory)
     return Start(
         run=manifest.run if manifest else uuid.uuid4().hex[:12],
-        serial=serial,
+        serial=1 + max((each.manifest.serial for each in found if each.manifest), default=-1),
         files=files,
         step=manifest.position.step if manifest else 0,
         overwrites=len(found) if files is None else 0,
@@ -157,41 +132,54 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     )
 
 
-def _saved_before_the_restart(
-    found: Sequence[FoundCheckpoint], settings: Settings, directory: Path
-) -> list[FoundCheckpoint]:
-    """Checkpoints of this run since it was told where to start: a launcher that restarts it repeats the command, and a
-    run that always went back to the same place might never get past it."""
-    begun = run_file.read(directory)
-    if settings.resume_from_checkpoint is not True or begun is None or not was_restarted():
-        return []
-    return [each for each in found if each.manifest and each.manifest.serial >= begun.serial]
-
-
-def _newest(
-    found: Sequence[FoundCheckpoint], settings: Settings, recipe: str, directory: Path, steps: StepsOnRanks | None
-) -> FoundCheckpoint | None:
-    """The newest intact checkpoint, if it is one of this run."""
-    chosen, passed_over = folders.newest_intact(found)
-    for each in passed_over:
+def choose(
+    settings: Settings, recipe: str, found: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
+) -> tuple[Files | None, Manifest | None]:
+    """What a run goes on from, and what that says of itself; nothing for a fresh start. Refuses what cannot be meant,
+    and changes nothing."""
+    directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
+    if file := next((path for path in store.named(directory) if not path.is_dir() and path.exists()), None):
+        raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
+    own: Sequence[FoundCheckpoint] = found if mode == AUTO else []
+    if mode is True and was_restarted() and (begun := run_file.read(directory)) is not None:
+        # A launcher repeats the command, and a run that always went back to the same place might never get past it.
+        own = [each for each in found if each.manifest and each.manifest.serial >= begun.serial]
+    newest, skipped = store.newest_intact(own)
+    for each in skipped:
         logger.warning("skipped: %s %s", each.path, each.fault)
-    if chosen is None or chosen.manifest is None:
-        if not found:
-            logger.info("fresh start: %s contains no checkpoint yet", directory)
-        return None
-    check_same_run(chosen.manifest, settings.config, recipe, directory)
-    _check_unfinished(chosen, chosen.manifest, settings, steps)
-    return chosen
+    if newest is not None and newest.manifest is not None:
+        _check_same_run(newest.manifest, settings, recipe, directory)
+        _check_unfinished(newest, newest.manifest, settings, steps)
+        return files_of(newest.path, newest.manifest), newest.manifest
+    if mode is True:
+        files, manifest = named_files(settings, recipe, directory, found)
+        _check_rest_of_epoch(settings.config, recipe, manifest)
+        return files, manifest
+    if found:
+        _check_may_overwrite(found, settings, directory, recipe)
+    return None, None
 
 
-def check_same_run(saved: Manifest, cfg: DictConfig, recipe: str, directory: Path) -> None:
-    """Refuses to go on with the checkpoint of another run."""
-    changed = difference(identity_of(cfg, recipe), saved.identity)
+def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory: Path) -> None:
+    changed = difference(identity_of(settings.config, recipe), saved.identity)
     if changed is not None:
         raise ConfigError(
             f"cannot resume (resume_from_checkpoint is auto): {changed} in the run whose checkpoints are in "
             f"{directory}; set it back, or start a new run, either with another output_dir or with "
             "resume_from_checkpoint: False and overwrite_output_dir: True"
+        )
+
+
+def _check_unfinished(
+    newest: FoundCheckpoint, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None
+) -> None:
+    position = manifest.position
+    # by the ranks that it had: on others a step has other samples, and what is half done would look finished
+    if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
+        more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
+        raise RunFinished(
+            f"nothing left to train: the run is finished, and its last checkpoint is {newest.path} ({position}); "
+            f"{more} to continue from there"
         )
 
 
@@ -207,32 +195,53 @@ def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None
         )
 
 
-def _check_unfinished(
-    chosen: FoundCheckpoint, manifest: Manifest, settings: Settings, steps: StepsOnRanks | None
-) -> None:
-    position = manifest.position
-    # by the ranks that it had: on others a step has other samples, and what is half done would look finished
-    if position.epochs >= settings.epochs if steps is None else position.step >= steps(manifest.ranks):
-        _finish_cleaning(chosen.path.parent, settings)
-        more = f"set epochs above {position.epochs}" if steps is None else "raise num_steps"
-        raise RunFinished(
-            f"nothing left to train: the run is finished, and its last checkpoint is {chosen.path} ({position}); "
-            f"{more} to continue from there"
-        )
-
-
-def _finish_cleaning(directory: Path, settings: Settings) -> None:
-    """Sets the links and prunes, which a kill right after the last checkpoint has prevented."""
-    if not folders.leftovers(directory):
+def _check_may_overwrite(found: Sequence[FoundCheckpoint], settings: Settings, directory: Path, recipe: str) -> None:
+    """Refuses a fresh start that would mix its checkpoints with those found, unless it may remove them."""
+    fresh, complete = settings.resume_from_checkpoint is False, any(each.manifest for each in found)
+    if fresh and settings.overwrite_output_dir and not was_restarted():
+        _check_not_needed(settings.config, found)
         return
-    with suppress(OSError):  # the run is finished all the same
-        folders.tidy(directory, settings.keep_last_n_checkpoints, resumed_from=None)
-        folders.clean(directory)  # last: where this is killed too, what is left over says that there is more to do
+    if fresh and was_restarted() and complete:
+        raise ConfigError(
+            "the launcher has restarted this run with resume_from_checkpoint=False, but the checkpoints in "
+            f"{str(directory)!r} may be its own: set resume_from_checkpoint=auto to resume from them"
+        )
+    if fresh and complete:
+        resume = "resume that run (resume_from_checkpoint=auto), "
+    elif recipe == "full_ppo":  # which takes no files by their names
+        resume = ""
+    else:
+        resume = "resume that run (resume_from_checkpoint=True and the files to resume from), "
+    names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
+    raise ConfigError(
+        f"output_dir {str(directory)!r} contains checkpoints of an earlier run ({names}), which a fresh start would "
+        f"mix with its own: {resume}choose another output_dir, or set resume_from_checkpoint=False and "
+        "overwrite_output_dir=True to remove them"
+    )
 
 
-def check_names_are_free(directory: Path) -> None:
-    if file := next((path for path in folders.named(directory) if not path.is_dir() and path.exists()), None):
-        raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
+def _check_not_needed(cfg: DictConfig, found: Sequence[FoundCheckpoint]) -> None:
+    """Refuses to remove a folder that holds anything to start from, links followed."""
+    section, folders = cfg.checkpointer, {each.path.resolve() for each in found}
+    folder = Path(str(section.get("checkpoint_dir"))).resolve()
+    read = [("checkpoint_dir", folder)]
+    if isinstance(files := section.get("checkpoint_files"), ListConfig | DictConfig):
+        read += [("checkpoint_files", (folder / name).resolve()) for name in file_names(files)]
+    for key in ("adapter_checkpoint", "recipe_checkpoint"):
+        if isinstance(name := section.get(key), str):
+            read.append((key, (folder / name).resolve()))
+    for key, path in read:
+        if not folders.isdisjoint((path, *path.parents)):
+            raise ConfigError(
+                f"overwrite_output_dir is True, but checkpointer.{key} is {str(path)!r}, which would be removed: "
+                "choose another output_dir"
+            )
+
+
+def _prune(directory: Path, settings: Settings, resumed_from: str | None = None) -> None:
+    """Removes what the run would have removed, had it not been killed: it may need the room for its next checkpoint."""
+    with suppress(OSError):
+        store.tidy(directory, settings.keep_last_n_checkpoints, resumed_from)
 
 
 def _prepare(directory: Path) -> str:
@@ -241,9 +250,9 @@ def _prepare(directory: Path) -> str:
     mark = uuid.uuid4().hex
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        folders.clean(directory)
-        (directory / folders.SAVING).mkdir()
-        (directory / folders.SAVING / mark).touch()
+        store.clean(directory)
+        (directory / store.SAVING).mkdir()
+        (directory / store.SAVING / mark).touch()
     except OSError as error:
         raise unwritable(directory, error) from error
     return mark
@@ -253,12 +262,27 @@ def _check_shared(start: Start, settings: Settings) -> None:
     """Collective: a checkpoint that only one node has is lost to the others, and to the run that goes on elsewhere."""
     directory = checkpoint_directory(settings)
     # the folder alone would not tell: on a disk of its own, a rank may have one of an earlier run
-    seen = from_all_ranks((directory / folders.SAVING / start.mark).exists())
-    blind = [rank for rank, sees in enumerate(seen) if not sees]
-    if not blind:
+    seen = from_all_ranks((directory / store.SAVING / start.mark).exists())
+    if all(seen):
         return
-    message = f"output_dir {str(directory)!r} is not shared by all nodes: rank {blind[0]} does not see rank 0's"
+    message = (
+        f"output_dir {str(directory)!r} is not shared by all nodes: rank {seen.index(False)} does not see rank 0's"
+    )
     if settings.resume_from_checkpoint is not False or settings.enable_async_checkpointing:
         raise ConfigError(f"{message}; put it on a file system that all nodes mount")
     if dist.get_rank() == 0:
         logger.warning("%s; checkpoints are only on rank 0's node", message)
+
+
+def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
+    """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
+    if REHEARSAL.on:
+        return
+    THIS_RUN.places = tuple(places_of(settings))
+    if dist.get_rank() == 0:
+        for place in THIS_RUN.places:
+            before = run_file.read(place)
+            if before and before.ended == run_file.FINISHED:
+                THIS_RUN.finished_before[place] = before
+            serial = before.serial if before and was_restarted() else start.serial
+            run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)

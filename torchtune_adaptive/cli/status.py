@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
-from torchtune_adaptive.checkpoints.folders import FoundCheckpoint, compared, find_checkpoints
+from torchtune_adaptive.checkpoints.store import FoundCheckpoint, compared, find_checkpoints
 from torchtune_adaptive.life import run_file
 from torchtune_adaptive.life.output_lock import holder
 from torchtune_adaptive.life.run_file import RunFile

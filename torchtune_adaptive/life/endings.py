@@ -1,58 +1,20 @@
-"""How ranks end: with one message for all of them, and no later than the launcher that started them."""
+"""Exit statuses, and what would end a process with the wrong one."""
 
 from __future__ import annotations
 
-import ctypes
 import io
 import os
-import signal
 import sys
-import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError
-from torchtune_adaptive.life.this_run import THIS_RUN
 
-UNTIL_ENDED_S = 10.0
-"""How long a rank without a message waits to be ended by the launcher, so that the rank that spoke ends first."""
 NOBODY_READS = 141
 """The exit status that shells give to a command whose pipe was closed."""
 INTERRUPTED = 130
 """The exit status that shells give to a command ended by Ctrl-C."""
-_PR_SET_PDEATHSIG = 1
-
-
-def speaks_first() -> bool:
-    """Whether this rank is the first of its machine to report a failure.
-
-    The first to make a file in the launcher's own directory speaks. It is the one that failed: its peers lose their
-    connections to it later, when its process ends. Without such a launcher ranks cannot know of each other, and each
-    speaks.
-    """
-    told = _told_file(os.environ)
-    return told is None or int(os.environ.get("WORLD_SIZE", "1")) == 1 or makes_first(told)
-
-
-def makes_first(file: Path) -> bool:
-    """Makes a file; whether nobody had before, or that cannot be told: a message twice is better than none."""
-    try:
-        file.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:
-        pass
-    return True
-
-
-def end_silently() -> None:
-    """Ends a rank for which another has spoken."""
-    sys.unraisablehook = lambda _: None
-    if not THIS_RUN.asked_to_stop():  # else the launcher has done what it can
-        time.sleep(UNTIL_ENDED_S)
-    sys.exit(1)
 
 
 @contextmanager
@@ -95,31 +57,3 @@ def refusing_early_exits() -> Iterator[None]:
             f"sys.exit({error.code!r}) in {called.name} ({called.filename}, line {called.lineno}) ended the run early; "
             "raise an error there, or return"
         ) from error
-
-
-def end_with_the_launcher() -> None:
-    """Makes the kernel end this rank as soon as torchrun is gone, even by SIGKILL."""
-    if sys.platform != "linux" or "TORCHELASTIC_RUN_ID" not in os.environ:
-        return
-    launcher = os.getppid()
-    with suppress(OSError, AttributeError):  # a C library without prctl: as without this function
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != launcher:  # it was gone before the kernel knew
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def attempt_folder(environment: Mapping[str, str]) -> Path | None:
-    """Torchrun's folder for this machine's ranks; every restart has a new one."""
-    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parents[1] if error_file else None
-
-
-def somebody_told(environment: Mapping[str, str]) -> bool:
-    """Whether some rank of this attempt has spoken of its failure."""
-    told = _told_file(environment)
-    return told is not None and told.exists()
-
-
-def _told_file(environment: Mapping[str, str]) -> Path | None:
-    folder = attempt_folder(environment)
-    return folder / "told" if folder else None

@@ -2,16 +2,19 @@
 
 A thread beats, so a rank that is only busy is heard: it may save, compile or wait for its dataset for as long as it
 likes. What is not heard is a process that is stopped, or a machine that hangs, and so would never end what its peers
-wait for.
+wait for. Then the others end, and say which it was and how to go on.
 """
+
+from __future__ import annotations
 
 import os
 import socket
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,6 +22,11 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from torchtune_adaptive.engine.ranks import from_rank_0
+from torchtune_adaptive.errors import RunFinished, RunStopped
+from torchtune_adaptive.life import run_file
+from torchtune_adaptive.life.launcher import speaks_first
+from torchtune_adaptive.life.this_run import THIS_RUN, saved_and_what_next
+from torchtune_adaptive.rehearsal import REHEARSAL
 from torchtune_adaptive.text import ranks_named
 
 BEATS_PER_TIMEOUT = 16
@@ -39,14 +47,18 @@ class Silent(NamedTuple):
     seconds: float
     """The time-out, within which it was found."""
 
+    @property
+    def fact(self) -> str:
+        who = f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has"
+        if self.ranks:
+            who = f"{ranks_named(self.ranks)} ({self.where}) {'has' if len(self.ranks) == 1 else 'have'}"
+        return f"{who} not responded for {self.seconds:.0f} s"
+
     def __str__(self) -> str:
-        if not self.ranks:
-            return (
-                f"the rendezvous store, hosted by rank 0 ({self.where}) or its launcher, has not responded for "
-                f"{self.seconds:.0f} s"
-            )
-        has = "has" if len(self.ranks) == 1 else "have"
-        return f"{ranks_named(self.ranks)} ({self.where}) {has} not responded for {self.seconds:.0f} s"
+        without = "them" if len(self.ranks) > 1 else "it"
+        waiting = "" if self.ranks else " (their launchers may wait for it indefinitely: end those first)"
+        others = f"and the other ranks cannot continue without {without}{waiting}"
+        return f"{self.fact} (adaptive.silent_rank_timeout), {others}"
 
 
 class Silence:
@@ -179,6 +191,32 @@ class Heartbeat:
     def _text(self, key: str) -> str:
         """What the store has; nothing where it has nothing yet, for which `get` would wait."""
         return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+@contextmanager
+def ending_when_a_rank_is_silent(timeout_s: float | None) -> Iterator[None]:
+    """Collective, where there are several ranks: while open, no rank waits longer than that for one that hangs."""
+    if timeout_s is None or REHEARSAL.on or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    heartbeat = Heartbeat(timeout_s, _end)
+    with_all_others = True
+    try:
+        yield
+    except BaseException as error:
+        with_all_others = isinstance(error, RunFinished | RunStopped)
+        raise
+    finally:
+        heartbeat.stop(as_it_should=with_all_others)
+
+
+def _end(silent: Silent) -> None:
+    """Ends the run from a thread: the main thread is in a collective that will never end."""
+    if speaks_first():
+        with suppress(OSError):
+            print(f"\nerror: {silent}; {saved_and_what_next()}", file=sys.stderr, flush=True)
+        THIS_RUN.try_to_note(run_file.STOPPED, silent.fact)
+    os._exit(1)
 
 
 def _beat_of(rank: int) -> str:

@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch.distributed as dist
 from omegaconf import DictConfig
@@ -37,16 +37,10 @@ from torchtune_adaptive.errors import (
 )
 from torchtune_adaptive.life import run_file
 from torchtune_adaptive.life.console import SHOW_CONFIG, outlive_readers, show_decisions, tell_error
-from torchtune_adaptive.life.endings import (
-    INTERRUPTED,
-    end_silently,
-    end_with_the_launcher,
-    printing,
-    refusing_early_exits,
-    speaks_first,
-)
+from torchtune_adaptive.life.endings import INTERRUPTED, printing, refusing_early_exits
+from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
+from torchtune_adaptive.life.launcher import end_with_the_launcher, speaks_first, tell_the_launcher
 from torchtune_adaptive.life.signals import listen, stop_listening
-from torchtune_adaptive.life.silent_ranks import ending_when_a_rank_is_silent
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing, saved_and_what_next
 from torchtune_adaptive.text import ranks_named
 
@@ -169,41 +163,40 @@ def _ending_well(work: Callable[[], None], remedies: Mapping[Remedy, str] = KEYS
             work()
         except AdaptiveError as error:
             stop_listening()
-            _end_with(error, in_keys(error, remedies))
-        except Exception:
+            if speaks_first():
+                _tell(error, in_keys(error, remedies))
+            _exit(1)
+        except Exception as error:  # noqa: BLE001 - told here, and the process ends
             stop_listening()
-            if not speaks_first():
-                end_silently()
-            raise
+            if speaks_first():
+                tell_the_launcher("".join(traceback.format_exception(error)))
+                sys.excepthook(type(error), error, error.__traceback__)
+            _exit(1)
     except KeyboardInterrupt:  # it may also come while another error is told
-        _end_interrupted()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if speaks_first():  # all ranks are told at once, and the launcher waits for them
+            print("\ninterrupted", file=sys.stderr, flush=True)
+        _exit(INTERRUPTED)
     finally:
         let_go()
 
 
-def _end_with(error: AdaptiveError, message: str) -> None:
-    if not speaks_first():
-        end_silently()
-    if isinstance(error, RanksPartedError):  # the same command goes on: nothing has to be changed
-        message = f"{message}; {saved_and_what_next()}"
-    else:
-        THIS_RUN.note_end(run_file.ERROR, message)
+def _tell(error: AdaptiveError, message: str) -> None:
     if os.environ.get("TORCHTUNE_ADAPTIVE_TRACEBACK"):
         traceback.print_exception(error)
+    passes = isinstance(error, RanksPartedError)  # the same command goes on: nothing has to be changed
     # until the ranks have met, an error is about the config, which is the same for all of them
     where = f" (rank {_rank()})" if _rank() != 0 and dist.is_initialized() else ""
-    tell_error(message, where)
-    # what was only half built complains when it is collected
-    sys.unraisablehook = lambda _: None
-    sys.exit(1)
+    tell_error(f"{message}; {saved_and_what_next()}" if passes else message, where)
+    tell_the_launcher(f"error{where}: {message}")
+    if not passes:
+        THIS_RUN.note_end(run_file.ERROR, message)
 
 
-def _end_interrupted() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if speaks_first():  # all ranks are told at once, and the launcher waits for them
-        print("\ninterrupted", file=sys.stderr, flush=True)
-    sys.unraisablehook = lambda _: None
-    sys.exit(INTERRUPTED)
+def _exit(status: int) -> NoReturn:
+    """Ends this rank, whether or not it has spoken: the launcher ends the others."""
+    sys.unraisablehook = lambda _: None  # what was only half built complains when it is collected
+    sys.exit(status)
 
 
 def _rank() -> int:

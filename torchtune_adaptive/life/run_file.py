@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from torchtune_adaptive.atomic_files import reason, replace_file
+from torchtune_adaptive.atomic_files import read_json, reason, replace_file
 
 logger = logging.getLogger(__name__)
 
@@ -57,52 +57,37 @@ def begin(directory: Path, command: str, checkpoints: Path, serial: int, launche
         output_dir=str(here),
         launchers=list(launchers),
     )
-    _write(directory, run)
+    write(directory, run)
 
 
 def end(directory: Path, how: str, message: str = "") -> None:
     run = read(directory)
     if run is not None and (how != ASKED or run.ended in (None, ASKED)):
-        _write(directory, replace(run, ended=how, message=message))
+        write(directory, replace(run, ended=how, message=message))
 
 
 def read(directory: Path) -> RunFile | None:
+    """None where there is no file, or one that somebody has edited so that a value has not its type."""
     try:
-        run = RunFile(**json.loads((directory / RUN_FILE).read_bytes()))
+        run = RunFile(**(read_json(directory / RUN_FILE) or {}))
+        texts = (run.command, run.folder, run.checkpoints, run.started_at, run.ended or "", run.message, run.output_dir)
+        sound = type(run.serial) is int and isinstance(run.launchers, list)
+        return run if sound and all(isinstance(text, str) for text in (*texts, *run.launchers)) else None
     except (OSError, ValueError, TypeError):
         return None
-    return run if _is_sound(run) else None
 
 
-def _is_sound(run: RunFile) -> bool:
-    """Whether every value has its type: anybody may have edited the file."""
-    texts = (run.command, run.folder, run.checkpoints, run.started_at, run.ended or "", run.message, run.output_dir)
-    return (
-        type(run.serial) is int
-        and isinstance(run.launchers, list)
-        and all(isinstance(text, str) for text in (*texts, *run.launchers))
-    )
-
-
-def _write(directory: Path, run: RunFile) -> None:
+def write(directory: Path, run: RunFile) -> None:
     """A run is worth more than a file about it, so a full disk ends none. But what the run before it has left there
     would be taken for its own."""
     path, content = directory / RUN_FILE, json.dumps(asdict(run), indent=1).encode()
     try:
-        try:
-            replace_file(path, content)
-        except OSError:
-            _overwrite(path, content)
+        replace_file(path, content)
     except OSError as error:
+        with suppress(OSError), path.open("r+b", buffering=0) as file:  # into the room that it has: the disk is full
+            file.truncate(file.write(content))
+            if path.stat().st_size == len(content):
+                return
         logger.warning(
             "cannot write %s (%s): `tune-adaptive status` cannot report how this run ended", path, reason(error)
         )
-
-
-def _overwrite(path: Path, content: bytes) -> None:
-    """Writes into a file that is there, and so into the room that it has: a full disk has no other."""
-    with path.open("r+b", buffering=0) as file:
-        written = file.write(content)
-        file.truncate()
-    if written < len(content):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -13,13 +13,17 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import Enum, auto
-from pathlib import Path
 from types import FrameType
 
 from torchtune_adaptive.life import run_file
-from torchtune_adaptive.life.endings import attempt_folder, makes_first, somebody_told, speaks_first
-from torchtune_adaptive.life.started_by import launcher_waits_s
+from torchtune_adaptive.life.launcher import (
+    a_peer_has_failed,
+    attempt_folder,
+    launcher_waits_s,
+    makes_first,
+    note_own_pid,
+    speaks_first,
+)
 from torchtune_adaptive.life.this_run import THIS_RUN, Doing
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -29,20 +33,7 @@ RANK_0_FIRST_S = 0.2
 """What comes to all ranks is told by rank 0."""
 LEAST_NOTICE_S, SHARE_OF_NOTICE = 2.0, 0.1
 """How long before the launcher kills this rank it says what is lost by that; of what the launcher waits."""
-PID_FILE, ASKED_FILE = "pid", "asked"
-
-
-class Meaning(Enum):
-    FIRST = auto()
-    COPY = auto()
-    """The first signal, heard a second time by another way."""
-    AGAIN = auto()
-
-
-def meaning_of(first_at_s: float | None, now_s: float) -> Meaning:
-    if first_at_s is None:
-        return Meaning.FIRST
-    return Meaning.COPY if now_s - first_at_s <= ONE_SIGNAL_S else Meaning.AGAIN
+ASKED_FILE = "asked"
 
 
 def listen() -> None:
@@ -56,7 +47,7 @@ def listen() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _leave_it_to_the_thread)
             signal.siginterrupt(number, False)  # nor is a system call in the main thread disturbed
-    _note_own_pid(os.environ)
+    note_own_pid(os.environ)
     os.register_at_fork(after_in_child=stop_listening)  # a data worker that is told to end is no end of the run
     threading.Thread(target=_hear, args=(reader,), daemon=True).start()
 
@@ -78,11 +69,10 @@ def _hear(reader: int) -> None:
         for number in numbers:
             if number not in HANDLED:
                 continue
-            meaning = meaning_of(first_at_s, time.monotonic())
-            if meaning is Meaning.FIRST:
+            if first_at_s is None:
                 first_at_s = time.monotonic()
                 _first(signal.Signals(number))
-            elif meaning is Meaning.AGAIN:
+            elif time.monotonic() - first_at_s > ONE_SIGNAL_S:
                 _end_at_once(signal.Signals(number))
 
 
@@ -160,29 +150,3 @@ def _lost() -> str:
 def _say(line: str) -> None:
     with suppress(OSError):  # a terminal that has hung up takes no more lines
         print(f"\n{line}", file=sys.stderr, flush=True)
-
-
-def _note_own_pid(environment: Mapping[str, str]) -> None:
-    """Where the other ranks of this attempt find it."""
-    folder = attempt_folder(environment)
-    if folder is not None and "LOCAL_RANK" in environment:
-        with suppress(OSError):
-            (folder / environment["LOCAL_RANK"] / PID_FILE).write_text(str(os.getpid()))
-
-
-def a_peer_has_failed(environment: Mapping[str, str]) -> bool:
-    """Whether SIGTERM means that another rank of this machine is gone, and not that somebody asked the run to end."""
-    folder = attempt_folder(environment)
-    if folder is None:
-        return False
-    return somebody_told(environment) or any(_is_gone(path) for path in folder.glob(f"*/{PID_FILE}"))
-
-
-def _is_gone(path: Path) -> bool:
-    try:
-        os.kill(int(path.read_text()), 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, ValueError):  # not written yet
-        return False
-    return False

@@ -10,7 +10,8 @@ from enum import Enum
 from pathlib import Path
 
 from torchtune_adaptive.life import run_file
-from torchtune_adaptive.life.started_by import command_to_go_on
+from torchtune_adaptive.life.launcher import command_to_go_on
+from torchtune_adaptive.life.run_file import RunFile
 
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 LONGEST_NOTE_S = 2.0
@@ -39,6 +40,8 @@ class ThisRun:
     """The last step that is in it."""
     places: tuple[Path, ...] = ()
     """The folders that it writes into; none before it has found out where it starts."""
+    finished_before: dict[Path, RunFile] = field(default_factory=dict)
+    """What a finished run has left in them, to be put back where this one fails before it trains."""
     relaunched: bool = False
     """Whether a launcher of some rank has started this run before; known to rank 0."""
     _noting: threading.Lock = field(default_factory=threading.Lock)
@@ -47,7 +50,11 @@ class ThisRun:
     def note_end(self, how: str, message: str = "") -> None:
         with self._noting:
             for place in self.places:
-                run_file.end(place, how, message)
+                finished = self.finished_before.get(place)
+                if finished is not None and how == run_file.ERROR and self.doing is Doing.SETTING_UP:
+                    run_file.write(place, finished)
+                else:
+                    run_file.end(place, how, message)
 
     def try_to_note(self, how: str, message: str) -> None:
         """As `note_end`, where nobody may wait: the machine that hangs may be the one with the files."""

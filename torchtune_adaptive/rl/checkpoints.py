@@ -15,8 +15,8 @@ from torch import nn
 from torchtune import training
 
 from torchtune_adaptive.checkpoints.contents import Checkpointer, Sharded, State
-from torchtune_adaptive.checkpoints.loading import build_checkpointer, read_weights
-from torchtune_adaptive.checkpoints.sources import WEIGHTS, Files
+from torchtune_adaptive.checkpoints.loading import build_checkpointer, read_weights, section_writing_to
+from torchtune_adaptive.checkpoints.store import WEIGHTS, Files
 from torchtune_adaptive.config import components
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES
@@ -67,17 +67,15 @@ class TwoCheckpointers:
 def build_checkpointers(cfg: DictConfig, staging: Path, files: Files | None) -> TwoCheckpointers:
     """`checkpointer` and `value_checkpointer`, which read what the run goes on from, and write beside each other."""
     policy = build_checkpointer(cfg, staging, files)
-    plain = OmegaConf.to_container(components.require(cfg, VALUE_FILES), resolve=True)
-    assert isinstance(plain, dict)
-    plain["output_dir"] = str(staging / VALUE_FOLDER)
+    section = section_writing_to(cfg, VALUE_FILES, staging / VALUE_FOLDER)
     if files is not None:
         folder = files.folder / VALUE_FOLDER
         found = sorted(str(path) for path in folder.glob("*") if WEIGHTS.fullmatch(path.name))
         if not found:
             raise ConfigError(f"{folder} has no weights of a value model: this is not a PPO checkpoint")
-        plain["checkpoint_files"] = found
+        section["checkpoint_files"] = found
     (staging / VALUE_FOLDER).mkdir(parents=True, exist_ok=True)
-    value = components.build_section(VALUE_FILES, OmegaConf.create(plain), should_load_recipe_state=False)
+    value = components.build_section(VALUE_FILES, OmegaConf.create(section), should_load_recipe_state=False)
     for key in (REFERENCE_FILES, REWARD_FILES):  # the demo's make their weights, which belong to a run's identity
         frozen = OmegaConf.merge(components.require(cfg, key), {"output_dir": str(staging)})
         components.build_section(key, frozen, should_load_recipe_state=False)

@@ -16,7 +16,7 @@ from torchtune_adaptive.checkpoints.loading import build_checkpointer
 from torchtune_adaptive.checkpoints.progress import GIVEN, EpochSizes, Progress, SavedLimits, start_progress
 from torchtune_adaptive.checkpoints.resuming import StepsOnRanks, find_start
 from torchtune_adaptive.checkpoints.saving import Checkpoints
-from torchtune_adaptive.checkpoints.sources import Files
+from torchtune_adaptive.checkpoints.store import Files
 from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.engine.limits import Limit, RowLimit
 from torchtune_adaptive.engine.memory import MemorySource

@@ -19,7 +19,7 @@ from tests.hearing import listening
 from tests.ranks import run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import Finished, demo_config, run_ours, start_here
-from torchtune_adaptive.checkpoints.folders import find_checkpoints
+from torchtune_adaptive.checkpoints.store import find_checkpoints
 from torchtune_adaptive.demo.dataset import DemoDataset, demo_sample
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.errors import AdaptiveError, EarlyExitError, NotLearningError, SampleError, UnrecoverableError

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints.folders import find_checkpoints
-from torchtune_adaptive.life.silent_ranks import ending_when_a_rank_is_silent
+from torchtune_adaptive.checkpoints.store import find_checkpoints
+from torchtune_adaptive.life.heartbeat import ending_when_a_rank_is_silent
 
 ROWS, EPOCHS, READINGS = 2, 2, 30
 SAVE_EVERY, KEEP = 25, 2

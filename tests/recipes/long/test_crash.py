@@ -46,7 +46,7 @@ from tests.recipes.crash.points import (
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.variants import ASYNC, FULL, LORA, STEPS, Variant
 from tests.recipes.crash.victims import STOPPED, Life, struck_at
-from torchtune_adaptive.checkpoints.manifest import MANIFEST_FILE
+from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 from torchtune_adaptive.report.journal import STEPS_FILE
 
 

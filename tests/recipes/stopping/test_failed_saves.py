@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.ranks import run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints import background, contents, folders, saving
+from torchtune_adaptive.checkpoints import contents, saving, store
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.tune import place
 
@@ -48,14 +48,14 @@ def trained(kind: str, folder: Path, spoil: str, *overrides: str) -> tuple[str |
     except AdaptiveError as error:
         message = str(error)
         place.leave()
-    found = folders.find_checkpoints(folder / "out")
+    found = store.find_checkpoints(folder / "out")
     return message, sorted(each.name for each in found if each.manifest)
 
 
 def take_the_folder_away(recipe: Any, out: Path) -> None:
     dist.barrier()
     if dist.get_rank() == 0:
-        shutil.rmtree(out / folders.SAVING)
+        shutil.rmtree(out / store.SAVING)
     dist.barrier()
 
 
@@ -67,7 +67,7 @@ def take_it_away_between_saves(recipe: Any, out: Path) -> None:
 def put_a_file_in_its_place(recipe: Any, out: Path) -> None:
     take_the_folder_away(recipe, out)
     if dist.get_rank() == 0:
-        (out / folders.SAVING).write_text("in the way")
+        (out / store.SAVING).write_text("in the way")
     dist.barrier()
 
 
@@ -86,7 +86,7 @@ def no_memory_to_gather(recipe: Any, out: Path) -> Any:
 
 
 def no_memory_to_copy(recipe: Any, out: Path) -> Any:
-    return mock.patch.object(background, "copied_to_host", full) if dist.get_rank() == 1 else None
+    return mock.patch.object(saving, "copied_to_host", full) if dist.get_rank() == 1 else None
 
 
 def no_memory_to_merge(recipe: Any, out: Path) -> Any:

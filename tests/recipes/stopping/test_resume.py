@@ -35,6 +35,7 @@ WHOLE_RUN = (
 ADAMW: tuple[str, ...] = ()
 """As in the demo's config."""
 SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin]"
+SAVED_STATE = "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt"
 ASYNC = ("enable_async_checkpointing=True",)
 IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
 UNPADDED = ("adaptive.token_budget=500", "adaptive.padding=False")
@@ -55,7 +56,7 @@ class Case:
 
 FULL = {
     "ours": Case(to_resume=(SAVED_WEIGHTS,)),
-    "ours-by-stock": Case(then="stock", to_resume=(SAVED_WEIGHTS,)),
+    "ours-by-stock": Case(then="stock", to_resume=(SAVED_WEIGHTS, SAVED_STATE)),
     "stock-by-ours": Case(first="stock", optimizer=ADAMW, to_resume=(SAVED_WEIGHTS,), like="never-stopped-adamw"),
     "async-in-backward": Case(overrides=(*ASYNC, *IN_BACKWARD), like="never-stopped-in-backward"),
     "unpadded": Case(first="stock", overrides=UNPADDED, to_resume=(SAVED_WEIGHTS,), like="never-stopped-stock"),
@@ -170,6 +171,7 @@ def load(output_dir: Path) -> dict[str, Any]:
     checkpointer = FullModelTorchTuneCheckpointer(
         checkpoint_dir=str(output_dir.parent.parent / "weights"),
         checkpoint_files=[f"epoch_{EPOCHS - 2}/model-00001-of-00001.bin"],
+        recipe_checkpoint=f"epoch_{EPOCHS - 2}/recipe_state.pt",
         model_type="LLAMA3",
         output_dir=str(output_dir),
         should_load_recipe_state=True,

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from tests.ranks import PATIENCE, run_on_ranks
 from tests.recipes.running import demo_config, load_ours
-from torchtune_adaptive.checkpoints.folders import find_checkpoints, newest_intact
+from torchtune_adaptive.checkpoints.store import find_checkpoints, newest_intact
 from torchtune_adaptive.testing import FaultInjector
 
 RUN = (

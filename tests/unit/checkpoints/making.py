@@ -7,8 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torchtune_adaptive.checkpoints import folders
-from torchtune_adaptive.checkpoints.manifest import Manifest, Position, record_files, write_manifest
+from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints.store import Manifest, Position, record_files, write_manifest
 
 CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", "nested/config.json": b"{}"}
 
@@ -32,7 +32,7 @@ def manifest(serial: int = 0, **changes: Any) -> Manifest:
 def stage(
     directory: Path, name: str, serial: int = 0, *, content: Mapping[str, bytes] = CONTENT, **changes: Any
 ) -> Path:
-    folder = directory / folders.SAVING / name
+    folder = directory / store.SAVING / name
     for file, data in content.items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_bytes(data)
@@ -42,8 +42,8 @@ def stage(
 
 def save(directory: Path, name: str, serial: int = 0, **options: Any) -> Path:
     stage(directory, name, serial, **options)
-    return folders.publish(directory, name)
+    return store.publish(directory, name)
 
 
 def complete(directory: Path) -> list[str]:
-    return [found.name for found in folders.find_checkpoints(directory) if found.manifest]
+    return [found.name for found in store.find_checkpoints(directory) if found.manifest]

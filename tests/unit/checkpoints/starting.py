@@ -12,8 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.checkpoints.identity import identity_of
-from torchtune_adaptive.checkpoints.manifest import Position
 from torchtune_adaptive.checkpoints.resuming import Start, decide
+from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.config.checks import read_full_settings
 
 ADAPTER = {"adapter_model.pt": b"adapter", "recipe_state.pt": b"state"}

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.optim import AdamW8bit
 
-from torchtune_adaptive.checkpoints.background import BackgroundSave, copy_of
+from torchtune_adaptive.checkpoints.saving import BackgroundSave, Written, copy_of
 from torchtune_adaptive.engine.memory import plain_tensors
 
 COPIES = ("copy_", "clone", "_to_copy")
@@ -121,8 +121,8 @@ def test_a_save_tells_an_error_or_holds_everything(
     monkeypatch.setattr(FileSystem, "create_stream", on_a_full_disk)
     state = copy_of(of(*trained(torch.optim.AdamW)))
     published: list[str] = []
-    save = BackgroundSave(lambda finished: published.append(finished[0]))
-    save.start(tmp_path, state, ("step_1", None, []))  # type: ignore[arg-type]
+    save = BackgroundSave(lambda written: published.append(written.name))
+    save.start(tmp_path, state, Written("step_1", None, []))  # type: ignore[arg-type]
     error = save.wait()
     monkeypatch.undo()
     if error is None:

@@ -31,9 +31,10 @@ def test_both_values_are_told_as_they_were_given(configured: dict[str, Any], sav
 def test_weights_are_told_by_their_files_and_by_their_contents_where_these_have_one_name() -> None:
     ours = {"reward weights in b.pt": "2 bytes", "reference weights in c.pt": "3 bytes"}
     theirs = {"reward weights in a.pt": "1 bytes", "reference weights in c.pt": "4 bytes"}
-    assert difference(ours, theirs) == "reference weights in c.pt are 3 bytes, but were 4 bytes"
+    read = "reward weights are read from b.pt, but were read from a.pt"
+    assert difference(ours, theirs) == f"reference weights in c.pt are 3 bytes, but were 4 bytes, and {read}"
     del ours["reference weights in c.pt"], theirs["reference weights in c.pt"]
-    assert difference(ours, theirs) == "reward weights are read from b.pt, but were read from a.pt"
+    assert difference(ours, theirs) == read
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,12 @@ def test_weights_are_told_by_their_files_and_by_their_contents_where_these_have_
 def test_to_write_a_default_out_changes_nothing(section: dict[str, Any], key: str, value: Any) -> None:
     assert difference(section | {key: value}, section) is None
     assert difference(section, section | {key: value}) is None
+
+
+def test_all_that_has_changed_is_told_at_once() -> None:
+    ours, theirs = (dict.fromkeys("abcd", value) for value in (1, 2))
+    told = "a is 1, but was 2, and b is 1, but was 2, and c is 1, but was 2"
+    assert difference(ours, theirs) == f"{told}, and 1 more differ"
 
 
 def test_what_only_splits_an_update_of_ppo_may_change() -> None:

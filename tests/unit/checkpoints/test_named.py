@@ -9,8 +9,8 @@ import pytest
 from tests.unit.checkpoints.making import CONTENT, save
 from tests.unit.checkpoints.starting import ADAPTER, config, saved, start
 from torchtune_adaptive.checkpoints.identity import identity_of
-from torchtune_adaptive.checkpoints.manifest import Position
 from torchtune_adaptive.checkpoints.resuming import Start
+from torchtune_adaptive.checkpoints.store import Position
 from torchtune_adaptive.errors import ConfigError
 
 
@@ -25,7 +25,6 @@ def files(name: str) -> str:
 def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch, epochs=epoch + 1)
-    (tmp_path / "recipe_state").symlink_to("epoch_1")
     begun = named(tmp_path, files("epoch_0"))
     assert begun.files is not None
     assert begun.files.recipe_state == str(tmp_path / "epoch_0" / "recipe_state.pt")
@@ -36,8 +35,7 @@ def test_named_weights_bring_their_own_state(tmp_path: Path) -> None:
 def test_the_state_of_one_checkpoint_and_the_weights_of_another_are_refused(tmp_path: Path) -> None:
     for epoch in range(2):
         saved(tmp_path, f"epoch_{epoch}", epoch)
-    (tmp_path / "recipe_state").symlink_to("epoch_1")
-    state = "checkpointer.recipe_checkpoint=recipe_state/recipe_state.pt"
+    state = "checkpointer.recipe_checkpoint=epoch_1/recipe_state.pt"
     with pytest.raises(ConfigError, match=r"weights are from epoch_0 and the state is from epoch_1"):
         named(tmp_path, files("epoch_0"), state)
 

@@ -3,58 +3,85 @@
 from __future__ import annotations
 
 import errno
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch.distributed.checkpoint.api import CheckpointException
 
-from torchtune_adaptive.checkpoints import background, folders, loading, outcomes, problems
-from torchtune_adaptive.checkpoints.background import BackgroundSave
+from tests.unit.checkpoints.making import save
+from torchtune_adaptive.checkpoints import loading, saving, store
+from torchtune_adaptive.checkpoints.contents import cause
 from torchtune_adaptive.config.remedies import in_keys
-from torchtune_adaptive.errors import CheckpointError, UnrecoverableError
+from torchtune_adaptive.errors import CheckpointError, ConfigError
 
 
 def test_the_operating_systems_reason_is_found_below_torchs(tmp_path: Path) -> None:
     error = RuntimeError("basic_ios::clear: iostream error")
     error.__cause__ = OSError(errno.ENOSPC, "No space left on device")
-    assert problems.cause(error, tmp_path).startswith("No space left on device (")
+    assert cause(error, tmp_path).startswith("No space left on device (")
 
 
 def test_a_write_that_was_cut_off_is_told_where_torch_drops_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = RuntimeError("[enforce fail at inline_container.cc:603] . unexpected pos 64 vs 0")
-    assert "limit on the file size" in problems.cause(error, tmp_path)
-    monkeypatch.setattr(folders, "free_bytes", lambda path: 0)
-    assert problems.cause(error, tmp_path) == "no space left (0 B free)"
+    assert "limit on the file size" in cause(error, tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert cause(error, tmp_path) == "no space left (0 B free)"
+
+
+def test_where_room_is_missing_it_says_which_checkpoints_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, f"step_{step}", step)
+    full = OSError(errno.ENOSPC, "No space left on device")
+    assert cause(full, tmp_path).endswith(" free; step_4, step_2 may be removed)")
+    assert "may be removed" not in cause(OSError(errno.EIO, "Input/output error"), tmp_path)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
+    for short in (MemoryError(), RuntimeError("can't start new thread"), OSError(errno.ENOMEM, "?")):
+        assert cause(short, tmp_path) == "out of memory on the host of rank 1: free host memory"
+
+
+def test_what_a_save_would_fail_to_copy_is_refused_before_training(tmp_path: Path) -> None:
+    section = OmegaConf.create(
+        {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": str(tmp_path)}
+    )
+    (tmp_path / "model.safetensors").symlink_to("gone")  # a save does not copy weights
+    (tmp_path / ".cache").symlink_to("gone")
+    loading.check_what_saves_copy(section)
+    (tmp_path / "tokenizer.json").symlink_to("../blobs/1a2b")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json, but it is a link to \.\./blobs/1a2b, which does not"):
+        loading.check_what_saves_copy(section)
 
 
 def test_out_of_memory_in_a_save_nobody_is_sent_where_nothing_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    monkeypatch.setattr(outcomes.THIS_RUN, "newest", None)
+    monkeypatch.setattr(saving.THIS_RUN, "newest", None)
 
     def told() -> str:
-        with pytest.raises(UnrecoverableError) as caught, outcomes.naming("epoch_0"):
-            raise torch.OutOfMemoryError
-        return in_keys(caught.value)
+        return in_keys(saving.out_of_memory_in("epoch_0", torch.OutOfMemoryError()))
 
     advice = "train on more ranks or raise adaptive.memory_limit if it is set"
     again = "the same command and resume_from_checkpoint=auto"
     assert told().endswith(f"there is no earlier checkpoint; once that is fixed, start over with {again}; {advice}")
-    monkeypatch.setattr(outcomes.THIS_RUN, "newest", tmp_path)
+    monkeypatch.setattr(saving.THIS_RUN, "newest", tmp_path)
     assert told().endswith(f"the last good one is {tmp_path}; once that is fixed, resume with {again}; {advice}")
-    assert problems.cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
-    assert problems.cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: free host memory"
+    assert cause(torch.OutOfMemoryError(), tmp_path) == f"out of memory on rank 0: {advice}"
+    assert cause(MemoryError(), tmp_path) == "out of memory on the host of rank 0: free host memory"
 
 
 def test_a_folder_that_is_gone_is_said_to_be(tmp_path: Path) -> None:
-    assert problems.cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
+    assert cause(FileNotFoundError("x"), tmp_path / "gone") == "the folder is gone"
     with pytest.raises(FileNotFoundError):
-        folders.require_folder(tmp_path / "gone")
+        store.require_folder(tmp_path / "gone")
 
 
 class Reader:
@@ -99,10 +126,10 @@ def test_what_torchs_writer_raises_is_heard_although_it_is_no_exception(
 ) -> None:
     monkeypatch.setattr("torch.distributed.new_group", lambda *_, **__: lambda: None)  # whatever can be referred to
     published: list[object] = []
-    saving = BackgroundSave(published.append)
+    save = saving.BackgroundSave(published.append)
     failed: Future[object] = Future()
     failed.set_exception(CheckpointException("write", {}))
-    monkeypatch.setattr(background, "async_save", lambda *_, **__: failed)
-    saving.start(tmp_path / "step_6", {}, ("step_6", None, []))  # type: ignore[arg-type]
-    assert isinstance(saving.wait(), CheckpointException)
+    monkeypatch.setattr(saving, "async_save", lambda *_, **__: failed)
+    save.start(tmp_path / "step_6", {}, saving.Written("step_6", None, []))  # type: ignore[arg-type]
+    assert isinstance(save.wait(), CheckpointException)
     assert published == []

@@ -10,7 +10,7 @@ import pytest
 
 from tests.unit.checkpoints.making import complete, save
 from tests.unit.checkpoints.starting import ADAPTER, config, folder_of, saved, start
-from torchtune_adaptive.checkpoints import folders
+from torchtune_adaptive.checkpoints import store
 from torchtune_adaptive.checkpoints.identity import difference, identity_of
 from torchtune_adaptive.config.checks import read_full_settings
 from torchtune_adaptive.errors import ConfigError, RunFinished
@@ -102,7 +102,7 @@ def test_epochs_logging_and_limits_may_change(tmp_path: Path, change: str) -> No
 
 def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_2", epochs=3, finished=True)
-    folders.clean(tmp_path)  # as a run does before it ends
+    store.clean(tmp_path)  # as a run does before it ends
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(RunFinished, match=r"nothing left to train.*epoch_2"):
         start(tmp_path)
@@ -112,23 +112,23 @@ def test_a_finished_run_is_nothing_to_do_and_nothing_is_touched(tmp_path: Path) 
 
 def test_a_finished_run_that_was_killed_before_it_ended_is_tidied_up(tmp_path: Path) -> None:
     saved(tmp_path, "epoch_2", epochs=3, finished=True)
-    assert (tmp_path / folders.SAVING).is_dir()
+    assert (tmp_path / store.SAVING).is_dir()
     with pytest.raises(RunFinished):
         start(tmp_path)
-    assert not (tmp_path / folders.SAVING).exists()
-    assert (tmp_path / folders.LATEST).resolve().name == "epoch_2"
+    assert not (tmp_path / store.SAVING).exists()
+    assert (tmp_path / store.LATEST).resolve().name == "epoch_2"
 
 
-@pytest.mark.parametrize("last_word", ["read_manifest", "remove", "link"])
+@pytest.mark.parametrize("last_word", ["read_manifest", "remove", "link_latest"])
 def test_a_finished_run_that_is_killed_while_it_is_tidied_up_is_tidied_up_by_the_next(
     last_word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for step in (2, 4, 6):
         saved(tmp_path, f"step_{step}", serial=step)
     saved(tmp_path, "epoch_2", serial=8, epochs=3, finished=True)
-    (tmp_path / folders.REMOVING).mkdir()
+    (tmp_path / store.REMOVING).mkdir()
 
-    original, before = getattr(folders, last_word), 5 if last_word == "read_manifest" else 0
+    original, before = getattr(store, last_word), 5 if last_word == "read_manifest" else 0
     calls = iter(range(99))  # each manifest has been read once when a start knows that there is nothing left to train
 
     def killed(*args: Any) -> Any:
@@ -136,14 +136,14 @@ def test_a_finished_run_that_is_killed_while_it_is_tidied_up_is_tidied_up_by_the
             return original(*args)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(folders, last_word, killed)
+    monkeypatch.setattr(store, last_word, killed)
     with pytest.raises(KeyboardInterrupt):
         start(tmp_path, "keep_last_n_checkpoints=1")
     monkeypatch.undo()
     with pytest.raises(RunFinished):
         start(tmp_path, "keep_last_n_checkpoints=1")
-    assert sorted(path.name for path in folders.named(tmp_path)) == ["epoch_2"]
-    assert folders.leftovers(tmp_path) == []
+    assert sorted(path.name for path in store.named(tmp_path)) == ["epoch_2"]
+    assert store.leftovers(tmp_path) == []
 
 
 def test_a_manifest_that_somebody_has_edited_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,6 +169,28 @@ def test_an_adapter_goes_on_beside_the_weights_that_it_was_trained_beside(tmp_pa
     (tmp_path / "moved" / "base.pt").write_bytes(b"two model")
     with pytest.raises(ConfigError, match=r"frozen weights in base\.pt"):
         start(out, f"checkpointer.checkpoint_dir={tmp_path / 'moved'}", recipe="lora")
+
+
+def test_a_data_file_that_has_changed_is_another_run(tmp_path: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text("one\ntwo\n")
+    changes = ("dataset._component_=d", f"dataset.data_files=[{data}]")
+    identity = identity_of(config(tmp_path / "out", *changes), "full")
+    save(tmp_path / "out", "epoch_0", identity=identity)
+    assert start(tmp_path / "out", *changes).resumes
+    data.write_text("two\none\n")
+    with pytest.raises(ConfigError, match=r"content of .*rows\.jsonl is '8 bytes, .*', but was '8 bytes, "):
+        start(tmp_path / "out", *changes)
+
+
+def test_what_a_killed_run_would_have_removed_is_removed_at_the_next_start(tmp_path: Path) -> None:
+    """And the checkpoint to go on from stays, whatever is newer and cannot be used."""
+    for step in (2, 4, 6):
+        saved(tmp_path, f"step_{step}", serial=step)
+    (tmp_path / "step_6" / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
+    assert folder_of(start(tmp_path, "keep_last_n_checkpoints=1")) == "step_4"
+    assert complete(tmp_path) == ["step_6", "step_4"]
+    assert folder_of(start(tmp_path)) == "step_4"
 
 
 def test_base_weights_in_many_files_belong_to_an_adapter_too(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from tests.ranks import PATIENCE
 from tests.unit.checkpoints.making import save
 from torchtune_adaptive.cli.main import main
 from torchtune_adaptive.life import output_lock, run_file
+from torchtune_adaptive.life.this_run import Doing, ThisRun
 
 COMMAND = "tune run recipe --config mine.yaml resume_from_checkpoint=auto"
 FINISHED, BROKEN, CAN_GO_ON = 0, 1, 75
@@ -70,6 +71,25 @@ def test_a_finished_run_is_finished_until_it_is_started_with_more_epochs(
     assert status(tmp_path, capsys)[0] == CAN_GO_ON
     save(tmp_path, "epoch_2", serial=4, finished=True)
     assert status(tmp_path, capsys)[0] == FINISHED
+
+
+@pytest.mark.parametrize(("doing", "code"), [(Doing.SETTING_UP, FINISHED), (Doing.TRAINING, BROKEN)])
+def test_a_finished_run_stays_finished_where_the_next_attempt_fails_before_it_trains(
+    doing: Doing, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started(tmp_path)
+    save(tmp_path, "epoch_1", serial=3, finished=True)
+    run_file.end(tmp_path, run_file.FINISHED)
+    before = run_file.read(tmp_path)
+    assert before is not None
+    run_file.begin(tmp_path, "tune run recipe epochs=9", tmp_path, serial=4)
+    ThisRun(doing=doing, places=(tmp_path,), finished_before={tmp_path: before}).note_end(
+        run_file.ERROR, "no such file"
+    )
+    assert status(tmp_path, capsys)[0] == code
+    left = run_file.read(tmp_path)
+    assert left is not None
+    assert left.command == (COMMAND if code == FINISHED else "tune run recipe epochs=9")
 
 
 def test_an_error_that_somebody_has_to_mend_is_no_reason_to_start_again(

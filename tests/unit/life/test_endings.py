@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,15 @@ from torchtune_adaptive.errors import (
     UnrecoverableError,
 )
 from torchtune_adaptive.life import launch, run_file
-from torchtune_adaptive.life.endings import speaks_first
+from torchtune_adaptive.life.launcher import speaks_first
+
+
+@pytest.fixture(autouse=True)
+def _signals_and_hooks_stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 def be_rank_of(attempt: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +85,6 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
 ) -> None:
     run_file.begin(tmp_path, "tune run", tmp_path, 0)
     monkeypatch.setattr(launch.THIS_RUN, "places", (tmp_path,))
-    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
 
     def question(*_: object) -> None:
         raise error
@@ -88,7 +97,7 @@ def test_a_run_that_the_same_command_would_end_again_is_not_said_to_go_on(
     assert run.ended == ended
 
 
-def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def question(*_: object) -> None:
         raise AssertionError("asked")
 
@@ -97,5 +106,6 @@ def test_only_rank_0_answers_a_question(monkeypatch: pytest.MonkeyPatch) -> None
     launch.run_without_training(question, [])
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(AssertionError, match="asked"):
+    with pytest.raises(SystemExit):
         launch.run_without_training(question, [])
+    assert "AssertionError: asked" in capsys.readouterr().err

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from torchtune_adaptive.life.heartbeat import Silence, Silent
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from torchtune_adaptive.errors import RunFinished, RunStopped
+from torchtune_adaptive.life import heartbeat, this_run
+from torchtune_adaptive.life.heartbeat import Silence, Silent, ending_when_a_rank_is_silent
+from torchtune_adaptive.life.this_run import ThisRun, saved_and_what_next
 
 
 def test_silence_is_the_time_since_the_last_change() -> None:
@@ -18,8 +26,55 @@ def test_who_was_away_himself_gives_the_others_time_to_come_back() -> None:
     assert silence.seconds("1", 3600.0) == 2.0
 
 
-def test_the_message_names_ranks_and_where_they_are() -> None:
-    assert str(Silent((3,), "pid 7 on node-b", 60)) == "rank 3 (pid 7 on node-b) has not responded for 60 s"
+def test_the_message_names_ranks_and_where_they_are_and_what_to_end_first() -> None:
+    assert str(Silent((3,), "pid 7 on node-b", 60)) == (
+        "rank 3 (pid 7 on node-b) has not responded for 60 s (adaptive.silent_rank_timeout), "
+        "and the other ranks cannot continue without it"
+    )
     assert str(Silent((2, 3), "x", 60)).startswith("ranks 2, 3 (x) have not responded")
-    store = "the rendezvous store, hosted by rank 0 (pid 5 on node0) or its launcher, has not responded for 60 s"
-    assert str(Silent((), "pid 5 on node0", 60)) == store
+    store = str(Silent((), "pid 5 on node0", 60))
+    assert store.startswith(
+        "the rendezvous store, hosted by rank 0 (pid 5 on node0) or its launcher, has not responded"
+    )
+    assert store.endswith("(their launchers may wait for it indefinitely: end those first)")
+
+
+@pytest.mark.parametrize(
+    ("newest", "words"),
+    [(None, "nothing is saved. To restart: "), (Path("out/step_4"), "last checkpoint: out/step_4. To resume: ")],
+)
+def test_a_run_goes_on_only_from_what_is_saved(
+    newest: Path | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(this_run, "THIS_RUN", ThisRun(newest=newest))
+    assert saved_and_what_next().startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("error", "as_it_should"),
+    [
+        (None, True),
+        (RunFinished("all"), True),
+        (RunStopped("all"), True),
+        (OSError("here"), False),
+        (SystemExit, False),
+    ],
+)
+def test_only_a_rank_that_ends_with_all_others_says_that_it_has_left(
+    error: BaseException | None, as_it_should: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+
+    class Heard:
+        def __init__(self, *_: object) -> None: ...
+
+        def stop(self, *, as_it_should: bool) -> None:
+            ended.append(as_it_should)
+
+    monkeypatch.setattr(heartbeat, "Heartbeat", Heard)
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+    with suppress(BaseException), ending_when_a_rank_is_silent(60):
+        if error is not None:
+            raise error
+    assert ended == [as_it_should]

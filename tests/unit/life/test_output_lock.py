@@ -162,5 +162,7 @@ def test_a_folder_in_place_of_the_lock_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_to_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot write to output_dir "):
-        take(tmp_path / "file" / "out")
+    (tmp_path / "link").symlink_to("gone")
+    for place, why in {"file/out": "Not a directory", "file": "not a folder", "link": "link to gone"}.items():
+        with pytest.raises(ConfigError, match=f"cannot write to output_dir .*{place}': .*{why}"):
+            take(tmp_path / place)

@@ -13,9 +13,8 @@ import pytest
 from torch.distributed.launcher.api import LaunchConfig
 
 from tests.ranks import PATIENCE
-from torchtune_adaptive.life import run_file, signals, started_by
-from torchtune_adaptive.life.signals import Meaning, meaning_of
-from torchtune_adaptive.life.started_by import command_to_go_on, launcher_waits_s
+from torchtune_adaptive.life import launcher, run_file, signals
+from torchtune_adaptive.life.launcher import command_to_go_on, launcher_waits_s
 from torchtune_adaptive.life.this_run import ThisRun
 
 LISTENS = """
@@ -37,14 +36,6 @@ def python(program: str, before: str = "", **environment: str) -> subprocess.Com
         timeout=20 * PATIENCE,
         check=False,
     )
-
-
-@pytest.mark.parametrize(
-    ("first_at_s", "meaning"),
-    [(None, Meaning.FIRST), (99.99, Meaning.COPY), (99.0, Meaning.COPY), (98.9, Meaning.AGAIN)],
-)
-def test_what_follows_within_a_second_is_the_same_signal(first_at_s: float | None, meaning: Meaning) -> None:
-    assert meaning_of(first_at_s, now_s=100.0) is meaning
 
 
 def told(number: signal.Signals, before: str = "", **environment: str) -> tuple[int, str, str]:
@@ -117,7 +108,7 @@ def attempt(tmp_path: Path) -> Path:
     """torchrun's folder, with those of two ranks."""
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()
-    (tmp_path / "0" / signals.PID_FILE).write_text(str(os.getpid()))
+    (tmp_path / "0" / launcher.PID_FILE).write_text(str(os.getpid()))
     return tmp_path
 
 
@@ -166,7 +157,7 @@ def gone() -> int:
 
 def test_sigterm_means_that_a_peer_has_failed_where_one_is_gone_or_has_said_so(attempt: Path) -> None:
     assert not signals.a_peer_has_failed(rank_0(attempt))
-    peer = attempt / "1" / signals.PID_FILE
+    peer = attempt / "1" / launcher.PID_FILE
     peer.write_text(str(os.getppid()))
     assert not signals.a_peer_has_failed(rank_0(attempt))
     peer.write_text(str(gone()))
@@ -178,7 +169,7 @@ def test_sigterm_means_that_a_peer_has_failed_where_one_is_gone_or_has_said_so(a
 
 
 def test_a_rank_whose_peer_has_failed_ends_without_a_word(attempt: Path) -> None:
-    (attempt / "1" / signals.PID_FILE).write_text(str(gone()))
+    (attempt / "1" / launcher.PID_FILE).write_text(str(gone()))
     ended = python("os.kill(me, signal.SIGTERM); time.sleep(60)", **rank_0(attempt))
     assert (ended.returncode, ended.stdout, ended.stderr) == (128 + signal.SIGTERM, "", "")
 
@@ -264,13 +255,11 @@ def test_what_is_not_saved_is_named(newest_step: int, step: int, told: str) -> N
 def test_how_long_the_launcher_waits(
     typed: str, variables: dict[str, str], waits_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(started_by, "as_typed", typed.split)
+    monkeypatch.setattr(launcher, "as_typed", typed.split)
     assert launcher_waits_s() is None
     for name, value in {"TORCHELASTIC_RUN_ID": "none", **variables}.items():
         monkeypatch.setenv(name, value)
     assert launcher_waits_s() == waits_s
-    monkeypatch.setattr(started_by.metadata, "version", lambda _: "2.11.0+cpu")
-    assert launcher_waits_s() == 30
 
 
 @pytest.mark.parametrize(
@@ -288,7 +277,7 @@ def test_how_long_the_launcher_waits(
     ],
 )
 def test_the_command_that_goes_on(typed: list[str], goes_on: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(started_by.sys, "orig_argv", typed)
+    monkeypatch.setattr(launcher.sys, "orig_argv", typed)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert command_to_go_on() == goes_on
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")

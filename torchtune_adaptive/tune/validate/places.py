@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from omegaconf import DictConfig
 
-from torchtune_adaptive.checkpoints import folders
-from torchtune_adaptive.checkpoints.loading import finds_files_itself, missing_directory
-from torchtune_adaptive.checkpoints.named import file_names, named_files
-from torchtune_adaptive.checkpoints.overwriting import check_fresh_start
-from torchtune_adaptive.checkpoints.resuming import (
-    check_names_are_free,
-    check_same_run,
-    checkpoint_directory,
-    places_of,
-)
+from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints.loading import check_what_saves_copy, finds_files_itself, missing_directory
+from torchtune_adaptive.checkpoints.named import file_names
+from torchtune_adaptive.checkpoints.resuming import checkpoint_directory, choose, places_of
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import AUTO, Settings
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.errors import RunFinished
 from torchtune_adaptive.life.output_lock import holder, in_use, unwritable
 from torchtune_adaptive.tune.validate.findings import Findings
 
@@ -30,6 +26,7 @@ def check_weights(cfg: DictConfig, findings: Findings) -> None:
         return
     if not finds_files_itself(section):
         return
+    check_what_saves_copy(section)
     folder = section.checkpoint_dir
     missing = [name for name in file_names(section.get("checkpoint_files")) if not (Path(folder) / name).is_file()]
     if missing and not cfg.get("resume_from_checkpoint"):  # then they are looked for in output_dir, too
@@ -41,22 +38,12 @@ def check_weights(cfg: DictConfig, findings: Findings) -> None:
 
 def check_output(settings: Settings, recipe: str, findings: Findings) -> None:
     """What is in the folder for checkpoints, as a run would find it."""
-    directory = checkpoint_directory(settings)
     for place in places_of(settings):
         _check_writable(place, findings)
         if (who := holder(place)) is not None:
             raise in_use(place, who)
-    check_names_are_free(directory)
-    found = folders.find_checkpoints(directory)
-    newest, _ = folders.newest_intact(found) if settings.resume_from_checkpoint == AUTO else (None, [])
-    if newest is not None and newest.manifest is not None:
-        check_same_run(newest.manifest, settings.config, recipe, directory)
-    elif settings.resume_from_checkpoint is True:
-        named_files(
-            settings.config, recipe, asynchronous=settings.enable_async_checkpointing, directory=directory, found=found
-        )
-    else:
-        check_fresh_start(found, settings, directory, recipe)
+    with suppress(RunFinished):
+        choose(settings, recipe, store.find_checkpoints(checkpoint_directory(settings)))
 
 
 def _check_writable(place: Path, findings: Findings) -> None:

@@ -1,11 +1,14 @@
-"""A checkpoint is complete or absent, wherever writing stops; links are hints; pruning keeps what must stay."""
+"""A checkpoint is complete or absent, wherever writing stops; `latest` is a hint; pruning keeps what must stay."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.checkpoints.making import CONTENT, complete, manifest, save, stage
-from torchtune_adaptive.checkpoints import folders
-from torchtune_adaptive.checkpoints.manifest import (
+from torchtune_adaptive.atomic_files import replace_file
+from torchtune_adaptive.checkpoints import store
+from torchtune_adaptive.checkpoints.store import (
     MANIFEST_FILE,
     Manifest,
     read_manifest,
@@ -57,13 +61,13 @@ def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_o
         directory = tmp_path / str(points)
         save(directory, "epoch_0", 0)
         save(directory, "step_6", 1)
-        folders.tidy(directory, keep_last=2, resumed_from=None)
+        store.tidy(directory, keep_last=2, resumed_from=None)
         stage(directory, "epoch_1", 2)
         with pytest.MonkeyPatch.context() as patch:
             Killer(patch, points)
             try:
-                folders.publish(directory, "epoch_1")
-                folders.tidy(directory, keep_last=2, resumed_from=None)
+                store.publish(directory, "epoch_1")
+                store.tidy(directory, keep_last=2, resumed_from=None)
             except Killed:
                 finished = False
             else:
@@ -71,13 +75,33 @@ def test_a_kill_before_any_change_of_the_file_system_leaves_the_old_or_the_new_o
         left = complete(directory)
         assert left[0] in ("epoch_1", "step_6")
         assert len(left) >= 2, f"killed before change {points}: {left}"
-        folders.clean(directory)
+        store.clean(directory)
         assert not [path.name for path in directory.iterdir() if path.name.startswith(".")]
         if finished:
             break
         points += 1
     assert points > 10
     assert left == ["epoch_1", "step_6"]
+
+
+@pytest.mark.parametrize(("number", "supported"), [(errno.EIO, True), (errno.EINVAL, False), (errno.ENOTSUP, False)])
+def test_a_folder_that_fails_to_sync_is_an_error_where_the_file_system_can_sync_folders(
+    number: int, supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsync = os.fsync
+
+    def failing(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    stage(tmp_path, "epoch_0")
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(OSError, match="Input/output error") if supported else nullcontext():
+        replace_file(tmp_path / "file", b"")
+    with pytest.raises(OSError, match="Input/output error") if supported else nullcontext():
+        store.publish(tmp_path, "epoch_0")
+    assert complete(tmp_path) == ["epoch_0"] * (not supported)
 
 
 def test_publishing_over_a_folder_of_that_name_replaces_it(tmp_path: Path) -> None:
@@ -143,9 +167,9 @@ def test_a_manifest_that_was_copied_along_with_the_first_weights_is_replaced(tmp
 def test_a_byte_that_has_changed_is_found_before_it_is_trusted(tmp_path: Path) -> None:
     save(tmp_path, "epoch_0", 0)
     (save(tmp_path, "epoch_1", 1) / "model-00001-of-00001.bin").write_bytes(b"weighty"[:7])
-    found = folders.find_checkpoints(tmp_path)
+    found = store.find_checkpoints(tmp_path)
     assert found[0].manifest is not None
-    chosen, passed_over = folders.newest_intact(found)
+    chosen, passed_over = store.newest_intact(found)
     assert chosen is not None
     assert chosen.name == "epoch_0"
     assert [(each.name, "model-00001-of-00001.bin" in str(each.fault)) for each in passed_over] == [("epoch_1", True)]
@@ -166,12 +190,12 @@ def test_pruning_keeps_the_newest_the_last_of_a_finished_run_and_the_one_resumed
     finished: list[bool], keep_last: int | None, resumed_from: int | None
 ) -> None:
     found = [
-        folders.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, finished=last), None)
+        store.FoundCheckpoint(Path(f"step_{serial}"), manifest(serial, finished=last), None)
         for serial, last in enumerate(finished)
-    ]
-    kept = {each.name for each in folders.to_keep(found, keep_last, f"step_{resumed_from}")}
-    newest = {each.name for each in (found if keep_last is None else found[-keep_last:])}
-    stays = {each.name for each, last in zip(found, finished, strict=True) if last} | {f"step_{resumed_from}"}
+    ][::-1]
+    kept = {each.name for each in store.to_keep(found, keep_last, f"step_{resumed_from}")}
+    newest = {each.name for each in (found[:keep_last])}
+    stays = {each.name for each, last in zip(reversed(found), finished, strict=True) if last} | {f"step_{resumed_from}"}
     assert kept == (newest | stays) & {each.name for each in found}
 
 
@@ -179,29 +203,15 @@ def test_pruning_never_touches_what_is_not_complete(tmp_path: Path) -> None:
     (tmp_path / "epoch_9").mkdir()
     for serial in range(3):
         save(tmp_path, f"step_{serial}", serial)
-    folders.tidy(tmp_path, keep_last=1, resumed_from=None)
+    store.tidy(tmp_path, keep_last=1, resumed_from=None)
     assert sorted(path.name for path in tmp_path.glob("*_*")) == ["epoch_9", "step_2"]
 
 
-def test_links_follow_what_stays(tmp_path: Path) -> None:
-    save(tmp_path, "epoch_0", 0)
-    save(tmp_path, "step_6", 1)
-    folders.tidy(tmp_path, keep_last=2, resumed_from=None)
-    assert os.readlink(tmp_path / "latest") == "step_6"
-    assert os.readlink(tmp_path / "recipe_state") == "epoch_0"
-    save(tmp_path, "step_8", 2)
-    folders.tidy(tmp_path, keep_last=2, resumed_from=None)
-    assert os.readlink(tmp_path / "latest") == "step_8"
-    assert not os.path.lexists(tmp_path / "recipe_state")
-
-
-def test_a_folder_of_torchtunes_own_gets_a_link_in_place_of_its_file(tmp_path: Path) -> None:
-    (tmp_path / "recipe_state").mkdir()
-    (tmp_path / "recipe_state" / "recipe_state.pt").write_bytes(b"stock's")
-    save(tmp_path, "epoch_1")
-    folders.tidy(tmp_path, keep_last=None, resumed_from=None)
-    assert (tmp_path / "recipe_state" / "recipe_state.pt").read_bytes() == CONTENT["recipe_state.pt"]
-    assert not (tmp_path / "recipe_state").is_symlink()
+def test_latest_follows_what_stays(tmp_path: Path) -> None:
+    for serial, name in enumerate(["epoch_0", "step_6"]):
+        save(tmp_path, name, serial)
+        store.tidy(tmp_path, keep_last=1, resumed_from=None)
+        assert os.readlink(tmp_path / "latest") == name
 
 
 def test_without_links_in_the_file_system_a_checkpoint_is_saved_all_the_same(
@@ -212,29 +222,29 @@ def test_without_links_in_the_file_system_a_checkpoint_is_saved_all_the_same(
 
     monkeypatch.setattr(Path, "symlink_to", refuse)
     save(tmp_path, "epoch_0")
-    folders.tidy(tmp_path, keep_last=1, resumed_from=None)
+    store.tidy(tmp_path, keep_last=1, resumed_from=None)
     assert complete(tmp_path) == ["epoch_0"]
     assert not list(tmp_path.glob(".*-*"))
 
 
 def test_all_of_a_run_is_removed_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path, "epoch_0", 0)
-    folders.tidy(tmp_path, None, None)
+    store.tidy(tmp_path, None, None)
     (tmp_path / "dist_epoch_0").mkdir()
     for name in ("logs", "epoch_final", "epoch_1.bak"):
         (tmp_path / name).mkdir()
-    folders.remove_all(tmp_path)
-    shutil.rmtree(tmp_path / folders.SAVING)
+    store.remove_all(tmp_path)
+    shutil.rmtree(tmp_path / store.SAVING)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch_1.bak", "epoch_final", "logs"]
 
 
 def test_names_on_the_way_are_none_that_torchtune_takes_for_checkpoints(tmp_path: Path) -> None:
     import re
 
-    for name in (folders.SAVING, f"{folders.REMOVING}epoch_1-ab", f"{folders.LINKING}ab"):
+    for name in (store.SAVING, f"{store.REMOVING}epoch_1-ab", f"{store.LINKING}ab"):
         assert not re.match(r"^epoch_(\d+)", name)
         assert not re.match(r"dist_epoch_(\d+)", name)
-        assert not folders.NAME.fullmatch(name)
+        assert not store.NAME.fullmatch(name)
 
 
 def test_a_manifest_in_which_any_bit_has_changed_is_damaged(tmp_path: Path) -> None:

@@ -1,0 +1,374 @@
+"""The checkpoints of an output directory: found, published at one stroke, pruned. Rank 0 does all of it.
+
+.saving/step_40/…        written here, with everything that belongs to it; the manifest last
+step_40/                 synced, then renamed: a checkpoint is complete, or it does not exist
+latest -> step_40        a hint for people; nothing relies on it
+.removing-step_20-…/     renamed before anything in it is deleted
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import uuid
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtune_adaptive.atomic_files import read_json, sync
+from torchtune_adaptive.rehearsal import REHEARSAL
+from torchtune_adaptive.text import count_of
+
+SAVING = ".saving"
+REMOVING = ".removing-"
+LINKING = ".linking-"
+LATEST = "latest"
+NAME = re.compile(r"(?:dist_)?epoch_\d+|step_\d+")
+"""Folders that hold checkpoints: ours, and those that torchtune's recipes write."""
+EPOCH_FOLDER = re.compile(r"epoch_(\d+)")
+MANIFEST_FILE = "adaptive_checkpoint.json"
+RECIPE_STATE, RECIPE_STATE_FILE = "recipe_state", "recipe_state.pt"
+"""torchtune's folder for the state of a run, beside its checkpoints, and the file in it; ours lie in the checkpoint."""
+ADAPTER_FILE = "adapter_model.pt"
+RANDOM_FILE = "adaptive_random.pt"
+WEIGHTS = re.compile(r"model-\d+-of-\d+\.(bin|safetensors)")
+
+VERSION = 1
+OWN_CHECKSUM = "crc32"
+"""Key of the manifest's own checksum."""
+CHUNK_BYTES, PART_BYTES = 2**22, 2**26
+
+Fault = str
+"""Why a checkpoint cannot be used, as the rest of a sentence that begins with its name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """How far a run has come. Any boundary between two steps is one. Epochs count from 0, as torchtune's folders do."""
+
+    epochs: int
+    """Epochs that are finished."""
+    steps_in_epoch: int
+    samples_in_epoch: int
+    """Samples of this epoch that all ranks together have trained on, however many ranks there were."""
+    step: int
+    """Steps since the run began."""
+
+    def __str__(self) -> str:
+        if not self.steps_in_epoch:
+            return f"step {self.step}"
+        within = count_of(self.steps_in_epoch, "step")
+        return f"step {self.step}, {within} into epoch {self.epochs}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    bytes: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a complete checkpoint says of itself."""
+
+    run: str
+    """The id of its run."""
+    serial: int
+    """Counts the checkpoints of an output directory. The newest is the one with the largest, whatever its name: a run
+    that was sent back to an earlier epoch passes the same names again."""
+    position: Position
+    finished: bool
+    """Whether the run had no epoch left. It can go on all the same if `epochs` is raised."""
+    distributed: bool
+    """Written by torch.distributed.checkpoint, a part from each rank, in place of torchtune's files."""
+    ranks: int
+    identity: Mapping[str, object]
+    """The part of the config that makes the run this one and no other."""
+    versions: Mapping[str, str]
+    saved_at: str
+    files: Mapping[str, FileRecord]
+    """Every other file of the folder."""
+
+    @property
+    def bytes(self) -> int:
+        return sum(record.bytes for record in self.files.values())
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A folder that has the name of a checkpoint."""
+
+    path: Path
+    manifest: Manifest | None
+    fault: Fault | None
+    """Why the checkpoint is not complete; None if it is."""
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """Where a resumed run reads; paths are absolute, so that it does not matter what torchtune would add to them."""
+
+    folder: Path
+    """The checkpoint, for messages; and where the state of the random generators is, if it was saved."""
+    distributed: bool = False
+    """All of it is in the folder, in the format of torch.distributed.checkpoint."""
+    weights: tuple[str, ...] = ()
+    """Files of the whole model's weights; empty where only an adapter was saved."""
+    adapter: str | None = None
+    recipe_state: str | None = None
+    complete: bool = False
+    """Whether a manifest vouches for all of it. Otherwise weights and state may be of different epochs."""
+
+    @property
+    def epoch(self) -> int | None:
+        """The epoch that the folder's name says, counted from 0."""
+        match = EPOCH_FOLDER.fullmatch(self.folder.name)
+        return int(match[1]) if match else None
+
+
+def files_of(folder: Path, manifest: Manifest) -> Files:
+    """The files of a complete checkpoint."""
+    folder = folder.absolute()
+    paths = {name: str(folder / name) for name in manifest.files}
+    return Files(
+        folder=folder,
+        distributed=manifest.distributed,
+        weights=tuple(paths[name] for name in sorted(paths) if WEIGHTS.fullmatch(name)),
+        adapter=paths.get(ADAPTER_FILE),
+        recipe_state=paths.get(RECIPE_STATE_FILE),
+        complete=True,
+    )
+
+
+def named(directory: Path) -> list[Path]:
+    """Everything in a directory that has the name of a checkpoint."""
+    return [path for path in sorted(directory.glob("*")) if NAME.fullmatch(path.name)]
+
+
+def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
+    """All folders that look like checkpoints: the complete ones first, newest first."""
+    found = []
+    for path in filter(Path.is_dir, named(directory)):
+        manifest = read_manifest(path)
+        fault = manifest if isinstance(manifest, Fault) else None
+        found.append(FoundCheckpoint(path, None if isinstance(manifest, Fault) else manifest, fault))
+    return sorted(found, key=lambda each: (-each.manifest.serial if each.manifest else 1, each.name))
+
+
+def newest_intact(found: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
+    """The newest checkpoint whose files are what was saved, and those that were skipped for their faults."""
+    skipped = [each for each in found if each.manifest is None]
+    for complete in (each for each in found if each.manifest):
+        if (checked := compared(complete)).manifest is not None:
+            return checked, skipped
+        skipped.append(checked)
+    return None, skipped
+
+
+def compared(complete: FoundCheckpoint) -> FoundCheckpoint:
+    """A complete checkpoint whose files have been read: with its fault if they are not what was saved."""
+    assert complete.manifest is not None
+    try:
+        if (name := changed_file(complete.path, complete.manifest)) is None:
+            return complete
+        fault = f"is damaged: the content of {name} has changed"
+    except OSError as error:
+        fault = f"cannot be read: {error.strerror}"
+    return FoundCheckpoint(complete.path, None, fault)
+
+
+def publish(directory: Path, name: str) -> Path:
+    """Moves a checkpoint that lies complete in `.saving` to its place, so that it survives a crash of the machine."""
+    staged, place = directory / SAVING / name, directory / name
+    if REHEARSAL.on:  # no run is to resume from zeros
+        discard_staged(directory)
+        return place
+    for path in sorted(staged.rglob("*")):
+        sync(path)
+    sync(staged)
+    if os.path.lexists(place):  # incomplete, or of a way that the run was called back from
+        remove(place)
+    staged.rename(place)
+    sync(directory)
+    return place
+
+
+def tidy(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
+    """Points `latest` at the newest checkpoint, then removes what the policy does not keep."""
+    complete = [each for each in find_checkpoints(directory) if each.manifest]
+    if complete:
+        link_latest(directory, complete[0].name)
+    kept = to_keep(complete, keep_last, resumed_from)
+    for each in complete:
+        if each not in kept:
+            remove(each.path)
+
+
+def to_keep(
+    newest_first: Sequence[FoundCheckpoint], keep_last: int | None, resumed_from: str | None
+) -> list[FoundCheckpoint]:
+    """The newest so many, the one that this run was resumed from, and a finished run's last."""
+    if keep_last is None:
+        return list(newest_first)
+    others = newest_first[keep_last:]
+    stays = (each for each in others if each.name == resumed_from or (each.manifest and each.manifest.finished))
+    return [*newest_first[:keep_last], *stays]
+
+
+def link_latest(directory: Path, name: str) -> None:
+    """Sets the link where the file system has links: it is a hint, and nothing depends on it."""
+    draft = directory / f"{LINKING}{uuid.uuid4().hex[:8]}"
+    with suppress(OSError):
+        draft.symlink_to(name)
+        os.replace(draft, directory / LATEST)
+    with suppress(OSError):
+        draft.unlink()
+
+
+def remove(folder: Path) -> None:
+    """Renames first: what is half deleted must not look like a checkpoint."""
+    condemned = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
+    folder.rename(condemned)
+    if condemned.is_symlink() or condemned.is_file():
+        condemned.unlink()
+    else:
+        shutil.rmtree(condemned)
+
+
+def remove_all(directory: Path) -> None:
+    """Removes every checkpoint, of whatever run, and the link to the latest."""
+    for path in [directory / LATEST, *named(directory)]:
+        if path.is_symlink() or (path.is_dir() and path.name != LATEST):
+            remove(path)
+
+
+def leftovers(directory: Path) -> list[Path]:
+    """The folders that a run removes before it ends, and a killed one leaves."""
+    return [path for prefix in (SAVING, REMOVING, LINKING) for path in directory.glob(f"{prefix}*")]
+
+
+def clean(directory: Path) -> None:
+    """Removes what runs that were killed have left half written or half deleted."""
+    for path in leftovers(directory):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def discard_staged(directory: Path) -> None:
+    """Frees the space of a checkpoint that could not be finished."""
+    shutil.rmtree(directory / SAVING, ignore_errors=True)
+    with suppress(OSError):
+        (directory / SAVING).mkdir()
+
+
+def require_folder(path: Path) -> None:
+    """Refuses a folder that is gone: torchtune would create the path anew, on whatever file system is left."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path} is gone")
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    values = {"version": VERSION, **asdict(manifest)}
+    text = json.dumps({**values, OWN_CHECKSUM: _checksum(values)}, indent=1)
+    (folder / MANIFEST_FILE).write_text(text, encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest | Fault:
+    """The manifest of a folder whose files are all there in full length. Their contents are not read."""
+    try:
+        values = read_json(folder / MANIFEST_FILE)
+    except ValueError as error:
+        return f"has a damaged {MANIFEST_FILE}: {error}"
+    if values is None:
+        return f"has no {MANIFEST_FILE}: it is incomplete, or was not written by these recipes"
+    try:
+        manifest = _parsed(values)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return f"has a damaged {MANIFEST_FILE}"
+    for name, record in manifest.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size != record.bytes:
+            return f"is damaged: {name} {'is missing' if size is None else f'has {size} bytes, not {record.bytes}'}"
+    return manifest
+
+
+def record_files(folder: Path) -> dict[str, FileRecord]:
+    """Size and checksum of every file in a folder, by its name in there.
+
+    A manifest that is there already is another checkpoint's: torchtune copies what lies beside a run's first weights.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST_FILE)
+    return {
+        path.relative_to(folder).as_posix(): FileRecord(bytes=path.stat().st_size, crc32=crc32)
+        for path, crc32 in zip(paths, _checksums(paths), strict=True)
+    }
+
+
+def changed_file(folder: Path, manifest: Manifest) -> str | None:
+    """The first file whose content is not what was saved: reads all of them."""
+    sums = zip(manifest.files.items(), _checksums([folder / name for name in manifest.files]), strict=True)
+    return next((name for (name, record), crc32 in sums if crc32 != record.crc32), None)
+
+
+def _checksums(paths: Sequence[Path]) -> list[int]:
+    """Checksums against torn and rotten files. CRC-32 runs at the speed of a disk, unlike a cryptographic one; a large
+    file is read in parts, by all cores, and its checksum is that of the checksums of its parts."""
+
+    def crc32_of(part: tuple[Path, int]) -> bytes:
+        path, offset = part
+        crc32 = 0
+        with path.open("rb") as file:
+            file.seek(offset)
+            for _ in range(PART_BYTES // CHUNK_BYTES):
+                crc32 = zlib.crc32(file.read(CHUNK_BYTES), crc32)
+        return crc32.to_bytes(4, "big")
+
+    parts = [(path, offset) for path in paths for offset in range(0, max(1, path.stat().st_size), PART_BYTES)]
+    checksums = dict.fromkeys(paths, 0)
+    with ThreadPoolExecutor() as pool:
+        for (path, _), crc32 in zip(parts, pool.map(crc32_of, parts), strict=True):
+            checksums[path] = zlib.crc32(crc32, checksums[path])
+    return list(checksums.values())
+
+
+def _parsed(values: dict[str, Any]) -> Manifest:
+    if values.pop(OWN_CHECKSUM) != _checksum(values):
+        raise ValueError("the manifest is not what was saved")
+    if (version := values.pop("version")) != VERSION:
+        raise ValueError(f"version {version}")
+    if not all(isinstance(values.get(name), dict) for name in ("identity", "versions", "files")):
+        raise TypeError("identity, versions and files are mappings")
+    if not values["files"]:
+        raise ValueError("there is no checkpoint without a file")
+    files = {str(name): FileRecord(**record) for name, record in values.pop("files").items()}
+    position = Position(**values.pop("position"))
+    manifest = Manifest(files=files, position=position, **values)
+    counts = (manifest.serial, manifest.ranks, position.epochs, position.steps_in_epoch, position.step)
+    if not all(type(count) is int for count in counts):
+        raise TypeError("counts are whole numbers")
+    return manifest
+
+
+def _checksum(values: Mapping[str, object]) -> int:
+    """A checksum of a manifest's values, however they are laid out in the file."""
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in ("torchtune-adaptive", "torch", "torchtune", "torchao")}
