@@ -29,6 +29,7 @@ from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished
 from torchtune_adaptive.life import run_file
 from torchtune_adaptive.life.launcher import command_to_go_on, this_launcher
 from torchtune_adaptive.life.output_lock import Lock, take, unwritable
+from torchtune_adaptive.life.run_file import RunFile
 from torchtune_adaptive.life.this_run import THIS_RUN, was_restarted
 from torchtune_adaptive.rehearsal import REHEARSAL
 
@@ -153,7 +154,8 @@ def choose(
         return files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
         files, manifest = named_files(settings, recipe, directory, found)
-        _check_rest_of_epoch(settings.config, recipe, manifest)
+        if manifest is not None:
+            _check_same_run(manifest, settings, recipe, directory)
         return files, manifest
     if found:
         _check_may_overwrite(found, settings, directory, recipe)
@@ -161,12 +163,20 @@ def choose(
 
 
 def _check_same_run(saved: Manifest, settings: Settings, recipe: str, directory: Path) -> None:
+    """Refuses another run's checkpoint; of one that the config names, only in mid-epoch, where a changed order or size
+    of steps would repeat samples and miss others."""
+    auto = settings.resume_from_checkpoint == AUTO
+    if not auto and not saved.position.steps_in_epoch:
+        return
     changed = difference(identity_of(settings.config, recipe), saved.identity)
     if changed is not None:
         raise ConfigError(
             f"cannot resume (resume_from_checkpoint is auto): {changed} in the run whose checkpoints are in "
             f"{directory}; set it back, or start a new run, either with another output_dir or with "
             "resume_from_checkpoint: False and overwrite_output_dir: True"
+            if auto
+            else f"cannot resume in the middle of an epoch (resume_from_checkpoint is True): {changed} when the "
+            "checkpoint was saved; set it back, or resume from the end of an epoch"
         )
 
 
@@ -180,18 +190,6 @@ def _check_unfinished(
         raise RunFinished(
             f"nothing left to train: the run is finished, and its last checkpoint is {newest.path} ({position}); "
             f"{more} to continue from there"
-        )
-
-
-def _check_rest_of_epoch(cfg: DictConfig, recipe: str, manifest: Manifest | None) -> None:
-    """Refuses, in mid-epoch, a changed order or size of steps: it would repeat samples and miss others."""
-    if manifest is None or not manifest.position.steps_in_epoch:
-        return
-    changed = difference(identity_of(cfg, recipe), manifest.identity)
-    if changed is not None:
-        raise ConfigError(
-            f"cannot resume in the middle of an epoch (resume_from_checkpoint is True): {changed} when the checkpoint "
-            "was saved; set it back, or resume from the end of an epoch"
         )
 
 
@@ -275,14 +273,16 @@ def _check_shared(start: Start, settings: Settings) -> None:
 
 
 def _leave_note(start: Start, settings: Settings, launchers: list[str]) -> None:
-    """Leaves a note for whoever will start the run again; every rank may be the one that tells of its end."""
+    """Collective: leaves a note for whoever will start the run again; any rank may be the one that tells of its end."""
     if REHEARSAL.on:
         return
     THIS_RUN.places = tuple(places_of(settings))
+    finished: dict[Path, RunFile] = {}
     if dist.get_rank() == 0:
         for place in THIS_RUN.places:
             before = run_file.read(place)
             if before and before.ended == run_file.FINISHED:
-                THIS_RUN.finished_before[place] = before
+                finished[place] = before
             serial = before.serial if before and was_restarted() else start.serial
             run_file.begin(place, command_to_go_on(), checkpoint_directory(settings), serial, launchers)
+    THIS_RUN.finished_before = from_rank_0(finished)

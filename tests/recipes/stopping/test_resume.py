@@ -38,7 +38,6 @@ SAVED_WEIGHTS = "checkpointer.checkpoint_files=[epoch_0/model-00001-of-00001.bin
 SAVED_STATE = "checkpointer.recipe_checkpoint=epoch_0/recipe_state.pt"
 ASYNC = ("enable_async_checkpointing=True",)
 IN_BACKWARD = ("optimizer_in_bwd=True", "gradient_accumulation_steps=1", "clip_grad_norm=null")
-UNPADDED = ("adaptive.token_budget=500", "adaptive.padding=False")
 ADAPTER_ONLY = ("save_adapter_weights_only=True",)
 
 
@@ -59,27 +58,21 @@ FULL = {
     "ours-by-stock": Case(then="stock", to_resume=(SAVED_WEIGHTS, SAVED_STATE)),
     "stock-by-ours": Case(first="stock", optimizer=ADAMW, to_resume=(SAVED_WEIGHTS,), like="never-stopped-adamw"),
     "async-in-backward": Case(overrides=(*ASYNC, *IN_BACKWARD), like="never-stopped-in-backward"),
-    "unpadded": Case(first="stock", overrides=UNPADDED, to_resume=(SAVED_WEIGHTS,), like="never-stopped-stock"),
 }
 LORA = {
     "ours": Case(),
     "adapter-only": Case(overrides=ADAPTER_ONLY),
-    "unpadded": Case(first="stock", overrides=UNPADDED, like="never-stopped-stock"),
 }
 CASES = {"full": FULL, "lora": LORA}
-WHOLE = {
-    "never-stopped": Case(),
-    "never-stopped-stock": Case(first="stock"),
-}
-"""Who trains the first epoch of these trains the others, too."""
 NEVER_STOPPED = {
     "full": {
-        **WHOLE,
+        "never-stopped": Case(),
         "never-stopped-adamw": Case(optimizer=ADAMW),
         "never-stopped-in-backward": Case(overrides=IN_BACKWARD),
     },
-    "lora": WHOLE,
+    "lora": {"never-stopped": Case()},
 }
+"""Who trains the first epoch of these trains the others, too."""
 ALL = [(kind, case) for kind, cases in CASES.items() for case in cases]
 WEIGHTS = [(kind, case) for kind, case in ALL if case != "adapter-only" and CASES[kind][case].optimizer == SGD]
 
@@ -128,15 +121,6 @@ def test_every_step_is_that_of_the_run_that_was_never_stopped(runs: Any, kind: s
     for step_of_whole, step in zip(whole, resumed, strict=True):
         for figure in {"loss", "lr", "grad_norm"} & step_of_whole.keys():
             assert step[figure] == pytest.approx(step_of_whole[figure], rel=relative), (step["step"], figure)
-
-
-@pytest.mark.parametrize("kind", CASES)
-def test_what_is_resumed_without_padding_is_compared_with_stock_and_has_none(runs: Any, kind: str) -> None:
-    stock, ours = (read_log(runs(kind) / name / "log.jsonl") for name in ("never-stopped-stock", "unpadded"))
-    assert all({"loss", "lr", "grad_norm"} <= step.keys() and "microbatches" not in step for step in stock)
-    resumed = ours[STEPS_PER_EPOCH:]
-    assert all(step["padding_fraction"] == 0 for step in resumed)
-    assert max(step["microbatches"] for step in resumed) > 1
 
 
 @pytest.mark.parametrize(("kind", "case"), WEIGHTS)
