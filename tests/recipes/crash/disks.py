@@ -27,6 +27,7 @@ def disk_cases(variant: Variant, folder: Path, reference: Path) -> Tally:
     print(f"  {variant}: files too large", flush=True)
     if may_mount(folder):
         run.disk_full()
+        run.killed_on_a_small_disk()
         run.read_only()
         print(f"  {variant}: disk full, read-only", flush=True)
     return tally
@@ -73,6 +74,15 @@ class DiskRun:
             _call("mount", "-o", f"remount,size={LARGE}", str(start.folder / "out"))
             self._goes_on(start, 1)
 
+    def killed_on_a_small_disk(self) -> None:
+        """With room for the last checkpoint and the next: none that a kill has left over is in the way."""
+        start = self._start("small", "keep_last_n_checkpoints=1")
+        with mounted(start.folder / "out", SMALL[self._variant]):
+            for number, point in enumerate((Point(TRAIN, 6), Point(TRAIN, 12), None)):
+                life = live(start, number, point, 2)
+        if life.ended != FINISHED:
+            self._tally.lose(f"{self._variant} disk small: {life.ended}\n{life.output}")
+
     def read_only(self) -> None:
         """It has a checkpoint by then."""
         start = self._start("read-only")
@@ -85,9 +95,9 @@ class DiskRun:
             _call("mount", "-o", "remount,rw", out)
             self._goes_on(start, 2)
 
-    def _start(self, name: str) -> Start:
+    def _start(self, name: str, *overrides: str) -> Start:
         folder = self._folder / name
-        arguments = write_config(self._variant, folder)
+        arguments = write_config(self._variant, folder, *overrides)
         (folder / "out").mkdir(parents=True)
         ensure_weights(folder.parent / "weights" / WEIGHTS_FILE)  # these are not what the disk has no room for
         return Start(self._variant, folder, tuple(arguments))
