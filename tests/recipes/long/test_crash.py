@@ -17,20 +17,14 @@ import torch
 from tests.ranks import RankFailed, run_on_ranks
 from tests.recipes.crash import evidence, trap
 from tests.recipes.crash.asked import faults_of_a_stop
-from tests.recipes.crash.neighbours import both_at_once, second_runs
 from tests.recipes.crash.plans import (
     Plan,
     Scout,
     all_plans,
-    asked,
-    in_a_save,
-    in_a_step,
-    in_the_last_step,
     one_of_each,
     random_operations,
 )
 from tests.recipes.crash.points import (
-    HOLD,
     INT,
     LAST_STEP,
     PROBE,
@@ -44,7 +38,7 @@ from tests.recipes.crash.points import (
     parse_point,
 )
 from tests.recipes.crash.session import Session
-from tests.recipes.crash.variants import ASYNC, FULL, LORA, STEPS, Variant
+from tests.recipes.crash.variants import ASYNC, FULL, STEPS, Variant
 from tests.recipes.crash.victims import STOPPED, Life, struck_at
 from torchtune_adaptive.checkpoints.store import MANIFEST_FILE
 from torchtune_adaptive.report.journal import STEPS_FILE
@@ -66,13 +60,6 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_happened(
     assert tally.killed >= least_killed, tally.summary()
 
 
-def test_a_run_that_is_asked_to_end_again_and_again_loses_nothing(tmp_path: Path) -> None:
-    plan = Plan("asked", FULL, asked((in_a_save, in_a_step, in_the_last_step)))
-    tally = Session(tmp_path, 0, time.monotonic() + 150).follow(plan)
-    assert tally.good, "\n".join([tally.summary(), *tally.details()])
-    assert tally.stopped >= 4, tally.summary()
-
-
 @dataclass(frozen=True)
 class Undisturbed(Scout):
     """As long as any."""
@@ -92,15 +79,6 @@ def cells(plan: Plan) -> Iterator[tuple[object, ...]]:
 def test_signals_come_to_launcher_and_ranks_on_one_and_two_in_search_steps_saves_and_the_last_step() -> None:
     wanted = set(product((TERM, INT), (True, False), (1, 2), (PROBE, STEP, TRAIN, LAST_STEP)))
     assert wanted - {cell for plan in all_plans() for cell in cells(plan)} == set()
-
-
-def test_a_second_run_is_refused_and_the_first_is_none_the_worse(tmp_path: Path) -> None:
-    session = Session(tmp_path, 0, time.monotonic() + 150)
-    reference = session.reference(LORA)
-    tally = second_runs(LORA, tmp_path / "second", reference, [Point(TRAIN, 6, blow=HOLD)])
-    tally.add(both_at_once(LORA, tmp_path / "at-once", reference))
-    assert tally.good, "\n".join([tally.summary(), *tally.details()])
-    assert tally.second_runs == 3
 
 
 def change_files(room: Path) -> None:

@@ -12,9 +12,8 @@ STEPS = 240
 LEAK: list[bytes] = []
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_many_steps_with_many_saves_keep_nothing(case: Case, tmp_path: Path) -> None:
-    endure(case, tmp_path, STEPS)
+def test_many_steps_with_many_saves_keep_nothing(tmp_path: Path) -> None:
+    endure(CASES[-1], tmp_path, STEPS)
 
 
 def leak() -> None:
