@@ -42,8 +42,6 @@ StepsOnRanks: TypeAlias = Callable[[int], int]
 class Start:
     """Where a run starts: the same on all ranks."""
 
-    run: str
-    """The id of the run: a new one, or that of the run that goes on."""
     serial: int
     """The serial of its next checkpoint."""
     files: Files | None = None
@@ -124,7 +122,6 @@ def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -
     elif settings.resume_from_checkpoint == AUTO:
         logger.info("fresh start: %s contains no checkpoint yet", directory)
     return Start(
-        run=manifest.run if manifest else uuid.uuid4().hex[:12],
         serial=1 + max((each.manifest.serial for each in found if each.manifest), default=-1),
         files=files,
         step=manifest.position.step if manifest else 0,

@@ -239,14 +239,12 @@ class Checkpoints:
     def _manifest(self, progress: Progress, *, distributed: bool) -> Manifest:
         self._serial += 1
         return Manifest(
-            run=self._start.run,
             serial=self._serial - 1,
             position=progress.position,
             finished=progress.finished,
             distributed=distributed,
             ranks=dist.get_world_size(),
             identity=self._identity,
-            versions=store.versions(),
             saved_at=now(),
             files={},
         )

@@ -8,8 +8,6 @@ latest -> step_40        a hint for people; nothing relies on it
 
 from __future__ import annotations
 
-import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -79,8 +77,6 @@ class FileRecord:
 class Manifest:
     """What a complete checkpoint says of itself."""
 
-    run: str
-    """The id of its run."""
     serial: int
     """Counts the checkpoints of an output directory. The newest is the one with the largest, whatever its name: a run
     that was sent back to an earlier epoch passes the same names again."""
@@ -92,7 +88,6 @@ class Manifest:
     ranks: int
     identity: Mapping[str, object]
     """The part of the config that makes the run this one and no other."""
-    versions: Mapping[str, str]
     saved_at: str
     files: Mapping[str, FileRecord]
     """Every other file of the folder."""
@@ -351,8 +346,8 @@ def _parsed(values: dict[str, Any]) -> Manifest:
         raise ValueError("the manifest is not what was saved")
     if (version := values.pop("version")) != VERSION:
         raise ValueError(f"version {version}")
-    if not all(isinstance(values.get(name), dict) for name in ("identity", "versions", "files")):
-        raise TypeError("identity, versions and files are mappings")
+    if not all(isinstance(values.get(name), dict) for name in ("identity", "files")):
+        raise TypeError("identity and files are mappings")
     if not values["files"]:
         raise ValueError("there is no checkpoint without a file")
     files = {str(name): FileRecord(**record) for name, record in values.pop("files").items()}
@@ -367,8 +362,3 @@ def _parsed(values: dict[str, Any]) -> Manifest:
 def _checksum(values: Mapping[str, object]) -> int:
     """A checksum of a manifest's values, however they are laid out in the file."""
     return zlib.crc32(json.dumps(values, sort_keys=True).encode())
-
-
-@functools.cache
-def versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in ("torchtune-adaptive", "torch", "torchtune", "torchao")}

@@ -15,14 +15,12 @@ CONTENT = {"model-00001-of-00001.bin": b"weights", "recipe_state.pt": b"state", 
 
 def manifest(serial: int = 0, **changes: Any) -> Manifest:
     made = Manifest(
-        run="run",
         serial=serial,
         position=Position(epochs=1, steps_in_epoch=0, samples_in_epoch=0, step=4),
         finished=False,
         distributed=False,
         ranks=2,
         identity={"seed": 0},
-        versions={},
         saved_at="2026-11-20T00:00:00+00:00",
         files={},
     )

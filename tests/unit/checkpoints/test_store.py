@@ -135,7 +135,7 @@ def test_a_checkpoint_that_lacks_a_byte_is_not_complete(tmp_path: Path, file: st
     assert file in fault
 
 
-NAMES = st.sampled_from(["version", "files", "position", "serial", "run", "x"])
+NAMES = st.sampled_from(["version", "files", "position", "serial", "x"])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(),
     lambda part: st.lists(part) | st.dictionaries(NAMES, part),
