@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from benchmarks.results import RESULTS, Result, Row, save
-from torchtune_adaptive.config.registry import installed_configs
+from torchtune_adaptive.config.registry import config_files, our_configs
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.measure import measure
@@ -42,12 +42,12 @@ def run(_: int) -> Result:
 
 
 def _questions() -> Iterator[tuple[str, int, str]]:
-    names = [name for name in installed_configs() if "/demo/" not in name]
+    names = [config.name for config in our_configs() if "/demo/" not in config.name]
     return ((name, ranks, card) for ranks in RANKS for name in names for card in CARDS)
 
 
 def _answer(name: str, ranks: int, card: str) -> dict[str, Any]:
-    cfg = OmegaConf.load(installed_configs()[name])
+    cfg = OmegaConf.load(config_files()[name])
     assert isinstance(cfg, DictConfig)
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     try:

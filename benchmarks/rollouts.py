@@ -28,8 +28,7 @@ from torch.utils.data import Dataset
 from benchmarks.results import Result, compared
 from tests.ranks import run_on_ranks
 from tests.recipes.ppo.rollouts import load_ppo, ppo_config
-from torchtune_adaptive.demo.model import demo_model
-from torchtune_adaptive.demo.rewards import demo_classifier
+from torchtune_adaptive.demo.model import demo_classifier, demo_model
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.rl.stages import FORWARD, GENERATE, SCORE_POLICY, STAGES, TRAIN_POLICY, TRAIN_VALUE
 

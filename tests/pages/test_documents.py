@@ -15,10 +15,11 @@ from typing import NamedTuple
 import pytest
 from torch.distributed.run import get_args_parser
 
+from torchtune_adaptive.cli.check_config import check_config
 from torchtune_adaptive.cli.main import main, parse
+from torchtune_adaptive.cli.validate import recipe_named
 from torchtune_adaptive.config.command_line import read_config
-from torchtune_adaptive.config.registry import RECIPES, config_files, installed_configs
-from torchtune_adaptive.tune.validate.config import check_config
+from torchtune_adaptive.config.registry import FULL, RECIPES, config_files, our_configs, recipe_files
 
 ROOT = Path(__file__).parents[2]
 HISTORY = {"decisions.md", "CHANGELOG.md"}
@@ -90,9 +91,10 @@ def test_the_rule_sees_the_commands_of_the_readme() -> None:
 
 @pytest.fixture
 def at_a_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a config of the reader's own."""
+    """A folder with a config and a recipe of the reader's own."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / MINE).write_bytes(config_files()["adaptive/llama3_2/1B_full"].read_bytes())
+    (tmp_path / "mine.py").write_bytes(recipe_files()[FULL.name].read_bytes())
     return tmp_path
 
 
@@ -100,13 +102,12 @@ def at_a_readers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_run_that_is_shown_would_start(shown: Shown, at_a_readers: Path) -> None:
     options = get_args_parser().parse_args(shown.words[2:])  # torchrun's own: an unknown flag ends it
     recipe, (flag, name, *overrides) = options.training_script, options.training_script_args
-    assert recipe in RECIPES
     assert flag == "--config"
     path = config_files().get(name) or Path(name)
     ranks = int(options.nnodes.rpartition(":")[2]) * int(options.nproc_per_node)
     cfg = read_config(path, [*overrides, "output_dir=out"])
-    findings = check_config(cfg, recipe, ranks, here=False)
-    assert findings.wrong == []
+    findings = check_config(cfg, recipe_named(recipe), ranks, here=False)
+    assert not findings.wrong
 
 
 @pytest.mark.parametrize("shown", ANSWERS, ids=str)
@@ -121,7 +122,8 @@ def test_a_question_that_is_shown_is_answered(
         assert parse(words).run
         return
     if words[0] == "cp":
-        (at_a_readers / MINE).unlink()
+        for path in at_a_readers.iterdir():
+            path.unlink()
     if len(words) == 1 and words[0] not in ("ls", "keys"):  # its name in a sentence
         with pytest.raises(SystemExit):
             parse([*words, "--help"])
@@ -167,7 +169,7 @@ def test_extras_that_are_to_be_installed_exist() -> None:
 
 
 def test_a_config_says_by_which_command_it_is_started() -> None:
-    for name, path in installed_configs().items():
+    for name, path in ((config.name, config.path) for config in our_configs()):
         (line,) = re.findall(r"^#\s+tune run (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         options = get_args_parser().parse_args(line.split())
         assert options.training_script in RECIPES, name

@@ -47,19 +47,10 @@ ROOMS: dict[str, set[str]] = {
     "checkpoints": {"config", "life", "engine.memory", "engine.oom", "engine.ranks"},
     "tune": {"config", "life", "checkpoints", "engine", "report"},
     "rl": {"tune", "config", "life", "checkpoints", "engine", "report"},
-    "tune/validate": {
-        "engine.search",
-        "config",
-        "life",
-        "checkpoints",
-        "tune",
-        "rl",
-        "forecast",
-    },
     # a training script on it, whatever trains
     "rehearse": {"null_cuda"},
     "forecast": {"rehearse", "null_cuda", "config", "life", "tune", "rl"},
-    "cli": {"rehearse.command", "config", "life", "tune/validate", "forecast.keys", "checkpoints"},
+    "cli": {"rehearse.command", "config", "life", "checkpoints", "forecast", "tune", "rl", "engine.search"},
     "demo": set(),
     "hf": {"engine", "report"},
     # a package of its own, but for its place

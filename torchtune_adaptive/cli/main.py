@@ -47,10 +47,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        summary, _, _ = str(module.__doc__).partition("\n")
         command = commands.add_parser(
             name,
-            help=summary,
+            help=str(module.__doc__).partition("\n")[0],
             description=module.__doc__,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
@@ -58,13 +57,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         module.add_arguments(command)
         command.set_defaults(run=module.run, refuse=command.error)
     options, rest = parser.parse_known_args(arguments)
-    return with_rest(options, rest)
-
-
-def with_rest(options: argparse.Namespace, rest: Sequence[str]) -> argparse.Namespace:
-    """Words behind an option, which argparse leaves over, go to the command that takes any number of them."""
+    # argparse leaves over the words that stand behind an option
     if rest and (not hasattr(options, "words") or any(word.startswith("-") for word in rest)):
         options.refuse(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
-        options.words = [*options.words, *rest]
+        options.words += rest
     return options

@@ -7,9 +7,8 @@ tune-adaptive print llama3_2/1B_full batch_size=4 optimizer.lr=1e-5
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from torchtune_adaptive.cli.names import config_of, file_of
+from torchtune_adaptive.config.registry import config_of, file_of
 from torchtune_adaptive.errors import ConfigError
 
 
@@ -19,22 +18,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    text = values(config_of(options.name), options.words) if options.words else _text(file_of(options.name))
-    print(text, end="")
-    return 0
+    if options.words:
+        from omegaconf import OmegaConf
 
+        from torchtune_adaptive.config.command_line import read_config
 
-def values(config: Path, overrides: list[str]) -> str:
-    from omegaconf import OmegaConf
-
-    from torchtune_adaptive.config.command_line import read_config
-
-    cfg = read_config(config, overrides)
-    return OmegaConf.to_yaml(cfg, resolve=True)
-
-
-def _text(path: Path) -> str:
+        print(OmegaConf.to_yaml(read_config(config_of(options.name), options.words), resolve=True), end="")
+        return 0
+    path = file_of(options.name)
     try:
-        return path.read_text(encoding="utf-8")
+        print(path.read_text(encoding="utf-8"), end="")
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    return 0

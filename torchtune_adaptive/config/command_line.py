@@ -6,9 +6,11 @@ installed with this package.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
@@ -56,6 +58,7 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
         culprit = _first_misfit(path, overrides)
         raise ConfigError(f"the command line cannot be read: {culprit}{_in_a_line(error)}") from error
     try:
+        cfg = OmegaConf.create(_at_home(OmegaConf.to_container(cfg)))
         OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         first_line = str(error).splitlines()[0]
@@ -63,6 +66,15 @@ def read_config(path: Path, overrides: Sequence[str]) -> DictConfig:
     except RecursionError as error:
         raise ConfigError("the config cannot be resolved: it is nested too deeply") from error
     return cfg
+
+
+def _at_home(value: Any) -> Any:
+    """The same with `~/` in front of paths written out, which a shell does not do behind `key=`."""
+    if isinstance(value, dict):
+        return {key: _at_home(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_at_home(each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~/") else value
 
 
 def _check_yaml(path: Path) -> None:

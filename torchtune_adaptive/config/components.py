@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Mapping, Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from torchtune import config
 
 from torchtune_adaptive.config.keys import AdaptiveConfig, keys_of
@@ -56,8 +57,12 @@ def build_section(key: str, section: object, *args: Any, **kwargs: Any) -> Any:
         component = section.get(COMPONENT) if isinstance(section, DictConfig) else None
         described = component or f"{section} (a section with a _component_ is needed)"
         message = f"{key} could not be built from {described}: {in_a_line(error)}"
-        if isinstance(section, DictConfig) and isinstance(error, TypeError):
-            message = misfit(key, section, args, kwargs) or f"{message}{_about_keys_in(error, key, section)}"
+        if component and isinstance(section, DictConfig):
+            message = (
+                misfit(key, section, args, kwargs)
+                or _wrong_values(key, section)
+                or f"{message}{_about_keys_in(error, key, section)}"
+            )
         raise ConfigError(message) from error
 
 
@@ -98,7 +103,35 @@ def misfit(key: str, section: DictConfig, args: Sequence[object], kwargs: Mappin
     return "; ".join(problems) or None
 
 
-def _about_keys_in(error: TypeError, key: str, section: DictConfig) -> str:
+def _wrong_values(key: str, section: DictConfig) -> str:
+    """The values that are not of the type that the component's signature says, or that its defaults have."""
+    values, problems = OmegaConf.to_container(section, resolve=True), []
+    assert isinstance(values, dict)
+    for one in _parameters_of(section[COMPONENT]) or ():
+        annotation = one.annotation if one.annotation is not one.empty else type(one.default)
+        if one.name in values and annotation not in (type, type(None)) and not _is_of(values[one.name], annotation):
+            wanted = inspect.formatannotation(annotation).replace("torch.", "")
+            component = section[COMPONENT].rpartition(".")[2]
+            problems.append(f"{key}.{one.name} is {shown(values[one.name])}, but {component} takes {wanted}")
+    return "; ".join(problems)
+
+
+def _is_of(value: object, annotation: Any) -> bool:
+    """Whether a value of a config may be of a type; true for types that no config has."""
+    kind, inner = get_origin(annotation) or annotation, get_args(annotation)
+    if kind in (Union, UnionType):
+        return any(_is_of(value, one) for one in inner)
+    if kind in (tuple, list, Sequence):
+        any_number = kind is not tuple or not inner or Ellipsis in inner
+        return isinstance(value, list) and (any_number or len(value) == len(inner))
+    if isinstance(value, dict) or not isinstance(kind, type):
+        return True
+    if isinstance(value, bool):
+        return kind in (bool, object)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def _about_keys_in(error: BaseException, key: str, section: DictConfig) -> str:
     """Advice about the keys that a component has handed on to another, which does not take them."""
     named = [name for name in map(str, section) if f"'{name}'" in str(error)]
     if ours := _misplaced(named):
@@ -121,8 +154,8 @@ def default_of(component: object, name: str) -> object:
 
 def _parameters_of(component: Any) -> list[inspect.Parameter] | None:
     try:
-        return list(inspect.signature(pkgutil.resolve_name(component)).parameters.values())
-    except (ValueError, TypeError, ImportError, AttributeError):
+        return list(inspect.signature(pkgutil.resolve_name(component), eval_str=True).parameters.values())
+    except (ValueError, TypeError, ImportError, AttributeError, NameError):
         return None
 
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torchtune_adaptive.config.keys import Settings
 
 PREFIX = "adaptive/"
+STOCK = Path(str(importlib.util.find_spec("torchtune").origin)).parents[1]  # type: ignore[union-attr]
+"""Where torchtune is installed, with its recipes beside it; to ask for a module in it would import it."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)B")
 _STARTED_WITH = re.compile(r"^#.*\btune run\b(?P<flags>.*?)(?P<recipe>\w+) --config", re.MULTILINE)
 
@@ -104,31 +106,27 @@ class Listed:
     path: Path
 
 
-def our_configs() -> tuple[Listed, ...]:
-    """Every config that comes with this package; the comment that it begins with says how it is started."""
-    return tuple(Listed(recipe_of(path) or "", name, path) for name, path in installed_configs().items())
-
-
-def installed_configs() -> dict[str, Path]:
-    """Name -> file of every config that comes with this package, 7B before 32B."""
+def our_configs() -> list[Listed]:
+    """Every config that comes with this package, 7B before 32B; its comments name its recipe."""
 
     def folder_and_size(path: Path) -> tuple[Path, float, str]:
         size = _SIZE.match(path.stem)
         return path.parent, float(size[1]) if size else 0.0, path.stem
 
     root = Path(str(resources.files("torchtune_adaptive.configs")))
-    files = sorted(root.rglob("*.yaml"), key=folder_and_size)
-    return {PREFIX + path.relative_to(root).with_suffix("").as_posix(): path for path in files}
+    return [
+        Listed(started_with(path)[1] or "", PREFIX + path.relative_to(root).with_suffix("").as_posix(), path)
+        for path in sorted(root.rglob("*.yaml"), key=folder_and_size)
+    ]
 
 
-def stock_configs() -> tuple[Listed, ...]:
+def stock_configs() -> list[Listed]:
     """Every config that comes with torchtune, once for each of its recipes that takes it."""
-    folder = _stock_folder() / "configs"
-    return tuple(
-        Listed(recipe.name, config.name, folder / config.file_path)
+    return [
+        Listed(recipe.name, config.name, STOCK / "recipes" / "configs" / config.file_path)
         for recipe in _stock_recipes()
         for config in recipe.configs
-    )
+    ]
 
 
 def taken_by_ours() -> Iterator[Listed]:
@@ -144,29 +142,39 @@ def recipe_files() -> dict[str, Path]:
     """Name -> file of every recipe, ours and torchtune's."""
     ours = {name: importlib.util.find_spec(name) for name in RECIPES}
     files = {name: Path(spec.origin) for name, spec in ours.items() if spec is not None and spec.origin}
-    return files | {recipe.name: _stock_folder() / recipe.file_path for recipe in _stock_recipes()}
+    return files | {recipe.name: STOCK / "recipes" / recipe.file_path for recipe in _stock_recipes()}
 
 
 def config_files() -> dict[str, Path]:
     """Name -> file of every config, ours and torchtune's."""
-    return installed_configs() | {config.name: config.path for config in stock_configs()}
+    return {config.name: config.path for config in (*our_configs(), *stock_configs())}
 
 
-def recipe_of(config: Path) -> str | None:
-    """The recipe that a file's own comments start it with, ours in place of torchtune's; None where they do not say."""
-    command = _command_in(config)
+def started_with(config: Path) -> tuple[str, str | None]:
+    """What a file's own comments give to the launcher, `--nproc_per_node 8`, and the recipe that they start, ours in
+    place of torchtune's; None where they do not say."""
+    command = _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
+    if command is None:
+        return "", None
     ours = {recipe.takes: name for name, recipe in RECIPES.items()}
-    return ours.get(command["recipe"], command["recipe"]) if command else None
+    return command["flags"].strip(), ours.get(command["recipe"], command["recipe"])
 
 
-def flags_of(config: Path) -> str:
-    """What those comments give to the launcher: `--nproc_per_node 8`; nothing where they do not say."""
-    command = _command_in(config)
-    return command["flags"].strip() if command else ""
+def recipe_for(name: str) -> str | None:
+    """The recipe that a config of this name is for, ours where there is one; None: a path does not say."""
+    return next((config.recipe for config in (*taken_by_ours(), *stock_configs()) if config.name == name), None)
 
 
-def _command_in(config: Path) -> re.Match[str] | None:
-    return _STARTED_WITH.search(config.read_text(encoding="utf-8", errors="replace"))
+def file_of(name: str) -> Path:
+    """The file of a config, of a recipe, or at a path."""
+    return file_named(name, config_files() | recipe_files(), "config or recipe")
+
+
+def config_of(name: str) -> Path:
+    """The file of a config, by its name or its path."""
+    if name in recipe_files():
+        raise ConfigError(f"{name} is a recipe: use one of its configs (tune-adaptive ls {name})")
+    return file_named(name, config_files(), "config")
 
 
 def file_named(name: str, known: Mapping[str, Path], what: str, option: str = "") -> Path:
@@ -180,20 +188,8 @@ def file_named(name: str, known: Mapping[str, Path], what: str, option: str = ""
     raise ConfigError(f"{option}{name} is neither a file nor a known {what}{hint}")
 
 
-def _torchtune() -> Path:
-    """The folder of its package; asking for a module in it would import it."""
-    spec = importlib.util.find_spec("torchtune")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent
-
-
-def _stock_folder() -> Path:
-    return _torchtune().parent / "recipes"
-
-
 @cache
 def _stock_recipes() -> list[Any]:
     """torchtune's own list: recipes with a name, a file_path and configs that have both, too."""
-    recipes: list[Any] = runpy.run_path(str(_torchtune() / "_recipe_registry.py"))["get_all_recipes"]()
+    recipes: list[Any] = runpy.run_path(str(STOCK / "torchtune" / "_recipe_registry.py"))["get_all_recipes"]()
     return recipes

@@ -1,4 +1,4 @@
-"""The demo model's first weights: made from a seed on first use, then read like any checkpoint."""
+"""The first weights of the demo's models: made from a seed on first use, then read like any checkpoint."""
 
 import hashlib
 import io
@@ -11,10 +11,10 @@ import torch
 from torchtune.training import FullModelTorchTuneCheckpointer
 
 from torchtune_adaptive.atomic_files import reason
-from torchtune_adaptive.demo.model import demo_model
+from torchtune_adaptive.demo.model import demo_classifier, demo_model, small_letters
 from torchtune_adaptive.errors import ConfigError
 
-WEIGHTS_FILE = "demo.pt"
+WEIGHTS_FILE, VALUE_FILE, REWARD_FILE = "demo.pt", "demo_value.pt", "demo_reward.pt"
 
 
 def demo_checkpointer(
@@ -28,15 +28,19 @@ def demo_checkpointer(
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
 ) -> FullModelTorchTuneCheckpointer:
-    """Component for a config's `checkpointer:`: torchtune's own, after seeing to it that its weights exist.
+    """Component for a config's checkpointers: torchtune's own, after seeing to it that the demo's weights exist.
 
-    Only `demo.pt` is ever made. `sizes` are those that the config gives to `demo_model`, if any. Every rank may call
-    this at once.
+    `sizes` are those that the config gives to `demo_model`, if any. Every rank may call this at once.
     """
     if isinstance(checkpoint_files, str):
         raise ValueError(f"checkpoint_files is {checkpoint_files!r}: give a list, [{checkpoint_files}]")
-    if WEIGHTS_FILE in checkpoint_files:
-        ensure_weights(Path(checkpoint_dir) / WEIGHTS_FILE, seed=seed, sizes=sizes)
+    made: dict[str, Callable[[], Mapping[str, object]]] = {
+        WEIGHTS_FILE: lambda: demo_model(**(sizes or {})).state_dict(),
+        VALUE_FILE: lambda: demo_classifier().state_dict(),
+        REWARD_FILE: small_letters,
+    }
+    for name in made.keys() & set(checkpoint_files):
+        ensure_made(Path(checkpoint_dir) / name, made[name], seed=seed)
     return FullModelTorchTuneCheckpointer(
         checkpoint_dir=checkpoint_dir,
         checkpoint_files=list(checkpoint_files),
@@ -48,22 +52,21 @@ def demo_checkpointer(
     )
 
 
-def ensure_weights(path: Path, *, seed: int = 0, sizes: Mapping[str, int] | None = None) -> None:
-    """Leaves the weights of this seed and these sizes at `path`; replaces a file only where this has made it."""
-    ensure_made(path, lambda: demo_model(**(sizes or {})).state_dict(), seed=seed)
-
-
 def ensure_made(path: Path, make: Callable[[], Mapping[str, object]], *, seed: int = 0) -> None:
     """Leaves what is made with this seed at `path`; replaces a file only where this has made it.
 
     No lock: every process makes the same bytes under a name of its own and renames them into place, so it
     does not matter which one is last, and one that dies leaves nothing that others wait for.
     """
-    content = _content(make, seed)
-    found = path.read_bytes() if path.is_file() else None
-    if found == content:
+    buffer = io.BytesIO()  # since torch.save writes a file's own name into it
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.manual_seed(seed)
+        torch.save(make(), buffer)
+    content = buffer.getvalue()
+    existing = path.read_bytes() if path.is_file() else None
+    if existing == content:
         return
-    if found is not None and not _mark(path, found).exists():
+    if existing is not None and not _mark(path, existing).exists():
         raise ConfigError(
             f"{path} was not written by the demo, or has changed since, and is not overwritten: move it away, or set "
             "another checkpointer.checkpoint_dir; for your own weights, use "
@@ -87,12 +90,3 @@ def _mark(path: Path, content: bytes) -> Path:
     """The empty file that says of such content that it was made here."""
     # torchtune copies a checkpoint's directory, except for names that start with a dot
     return path.with_name(f".{path.name}.{hashlib.sha256(content).hexdigest()}")
-
-
-def _content(make: Callable[[], Mapping[str, object]], seed: int) -> bytes:
-    # a buffer, because torch.save writes a file's own name into it
-    buffer = io.BytesIO()
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(seed)
-        torch.save(make(), buffer)
-    return buffer.getvalue()

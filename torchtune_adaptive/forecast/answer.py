@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Any
 
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import read_adaptive, value_at
+from torchtune_adaptive.config.keys import value_at
 from torchtune_adaptive.forecast.measure import Found
 from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import is_lora, trains_on_pairs, trains_with_ppo
@@ -151,7 +151,7 @@ def command(question: Question, rows: int | None) -> str:
             words["use_maximum_batch_size"] = "use_maximum_batch_size=False"
     if question.plan.sequence_length is not None and value_at(cfg, "tokenizer.max_seq_len") != question.length:
         words["tokenizer.max_seq_len"] = f"tokenizer.max_seq_len={question.length}"
-    if question.plan.memory_limit is not None and read_adaptive(cfg.get("adaptive")).memory_limit is not None:
+    if question.plan.memory_limit is not None and question.settings.adaptive.memory_limit is not None:
         words["adaptive.memory_limit"] = "adaptive.memory_limit=null"
     machines, left = divmod(question.ranks, ONE_MACHINE)
     launcher = f"--nproc_per_node {question.ranks}"

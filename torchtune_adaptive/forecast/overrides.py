@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune.config._utils import _get_component_from_path
 
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import Settings, on_gpu, read_adaptive
+from torchtune_adaptive.config.keys import Settings, on_gpu
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, training_of
 
@@ -59,7 +59,7 @@ def savers(cfg: DictConfig, world_size: int) -> list[Overrides]:
         found += [() if settings.ac_mode == "selective" else every_second, everywhere]
     if world_size > 1 and not settings.fsdp_reshard_after_forward:
         found.append(("fsdp_reshard_after_forward=True",))
-    found += [_without_reference(cfg), _smaller_rank(cfg)]
+    found += [_without_reference(settings), _smaller_rank(cfg)]
     if on_gpu(settings):
         found += [in_8_bits(cfg), offloaded_activations(settings), _quantized(cfg), _on_host(settings)]
     return [each for each in found if each]
@@ -120,10 +120,10 @@ def _chunked_loss(cfg: DictConfig) -> Overrides:
     return (f"loss._component_={CHUNKED}",) if plain else ()
 
 
-def _without_reference(cfg: DictConfig) -> Overrides:
+def _without_reference(settings: Settings) -> Overrides:
     """What it says is found before training, and its model freed."""
-    cuts = read_adaptive(cfg.get("adaptive")).oversize == "truncate"  # which it does not go with
-    return ("adaptive.precompute_reference=True",) if keeps_reference(cfg) and not cuts else ()
+    cuts = settings.adaptive.oversize == "truncate"  # which it does not go with
+    return ("adaptive.precompute_reference=True",) if keeps_reference(settings) and not cuts else ()
 
 
 def _smaller_rank(cfg: DictConfig) -> Overrides:

@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
-from torchtune_adaptive.config.keys import MOST_TOKENS, keys_of, read, read_adaptive, value_at
+from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, keys_of, read, value_at
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.overrides import Overrides, changed
@@ -47,7 +47,7 @@ def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Qu
     if not str(cfg.get("device", "cuda")).startswith("cuda"):
         raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
     _check_optimizer(cfg)
-    training_of(cfg).read(cfg)
+    question.settings  # noqa: B018
     for each in question.each():
         each.overhead_bytes  # noqa: B018
         _check_length(each)
@@ -95,6 +95,11 @@ class Question:
     @property
     def recipe(self) -> str:
         return training_of(self.cfg).name
+
+    @cached_property
+    def settings(self) -> Settings:
+        """Settings of its recipe, which refuses here what it would refuse in a run."""
+        return training_of(self.cfg).read(self.cfg)[0]
 
     def on(self, ranks: int) -> Question:
         return replace(self, plan=replace(self.plan, world_size=ranks))
@@ -167,7 +172,7 @@ class Question:
             return card
         if said is not None:
             return GPUS["h100"]._replace(memory=_amount(said))
-        limits = read_adaptive(self.cfg.get("adaptive")).memory_limit
+        limits = self.settings.adaptive.memory_limit
         if limits is None or any(each.is_fraction for each in limits):
             raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a card ({', '.join(GPUS)})")
         return GPUS["h100"]._replace(memory=min(int(each.amount) for each in limits))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from omegaconf import DictConfig
 
 from torchtune_adaptive.config import components
-from torchtune_adaptive.config.keys import read_adaptive, value_at
+from torchtune_adaptive.config.keys import Settings, value_at
 from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.rl.settings import POLICY_SECTION
@@ -42,7 +42,7 @@ def trains_on_pairs(cfg: DictConfig) -> bool:
     return True
 
 
-def keeps_reference(cfg: DictConfig) -> bool:
+def keeps_reference(settings: Settings) -> bool:
     """Whether there is a model of the reference while the policy is trained."""
-    asked_before = read_adaptive(cfg.get("adaptive")).precompute_reference
-    return trains_on_pairs(cfg) and not is_lora(cfg) and not asked_before
+    cfg = settings.config
+    return trains_on_pairs(cfg) and not is_lora(cfg) and not settings.adaptive.precompute_reference

@@ -23,7 +23,7 @@ from torchtune import config
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import config_and_overrides, read_config
 from torchtune_adaptive.config.components import in_a_line
-from torchtune_adaptive.config.keys import read_adaptive
+from torchtune_adaptive.config.keys import Settings
 from torchtune_adaptive.config.remedies import KEYS, in_keys, leaving_out_what_is_set
 from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.ranks import from_all_ranks, let_go
@@ -47,7 +47,13 @@ from torchtune_adaptive.text import ranks_named
 logger = logging.getLogger(__name__)
 
 
+class HasSettings(Protocol):
+    settings: Settings
+
+
 class FourMethods(Protocol):
+    run: HasSettings
+
     def __init__(self, cfg: DictConfig) -> None: ...
     def setup(self) -> None: ...
     def train(self) -> None: ...
@@ -84,7 +90,7 @@ def _run(recipe_type: type[FourMethods], keys: Collection[str]) -> None:
     try:
         with refusing_early_exits(), leaving_out_what_is_set(cfg):
             recipe = recipe_type(cfg)
-            adaptive = read_adaptive(cfg.get("adaptive"))
+            adaptive = recipe.run.settings.adaptive
             with (
                 ending_when_a_rank_is_silent(adaptive.silent_rank_timeout),
                 telling_where_memory_runs_out(adaptive.recover_from_oom),

@@ -17,7 +17,7 @@ from tests.distributed.faults.failing import fail_there, operations_of, over_ran
 from tests.distributed.faults.stages import Outcome, frozen
 from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_of, shard
 from tests.recipes.ppo.rollouts import ppo_config
-from torchtune_adaptive.demo.rewards import demo_classifier
+from torchtune_adaptive.demo.model import demo_classifier
 from torchtune_adaptive.engine.step import StepRunner
 from torchtune_adaptive.rl.experience import estimate
 from torchtune_adaptive.rl.models import Models

@@ -12,7 +12,8 @@ from tests.recipes.crash.points import TRAIN, Point
 from tests.recipes.crash.tally import Tally
 from tests.recipes.crash.variants import FULL, LORA, STEPS, Variant, write_config
 from tests.recipes.crash.victims import FAILED, FINISHED, KILLED, Start, live
-from torchtune_adaptive.demo.weights import WEIGHTS_FILE, ensure_weights
+from torchtune_adaptive.demo.model import demo_model
+from torchtune_adaptive.demo.weights import WEIGHTS_FILE, ensure_made
 
 SMALL, LARGE = {FULL: "12m", LORA: "4m"}, "128m"
 """Room for two checkpoints, and for all."""
@@ -99,7 +100,8 @@ class DiskRun:
         folder = self._folder / name
         arguments = write_config(self._variant, folder, *overrides)
         (folder / "out").mkdir(parents=True)
-        ensure_weights(folder.parent / "weights" / WEIGHTS_FILE)  # these are not what the disk has no room for
+        # these are not what the disk has no room for
+        ensure_made(folder.parent / "weights" / WEIGHTS_FILE, lambda: demo_model().state_dict())
         return Start(self._variant, folder, tuple(arguments))
 
     def _fails(self, start: Start, number: int, words: list[str], file_bytes: int | None = None) -> None:

@@ -39,7 +39,7 @@ PLACES = 8
 
 
 def sized_for_each(folder: Path, ports: list[int]) -> None:
-    from torchtune_adaptive.demo.rewards import demo_classifier
+    from torchtune_adaptive.demo.model import demo_classifier
     from torchtune_adaptive.demo.weights import ensure_made
 
     ensure_made(

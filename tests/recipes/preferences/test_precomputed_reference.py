@@ -16,7 +16,7 @@ import torch
 from tests.ranks import RankFailed, free_ports, run_on_ranks
 from tests.recipes.recording import read_log
 from tests.recipes.running import SGD, demo_config, load_ours, run_ours
-from torchtune_adaptive.demo.preferences import demo_preferences
+from torchtune_adaptive.demo.dataset import demo_preferences
 from torchtune_adaptive.demo.tokenizer import DemoTokenizer
 from torchtune_adaptive.tune.preference import KEPT, REFERENCE
 from torchtune_adaptive.tune.reference import TABLE_FILE

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from torchtune_adaptive.config.checks import check_keys
 from torchtune_adaptive.config.command_line import read_config
 from torchtune_adaptive.config.keys import AdaptiveConfig, on_gpu
-from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, installed_configs
+from torchtune_adaptive.config.registry import FULL, FULL_DPO, LORA, LORA_DPO, PPO, Recipe, config_files
 from torchtune_adaptive.errors import ConfigError, SeveralErrors
 from torchtune_adaptive.forecast.keys import PlanSettings
 from torchtune_adaptive.forecast.which_recipe import training_of
@@ -109,7 +109,7 @@ BUDGET = {"token_budget": 4096}
 
 def demo(recipe: Recipe, *overrides: str, **adaptive: object) -> DictConfig:
     name = {FULL: "full", LORA: "lora", FULL_DPO: "dpo", LORA_DPO: "lora_dpo", PPO: "ppo"}[recipe]
-    cfg = read_config(installed_configs()[f"adaptive/demo/{name}"], overrides)
+    cfg = read_config(config_files()[f"adaptive/demo/{name}"], overrides)
     cfg.adaptive = {**adaptive}
     return cfg
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchtune_adaptive.config.command_line import config_and_overrides, locate, read_config
-from torchtune_adaptive.config.registry import RECIPES, Listed, installed_configs, taken_by_ours
+from torchtune_adaptive.config.registry import RECIPES, Listed, config_files, taken_by_ours
 from torchtune_adaptive.errors import ConfigError
 
 ROOT = Path(__file__).parents[3]
@@ -29,10 +29,18 @@ def test_mirrored_configs_have_not_drifted_from_torchtune() -> None:
 @pytest.mark.parametrize("words", [("--config", "adaptive/demo/full"), ("--config=adaptive/demo/full",)])
 def test_the_config_is_found_by_its_name_among_its_overrides(words: tuple[str, ...]) -> None:
     path, overrides = config_and_overrides(["batch_size=2", *words, "seed=null"])
-    assert path == installed_configs()["adaptive/demo/full"]
+    assert path == config_files()["adaptive/demo/full"]
     assert overrides == ["batch_size=2", "seed=null"]
     cfg = read_config(path, overrides)
     assert (cfg.batch_size, cfg.seed) == (2, None)
+
+
+def test_the_home_folder_is_written_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    overrides = ["output_dir=~/runs", "checkpointer.checkpoint_files=[~/a.pt,b~/c.pt]"]
+    cfg = read_config(locate("adaptive/demo/full"), overrides)
+    assert cfg.metric_logger.log_dir == "/home/me/runs/logs"
+    assert cfg.checkpointer.checkpoint_files == ["/home/me/a.pt", "b~/c.pt"]
 
 
 def test_a_path_is_taken_as_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.config.components import build, build_section, require_parts
@@ -81,6 +82,23 @@ def test_a_key_that_a_component_hands_on_to_what_does_not_take_it_can_be_left_ou
     text = message("anything", lr=3, lrr=4)
     assert text.endswith("; remove optimizer.lrr (~optimizer.lrr on the command line)")
     assert "leave" not in message("fails", lr=3)
+
+
+@pytest.mark.parametrize(
+    ("component", "key", "value", "says"),
+    [
+        ("torch.optim.AdamW", "lr", "3e-3", "optimizer.lr is '3e-3', but AdamW takes float | Tensor"),
+        ("torch.optim.AdamW", "lr", None, "optimizer.lr is null, but AdamW takes float | Tensor"),
+        ("torch.optim.AdamW", "weight_decay", "abc", "optimizer.weight_decay is 'abc', but AdamW takes float"),
+        ("torch.optim.AdamW", "betas", [0.9], "optimizer.betas is [0.9], but AdamW takes tuple[float | Tensor"),
+        ("torchao.optim.AdamW8bit", "lr", "3e-3", "optimizer.lr is '3e-3', but AdamW8bit takes float"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_named_by_its_key(component: str, key: str, value: Any, says: str) -> None:
+    section = OmegaConf.create({"_component_": component, key: value})
+    with pytest.raises(ConfigError) as caught:
+        build_section("optimizer", section, [torch.nn.Parameter(torch.zeros(1))])
+    assert str(caught.value).startswith(says)
 
 
 @pytest.mark.parametrize(("path", "shown"), [(None, "null"), (5, "5")])

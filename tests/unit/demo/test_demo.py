@@ -20,12 +20,13 @@ from torchtune.modules.peft import get_adapter_state_dict
 from torchtune_adaptive.demo.dataset import demo_dataset, demo_row
 from torchtune_adaptive.demo.model import demo_model, lora_demo_model
 from torchtune_adaptive.demo.tokenizer import demo_tokenizer
-from torchtune_adaptive.demo.weights import demo_checkpointer, ensure_weights
+from torchtune_adaptive.demo.weights import demo_checkpointer, ensure_made
 from torchtune_adaptive.errors import ConfigError
 
 OUR_CONFIGS = Path(__file__).parents[3] / "configs" / "demo"
 STOCK_CONFIGS = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 
+ensure_weights = partial(ensure_made, make=lambda: demo_model().state_dict())
 lora_everywhere = partial(
     lora_demo_model,
     ["q_proj", "k_proj", "v_proj", "output_proj"],
@@ -174,11 +175,12 @@ def test_lora_starts_as_the_model_it_adapts():
 
 START_AT_ONCE = """
 import multiprocessing, pathlib, sys
-from torchtune_adaptive.demo.weights import ensure_weights
+from torchtune_adaptive.demo.model import demo_model
+from torchtune_adaptive.demo.weights import ensure_made
 
 def start(barrier):
     barrier.wait()
-    ensure_weights(pathlib.Path(sys.argv[1]))
+    ensure_made(pathlib.Path(sys.argv[1]), lambda: demo_model().state_dict())
 
 fork = multiprocessing.get_context("fork")
 barrier = fork.Barrier(4)

@@ -15,7 +15,7 @@ from torchtune_adaptive.config.keys import AdaptiveConfig, Settings
 from torchtune_adaptive.engine.plans import Load
 from torchtune_adaptive.engine.reports import StepResult
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, trains_on_pairs
+from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, training_of, trains_on_pairs
 from torchtune_adaptive.tune import preference
 from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.data import check_samples
@@ -157,7 +157,7 @@ def test_a_recipe_is_known_by_the_reference_or_the_loss(name: str) -> None:
     cfg = OmegaConf.load(locate(f"adaptive/{name}"))
     assert trains_on_pairs(cfg)
     assert is_lora(cfg) == ("lora" in name)
-    assert keeps_reference(cfg) == ("lora" not in name)
+    assert keeps_reference(training_of(cfg).read(cfg)[0]) == ("lora" not in name)
     cfg.loss = {"_component_": "torch.nn.CrossEntropyLoss"}
     assert trains_on_pairs(cfg) == ("lora" not in name)
 

@@ -18,7 +18,7 @@ TOLD_LATER = {
     "checkpointer.checkpoint_files=[none.pt]": "the demo's checkpointer makes its files where there are none",
     "checkpointer=torchtune.NoCheckpointer": "not the word of torchtune's, which is not asked for the component",
 }
-SECTION = "tests.unit.tune.validate.test_config."
+SECTION = "tests.unit.cli.test_validate."
 
 IN_BACKWARD = ("optimizer_in_bwd=True", "clip_grad_norm=null", "gradient_accumulation_steps=1")
 
@@ -243,7 +243,7 @@ def test_a_folder_with_checkpoints_or_in_use_is_refused_as_a_run_would(
     assert validate(*into[:2], "overwrite_output_dir=True")[0] == 0
     (tmp_path / "out" / "epoch_0" / "recipe_state.pt").write_bytes(b"stata")
     assert_refused(validate(*into, "resume_from_checkpoint=auto"), ["resume_from_checkpoint=True and the files"])
-    monkeypatch.setattr("torchtune_adaptive.tune.validate.places.holder", lambda _: "process 7 on node3")
+    monkeypatch.setattr("torchtune_adaptive.cli.check_config.holder", lambda _: "process 7 on node3")
     assert_refused(validate(*into[:2]), ["is in use by process 7 on node3"])
 
 
@@ -260,6 +260,41 @@ def test_a_users_own_file_is_for_the_recipe_that_it_names_or_that_its_model_is_f
             assert (status, errors) == (0, "")
             assert out == f"ok: {recipe} would start with {mine}\n"
     assert_refused(validate(str(tmp_path / "mine.yaml"), "--recipe", LORA.name), ["model.lora_attn_modules is missing"])
+
+
+def test_a_changed_copy_of_a_recipe_is_checked_as_the_recipe_that_it_was(validate: Validate, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(["cp", LORA.name, str(tmp_path / "mine.py")])
+    status, out, errors = validate(DEMO["lora"], "--recipe", "mine.py")
+    assert (status, errors) == (0, "")
+    assert "ok: mine.py would start" in out
+    assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["model.lora_attn_modules is missing"])
+    (tmp_path / "mine.py").write_text("print(")
+    assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["mine.py cannot be read", "never closed"])
+    (tmp_path / "mine.py").write_text("print()")
+    assert_refused(validate(DEMO["full"], "--recipe", "mine.py"), ["with none of read_full_settings"])
+    assert_refused(validate(DEMO["full"], "--recipe", f"{LORA.name}x"), [f"did you mean {LORA.name}?"])
+
+
+def test_files_of_data_are_looked_for(validate: Validate, tmp_path: Path) -> None:
+    component = "dataset._component_=torchtune.datasets.chat_dataset"
+    others = ("dataset.source=json", "dataset.conversation_column=a", "dataset.conversation_style=sharegpt")
+    own = ("~dataset.samples", "dataset.packed=False", component, *others)
+    (tmp_path / "there.json").touch()
+    for files in ("there.json", "[there.json]", "{train: there.json}", "'*.json'", "https://example.org/data.json"):
+        status, _, errors = validate(DEMO["full"], "--here", *own, f"dataset.data_files={files}")
+        assert (status, errors) == (0, ""), files
+    for files in ("none.json", "[there.json,none.json]", "{train: none.json}"):
+        ended = validate(DEMO["full"], "--here", *own, f"dataset.data_files={files}")
+        assert_refused(ended, ["dataset.data_files is 'none.json', which does not exist"])
+    assert (
+        "note: on this machine: dataset.data_files" in validate(DEMO["full"], *own, "dataset.data_files=none.json")[1]
+    )
+
+
+def test_a_function_that_cannot_be_imported_is_told_beside_other_mistakes(validate: Validate) -> None:
+    _, _, errors = validate(DEMO["full"], "epochs=0", "batch_increase_function=nowhere.f")
+    assert told_of(errors) == ["epochs", "batch_increase_function"]
 
 
 def test_a_component_beside_the_config_is_found(validate: Validate, tmp_path: Path) -> None:
