@@ -156,8 +156,8 @@ def _gathered(weight: Tensor) -> Tensor:
 def weights_are_finite(model: nn.Module) -> bool:
     """Whether no trained weight of this rank is NaN or infinite."""
     # A sum is NaN or infinite where any term is, and needs no memory to say so, as `isfinite` would.
-    trained = (each for each in model.parameters() if each.requires_grad)
-    shards = (each.to_local() if isinstance(each, DTensor) else each for each in trained)
+    trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    shards = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in trained)
     sums = [shard.sum(dtype=torch.float32) for shard in shards]
     return not sums or bool(torch.stack(sums).isfinite().all())
 
@@ -217,7 +217,7 @@ def make_ready(model: nn.Module, prepare: Callable[[], State | None], directory:
 def make_room_to_gather(sharded: Sharded, optimizer: AnyOptimizer, device: torch.device) -> None:
     """Raises where this rank has no memory for what gathering will take: in its midst no rank may fail alone."""
     tensors = [*tree_iter(sharded), *tree_iter(optimizer.state_dict())]
-    sizes = [each.numel() * each.element_size() for each in tensors if isinstance(each, DTensor)]
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors if isinstance(tensor, DTensor)]
     largest = max(sizes, default=0)
     # One tensor at a time: as it arrives, and as it is put together. What is on the host then stays there on rank 0.
     together = sum(sizes) if device.type == "cpu" and dist.get_rank() == 0 else largest
@@ -236,7 +236,7 @@ def make_room_to_gather(sharded: Sharded, optimizer: AnyOptimizer, device: torch
 def cause(error: BaseException, directory: Path) -> str:
     """Why a checkpoint could not be written, in words that a user can act on."""
     if is_oom(error):
-        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[each] for each in GATHERS_WITH_LESS)}"
+        return f"out of memory on rank {dist.get_rank()}: {' or '.join(KEYS[remedy] for remedy in GATHERS_WITH_LESS)}"
     number = _errno(error)
     if isinstance(error, MemoryError) or number == errno.ENOMEM or "can't start new thread" in str(error):
         return f"out of memory on the host of rank {dist.get_rank()}: free host memory"
@@ -251,7 +251,7 @@ def cause(error: BaseException, directory: Path) -> str:
         text = "a file was truncated while it was written: a quota, a limit on the file size, or a failing disk"
     else:
         text = in_a_line(error)
-    older = [each.name for each in find_checkpoints(directory) if each.manifest][1:]
+    older = [checkpoint.name for checkpoint in find_checkpoints(directory) if checkpoint.manifest][1:]
     may_go = f"; {', '.join(older)} may be removed" if older and number in (errno.ENOSPC, errno.EDQUOT) else ""
     return f"{text} ({format_bytes(free)} free{may_go})"
 

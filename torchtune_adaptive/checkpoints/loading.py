@@ -1,7 +1,7 @@
 """Reading weights and state, through torchtune's checkpointers or torch.distributed.checkpoint.
 
-Every rank reads the same files. What goes wrong on one of them is told by all, since a rank that is missing looks to
-the others like anything but what it is.
+Every rank reads the same files. What goes wrong on one of them is reported by all, since a rank that is missing looks
+to the others like anything but what it is.
 """
 
 from __future__ import annotations
@@ -132,11 +132,11 @@ def _on_all_ranks(work: Callable[[], Value], what: str, key: str = "checkpointer
             )
         else:
             problem = f"{key}: loading {what} failed on rank {dist.get_rank()}: {components.in_a_line(error)}"
-    told = from_all_ranks((problem, THIS_RUN.asked_to_stop()))
-    first = next((each for each, _ in told if each is not None), None)
+    problems, asked_to_stop = zip(*from_all_ranks((problem, THIS_RUN.asked_to_stop())), strict=True)
+    first = next(filter(None, problems), None)
     if first is not None:
         raise CheckpointError(first)
-    if any(asked_to_stop for _, asked_to_stop in told):
+    if any(asked_to_stop):
         raise RunStopped("stopped during setup, before the first step")
     return cast(Value, result)
 

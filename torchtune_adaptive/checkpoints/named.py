@@ -31,16 +31,16 @@ DISTRIBUTED_METADATA = ".metadata"
 
 
 def named_files(
-    settings: Settings, recipe: str, directory: Path, found: Sequence[FoundCheckpoint]
+    settings: Settings, recipe: str, directory: Path, checkpoints: Sequence[FoundCheckpoint]
 ) -> tuple[Files, Manifest | None]:
     """What the config names, and its manifest where it has one."""
-    if not found:
+    if not checkpoints:
         raise ConfigError(
             f"resume_from_checkpoint is True, but checkpointer.output_dir {str(directory)!r} contains no checkpoint: "
             "set it to that of the run to resume"
         )
     section, directory = settings.config.checkpointer, directory.absolute()
-    manifests = {each.path.absolute(): each.manifest for each in found if each.manifest}
+    manifests = {checkpoint.path.absolute(): checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest}
     example = next((path.name for path in manifests), "epoch_0")
     advice = (
         f"names are relative to {directory}, for example "

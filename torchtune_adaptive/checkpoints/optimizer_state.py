@@ -71,8 +71,8 @@ def _quantized(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, DTensor
     """Collective: what any rank keeps in few bits, in the same order on all."""
     if dist.get_world_size() == 1:
         return {}
-    sharded = {entry: each for entry, each in _entries(model, optimizer).items() if isinstance(each, DTensor)}
-    mine = [entry for entry, each in sharded.items() if wraps_tensors(type(each.to_local()))]
+    sharded = {entry: value for entry, value in _entries(model, optimizer).items() if isinstance(value, DTensor)}
+    mine = [entry for entry, value in sharded.items() if wraps_tensors(type(value.to_local()))]
     return {entry: sharded[entry] for entry in sorted({entry for entries in from_all_ranks(mine) for entry in entries})}
 
 
@@ -80,7 +80,10 @@ def _entries(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, Tensor]:
     """The optimizer's own tensors, by names that do not depend on how the model is wrapped."""
     states: Any = get_optimizer_state_dict(model, optimizer)["state"]
     return {
-        (name, key): each for name, state in states.items() for key, each in state.items() if isinstance(each, Tensor)
+        (name, key): value
+        for name, state in states.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor)
     }
 
 
@@ -88,14 +91,16 @@ def _entries(model: nn.Module, optimizer: Optimizer) -> dict[StateKey, Tensor]:
 def _set_aside(optimizer: Optimizer, tensors: Collection[Tensor]) -> Iterator[None]:
     """An optimizer without these tensors."""
     ids = {id(tensor) for tensor in tensors}
-    held = [(state, key, each) for state in optimizer.state.values() for key, each in state.items() if id(each) in ids]
+    held = [
+        (state, key, value) for state in optimizer.state.values() for key, value in state.items() if id(value) in ids
+    ]
     for state, key, _ in held:
         del state[key]
     try:
         yield
     finally:
-        for state, key, each in held:
-            state[key] = each
+        for state, key, value in held:
+            state[key] = value
 
 
 def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
@@ -112,8 +117,8 @@ def _shards_on_rank_0(tensor: DTensor) -> list[Shard]:
     gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
     dist.gather_object(mine, gathered)
     # ranks of another mesh than the tensor's, as under tensor parallelism, have the same shards
-    each_once = dict(sorted(each for each in gathered or [] if each is not None))
-    return [(begin, torch.load(io.BytesIO(shard), weights_only=True)) for begin, shard in each_once.items()]
+    shards = dict(sorted(shard for shard in gathered or [] if shard is not None))
+    return [(begin, torch.load(io.BytesIO(shard), weights_only=True)) for begin, shard in shards.items()]
 
 
 def _begin(tensor: Tensor) -> tuple[int, ...]:
@@ -128,10 +133,10 @@ def _without_shards(state: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict[S
     in_shards: dict[StateKey, list[Shard]] = {}
     plain: dict[str, StateDict] = {}
     if not isinstance(state.get("state"), Mapping):
-        return state, in_shards  # told by its name where it is loaded
-    for name, kept in state["state"].items():
+        return state, in_shards  # refused by its name where it is loaded
+    for name, entries in state["state"].items():
         plain[name] = {}
-        for key, value in kept.items():
+        for key, value in entries.items():
             if isinstance(value, Mapping) and SHARDS in value:
                 in_shards[name, key] = value[SHARDS]
             elif wraps_tensors(type(value)):

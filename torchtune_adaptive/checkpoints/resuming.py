@@ -72,7 +72,7 @@ def find_start(settings: Settings, recipe: str, *, steps: StepsOnRanks | None = 
     """
     decided: Start | Exception | None = None
     locks: list[Lock] = []
-    launchers = sorted({each for each in from_all_ranks(this_launcher()) if each is not None})
+    launchers = sorted(set(filter(None, from_all_ranks(this_launcher()))))
     if dist.get_rank() == 0:
         try:
             before = [run for run in map(run_file.read, places_of(settings)) if run is not None]
@@ -106,56 +106,56 @@ def places_of(settings: Settings) -> list[Path]:
 def decide(settings: Settings, recipe: str, steps: StepsOnRanks | None = None) -> Start:
     """On rank 0: looks at the output directory, and prepares it for what the run will write."""
     directory = checkpoint_directory(settings)
-    found = store.find_checkpoints(directory)
+    checkpoints = store.find_checkpoints(directory)
     try:
-        files, manifest = choose(settings, recipe, found, steps)
+        files, manifest = choose(settings, recipe, checkpoints, steps)
     except RunFinished:
         if store.leftovers(directory):  # a kill right after the last checkpoint
             _prune(directory, settings)
             with suppress(OSError):
                 store.clean(directory)  # last: where this is killed too, what is left says that there is more to do
         raise
-    if files is not None and manifest is not None:
-        _prune(directory, settings, resumed_from=files.folder.name)
     if files is not None:
+        if manifest is not None:
+            _prune(directory, settings, resumed_from=files.folder.name)
         logger.info("resuming from %s%s", files.folder, f" ({manifest.position})" if manifest else "")
     elif settings.resume_from_checkpoint == AUTO:
         logger.info("fresh start: %s contains no checkpoint yet", directory)
     return Start(
-        serial=1 + max((each.manifest.serial for each in found if each.manifest), default=-1),
+        serial=1 + max((checkpoint.serial for checkpoint in checkpoints), default=-1),
         files=files,
         step=manifest.position.step if manifest else 0,
-        overwrites=len(found) if files is None else 0,
+        overwrites=len(checkpoints) if files is None else 0,
         mark=_prepare(directory),
     )
 
 
 def choose(
-    settings: Settings, recipe: str, found: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
+    settings: Settings, recipe: str, checkpoints: Sequence[FoundCheckpoint], steps: StepsOnRanks | None = None
 ) -> tuple[Files | None, Manifest | None]:
     """What a run goes on from, and what that says of itself; nothing for a fresh start. Refuses what cannot be meant,
     and changes nothing."""
     directory, mode = checkpoint_directory(settings), settings.resume_from_checkpoint
     if file := next((path for path in store.named(directory) if not path.is_dir() and path.exists()), None):
         raise ConfigError(f"{str(file)!r} is a file, but has the name of a checkpoint: move it, or change output_dir")
-    own: Sequence[FoundCheckpoint] = found if mode == AUTO else []
+    own: Sequence[FoundCheckpoint] = checkpoints if mode == AUTO else []
     if mode is True and was_restarted() and (begun := run_file.read(directory)) is not None:
         # A launcher repeats the command, and a run that always went back to the same place might never get past it.
-        own = [each for each in found if each.manifest and each.manifest.serial >= begun.serial]
+        own = [checkpoint for checkpoint in checkpoints if checkpoint.serial >= begun.serial]
     newest, skipped = store.newest_intact(own)
-    for each in skipped:
-        logger.warning("skipped: %s %s", each.path, each.fault)
+    for checkpoint in skipped:
+        logger.warning("skipped: %s %s", checkpoint.path, checkpoint.fault)
     if newest is not None and newest.manifest is not None:
         _check_same_run(newest.manifest, settings, recipe, directory)
         _check_unfinished(newest, newest.manifest, settings, steps)
         return files_of(newest.path, newest.manifest), newest.manifest
     if mode is True:
-        files, manifest = named_files(settings, recipe, directory, found)
+        files, manifest = named_files(settings, recipe, directory, checkpoints)
         if manifest is not None:
             _check_same_run(manifest, settings, recipe, directory)
         return files, manifest
-    if found:
-        _check_may_overwrite(found, settings, directory, recipe)
+    if checkpoints:
+        _check_may_overwrite(checkpoints, settings, directory, recipe)
     return None, None
 
 
@@ -190,11 +190,13 @@ def _check_unfinished(
         )
 
 
-def _check_may_overwrite(found: Sequence[FoundCheckpoint], settings: Settings, directory: Path, recipe: str) -> None:
-    """Refuses a fresh start that would mix its checkpoints with those found, unless it may remove them."""
-    fresh, complete = settings.resume_from_checkpoint is False, any(each.manifest for each in found)
+def _check_may_overwrite(
+    checkpoints: Sequence[FoundCheckpoint], settings: Settings, directory: Path, recipe: str
+) -> None:
+    """Refuses a fresh start that would mix its checkpoints with these, unless it may remove them."""
+    fresh, complete = settings.resume_from_checkpoint is False, any(checkpoint.manifest for checkpoint in checkpoints)
     if fresh and settings.overwrite_output_dir and not was_restarted():
-        _check_not_needed(settings.config, found)
+        _check_not_needed(settings.config, checkpoints)
         return
     if fresh and was_restarted() and complete:
         raise ConfigError(
@@ -207,7 +209,7 @@ def _check_may_overwrite(found: Sequence[FoundCheckpoint], settings: Settings, d
         resume = ""
     else:
         resume = "resume that run (resume_from_checkpoint=True and the files to resume from), "
-    names = ", ".join(each.name for each in found[:3]) + (", ..." if len(found) > 3 else "")
+    names = ", ".join(checkpoint.name for checkpoint in checkpoints[:3]) + (", ..." if len(checkpoints) > 3 else "")
     raise ConfigError(
         f"output_dir {str(directory)!r} contains checkpoints of an earlier run ({names}), which a fresh start would "
         f"mix with its own: {resume}choose another output_dir, or set resume_from_checkpoint=False and "
@@ -215,9 +217,9 @@ def _check_may_overwrite(found: Sequence[FoundCheckpoint], settings: Settings, d
     )
 
 
-def _check_not_needed(cfg: DictConfig, found: Sequence[FoundCheckpoint]) -> None:
+def _check_not_needed(cfg: DictConfig, checkpoints: Sequence[FoundCheckpoint]) -> None:
     """Refuses to remove a folder that holds anything to start from, links followed."""
-    section, folders = cfg.checkpointer, {each.path.resolve() for each in found}
+    section, folders = cfg.checkpointer, {checkpoint.path.resolve() for checkpoint in checkpoints}
     folder = Path(str(section.get("checkpoint_dir"))).resolve()
     read = [("checkpoint_dir", folder)]
     if isinstance(files := section.get("checkpoint_files"), ListConfig | DictConfig):

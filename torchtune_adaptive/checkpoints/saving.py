@@ -261,7 +261,7 @@ class Checkpoints:
             return
         error = self._background.wait()
         problems = from_all_ranks(None if error is None else cause(error, self._directory))
-        problem = next((each for each in problems if each is not None), None)
+        problem = next(filter(None, problems), None)
         self._settle(written, problem, self._background.seconds)
 
     def close(self) -> None:

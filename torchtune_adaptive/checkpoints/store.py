@@ -110,6 +110,11 @@ class FoundCheckpoint:
     def name(self) -> str:
         return self.path.name
 
+    @property
+    def serial(self) -> int:
+        """That of its manifest; below all others where it has none."""
+        return self.manifest.serial if self.manifest else -1
+
 
 @dataclass(frozen=True, kw_only=True)
 class Files:
@@ -154,18 +159,18 @@ def named(directory: Path) -> list[Path]:
 
 def find_checkpoints(directory: Path) -> list[FoundCheckpoint]:
     """All folders that look like checkpoints: the complete ones first, newest first."""
-    found = []
+    checkpoints = []
     for path in filter(Path.is_dir, named(directory)):
         manifest = read_manifest(path)
         fault = manifest if isinstance(manifest, Fault) else None
-        found.append(FoundCheckpoint(path, None if isinstance(manifest, Fault) else manifest, fault))
-    return sorted(found, key=lambda each: (-each.manifest.serial if each.manifest else 1, each.name))
+        checkpoints.append(FoundCheckpoint(path, None if isinstance(manifest, Fault) else manifest, fault))
+    return sorted(checkpoints, key=lambda checkpoint: (-checkpoint.serial, checkpoint.name))
 
 
-def newest_intact(found: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
+def newest_intact(checkpoints: Sequence[FoundCheckpoint]) -> tuple[FoundCheckpoint | None, list[FoundCheckpoint]]:
     """The newest checkpoint whose files are what was saved, and those that were skipped for their faults."""
-    skipped = [each for each in found if each.manifest is None]
-    for complete in (each for each in found if each.manifest):
+    skipped = [checkpoint for checkpoint in checkpoints if checkpoint.manifest is None]
+    for complete in (checkpoint for checkpoint in checkpoints if checkpoint.manifest):
         if (checked := compared(complete)).manifest is not None:
             return checked, skipped
         skipped.append(checked)
@@ -202,13 +207,13 @@ def publish(directory: Path, name: str) -> Path:
 
 def tidy(directory: Path, keep_last: int | None, resumed_from: str | None) -> None:
     """Points `latest` at the newest checkpoint, then removes what the policy does not keep."""
-    complete = [each for each in find_checkpoints(directory) if each.manifest]
+    complete = [checkpoint for checkpoint in find_checkpoints(directory) if checkpoint.manifest]
     if complete:
         link_latest(directory, complete[0].name)
     kept = to_keep(complete, keep_last, resumed_from)
-    for each in complete:
-        if each not in kept:
-            remove(each.path)
+    for checkpoint in complete:
+        if checkpoint not in kept:
+            remove(checkpoint.path)
 
 
 def to_keep(
@@ -217,8 +222,11 @@ def to_keep(
     """The newest so many, the one that this run was resumed from, and a finished run's last."""
     if keep_last is None:
         return list(newest_first)
-    others = newest_first[keep_last:]
-    stays = (each for each in others if each.name == resumed_from or (each.manifest and each.manifest.finished))
+    stays = [
+        checkpoint
+        for checkpoint in newest_first[keep_last:]
+        if checkpoint.name == resumed_from or (checkpoint.manifest and checkpoint.manifest.finished)
+    ]
     return [*newest_first[:keep_last], *stays]
 
 

@@ -116,7 +116,7 @@ class Heartbeat:
         self._stopping = threading.Event()
         self._says_so = True
         self._rounds = 0
-        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._beat, self._watch_the_store)]
+        self._threads = [threading.Thread(target=work, daemon=True) for work in (self._beat, self._watch_the_store)]
         for thread in self._threads:
             thread.start()
 

@@ -111,7 +111,7 @@ def _run(recipe_type: type[FourMethods], keys: Collection[str]) -> None:
 def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractContextManager[None]:
     """Around a run: where memory runs out and nothing is run again, one line says so."""
 
-    def told(error: Exception) -> RecoveryUnsupportedError:
+    def explained(error: Exception) -> RecoveryUnsupportedError:
         off = recover_from_oom is False
         why = "adaptive.recover_from_oom is False, so nothing is repeated" if off else "this part cannot be repeated"
         where = "in training" if THIS_RUN.doing is Doing.TRAINING else "outside training"
@@ -125,7 +125,7 @@ def telling_where_memory_runs_out(recover_from_oom: bool | None) -> AbstractCont
             *([Remedy.RECOVERY] if off else []),
         )
 
-    return fatal_where_memory_runs_out(told)
+    return fatal_where_memory_runs_out(explained)
 
 
 def _live(recipe: FourMethods) -> None:

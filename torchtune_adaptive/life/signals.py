@@ -135,9 +135,9 @@ def _end_at_once(asked_by: signal.Signals) -> None:
         first = THIS_RUN.signal
         # a launcher that is asked twice by SIGINT passes on SIGTERM the second time
         which = "again" if first in (None, asked_by) else f"after {first.name}"
-        told = f"{asked_by.name} {which}: ended immediately; {THIS_RUN.saved}{_lost()}"
-        _say(told)
-        THIS_RUN.try_to_note(run_file.ASKED, told)
+        message = f"{asked_by.name} {which}: ended immediately; {THIS_RUN.saved}{_lost()}"
+        _say(message)
+        THIS_RUN.try_to_note(run_file.ASKED, message)
     os._exit(128 + asked_by)
 
 
