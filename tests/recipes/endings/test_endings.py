@@ -199,7 +199,9 @@ def test_quantized_weights_that_do_not_divide_by_the_ranks_are_told_in_one_messa
     ended = tune_run_here(*config, *quantized, ranks=3, cwd=tmp_path, timeout_s=120)
     assert ended.status != 0
     told = re.findall(
-        r"error(?: \(rank \d\))?: model: its quantized weights cannot be sharded over 3 ranks .*", ended.output
+        r"^error(?: \(rank \d\))?: model: its quantized weights cannot be sharded over 3 ranks .*",
+        ended.output,
+        re.MULTILINE,
     )
     assert len(told) == 1, ended.output
     assert told[0].endswith("train on fewer ranks, or set model.quantize_base: False")
@@ -240,7 +242,8 @@ def test_what_only_rank_1_meets_ends_both_with_its_message(
 ) -> None:
     ended = tune_on_two(tmp_path, *overrides)
     assert ended.status != 0
-    assert len(re.findall(message, ended.output)) == 1, ended.output
+    assert len(re.findall(f"^{message}", ended.output, re.MULTILINE)) == 1, ended.output
+    assert re.search(message, ended.output.rpartition("Root Cause")[2]), "the last thing on the screen"
     before_the_launcher = re.split("torch[./]distributed[./]elastic", ended.output, maxsplit=1)[0]
     assert "Traceback" not in before_the_launcher, ended.output
 
