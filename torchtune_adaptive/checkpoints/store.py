@@ -112,7 +112,7 @@ class FoundCheckpoint:
 
     @property
     def serial(self) -> int:
-        """That of its manifest; below all others where it has none."""
+        """Serial of its manifest; below all others where it has none."""
         return self.manifest.serial if self.manifest else -1
 
 
