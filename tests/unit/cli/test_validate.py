@@ -151,22 +151,6 @@ def test_mistakes_of_one_section_do_not_hide_each_other(validate: Validate) -> N
     assert told_of(errors) == keys
 
 
-def test_what_a_recipe_does_not_support_is_told_at_once(validate: Validate) -> None:
-    unlike = ("optimizer_in_bwd=True", "tensor_parallel_dim=2", "fsdp_cpu_offload=True", "model.lora_rank=0")
-    _, _, errors = validate(DEMO["lora"], *unlike)
-    expected = ["optimizer_in_bwd", "tensor_parallel_dim", "fsdp_cpu_offload", "model.lora_rank"]
-    assert told_of(errors)[:4] == expected
-    _, _, errors = validate(DEMO["full"], "optimizer_in_bwd=True")
-    assert told_of(errors) == ["clip_grad_norm", "gradient_accumulation_steps"]
-
-
-def test_one_mistake_for_ppo_is_told_by_itself(validate: Validate) -> None:
-    status, _, errors = validate("adaptive/demo/ppo", "fsdp_cpu_offload=True")
-    (told,) = (line for line in errors.splitlines() if line.startswith("error: "))
-    assert status == 1
-    assert "fsdp_cpu_offload is True" in told
-
-
 def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_there_are_any(validate: Validate) -> None:
     ended = validate("adaptive/demo/ppo", "max_generated_tokens=512")
     assert_refused(ended, ["max_generated_tokens is 512", "set it to 511 or less"])
@@ -192,12 +176,6 @@ def test_replicas_that_can_never_be_are_refused_by_their_keys_and_first(validate
     assert "tensor_parallel_plan" not in errors
     _, _, errors = validate(DEMO["lora"], *replicas, "model.quantize_base=True", "model.lora_rank=0")
     assert told_of(errors)[:2] == ["data_parallel_replicate_dim", "model.lora_rank"], "nothing was built"
-
-
-@pytest.mark.parametrize("seconds", ["1e30", ".inf", "0.5"])
-def test_a_time_out_that_no_clock_could_wait_for_is_refused(seconds: str, validate: Validate) -> None:
-    ended = validate(DEMO["full"], f"adaptive.silent_rank_timeout={seconds}")
-    assert_refused(ended, ["adaptive.silent_rank_timeout", "from 1 to 86400 (one day), or null, for never"])
 
 
 def test_what_only_the_machine_of_the_run_can_tell_is_a_note_unless_it_is_this_one(validate: Validate) -> None:

@@ -55,10 +55,6 @@ def test_remedies_are_a_list_as_one_speaks(remedies: tuple[Remedy, ...], advice:
     assert str(UnrecoverableError("a fact", *remedies)) == f"a fact{advice}"
 
 
-def test_an_error_without_remedies_reads_the_same_everywhere() -> None:
-    assert in_keys(ConfigError("epochs is 0: allowed is 1")) == "epochs is 0: allowed is 1"
-
-
 def test_an_error_keeps_its_remedies_on_the_way_to_another_process() -> None:
     sent: AdaptiveError = pickle.loads(pickle.dumps(exhausted(8)))
     assert isinstance(sent, LimitExhaustedError)
