@@ -10,16 +10,10 @@ from dataclasses import dataclass
 
 from torchtune_adaptive.errors import ConfigError
 
-_UNITS = {
-    "b": 1,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
+_UNITS = {"b": 1} | {
+    f"{letter}{ending}": base**power
+    for power, letter in enumerate("kmgt", start=1)
+    for ending, base in (("b", 1000), ("ib", 1024))
 }
 MOST_DECIMALS = 13
 """A byte is seen in a TiB."""
