@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torchtune_adaptive.errors import ConfigError
 
-_UNITS = {"b": 1} | {
+_UNITS: dict[str, int] = {"b": 1} | {
     f"{letter}{ending}": base**power
     for power, letter in enumerate("kmgt", start=1)
     for ending, base in (("b", 1000), ("ib", 1024))

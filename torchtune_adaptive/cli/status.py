@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
@@ -30,78 +31,113 @@ class Condition(IntEnum):
     """EX_TEMPFAIL of sysexits.h: start it again, later. Also for a run that is running."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Left:
+    """Everything found of a run."""
+
+    directory: Path
+    run: RunFile | None
+    found: Sequence[FoundCheckpoint]
+    """Checkpoints, newest first; incomplete and damaged ones come last."""
+    held_by: str | None
+    was_compared: bool
+    """Whether the contents of the newest complete one are known to be what was saved."""
+
+    @property
+    def newest(self) -> FoundCheckpoint | None:
+        return next((each for each in self.found if each.manifest), None)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output_dir", type=Path, help="the output_dir of the run")
 
 
 def run(options: argparse.Namespace) -> int:
-    directory: Path = options.output_dir
-    left = run_file.read(directory)
-    named = directory / left.checkpoints if left else directory
-    place = named if named.is_dir() else directory  # it may have been moved as a whole
-    held_by, found, verified = holder(place), find_checkpoints(place), False
-    if left is None and not found:
-        exists = "is not a folder" if directory.exists() else "does not exist"
-        print(f"{directory} {'contains no run' if directory.is_dir() else exists}")
-        return Condition.BROKEN
-    if held_by is None:  # what a run writes and removes at this moment is its own affair
-        found, verified = _verified(found)
-    newest = next((one for one in found if one.manifest), None)
-    condition, reason = (Condition.CAN_GO_ON, held_by) if held_by else _judge(left, found, newest)
-
-    print(f"{'running' if held_by else condition.name.lower().replace('_', ' ')}: {reason}")
-    if newest and newest.manifest:
-        manifest = newest.manifest
-        print(f"newest complete checkpoint: {newest.path} ({manifest.position}, {manifest.saved_at})")
-        if not verified and not held_by:
-            size = format_bytes(manifest.bytes)
-            print(f"  the checksums of its {size} were not verified; a run verifies them before it resumes")
-    for one in found:
-        if one.manifest is None:
-            print(f"skipped: {one.path} {one.fault}")
-    if held_by:
-        return condition
-    if left is not None and left.ended in (run_file.ASKED, run_file.STOPPED):
-        print(f"last time: {left.message}")
-    if newest is None and found:
-        print("start over with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir")
-    elif condition is not Condition.FINISHED:
-        first = "once that is fixed, " * (condition is Condition.BROKEN)
-        print(f"{first}{'resume' if newest else 'start over'} with: {_command(left, directory)}")
+    left = look(options.output_dir)
+    condition, reason = judge(left)
+    print("\n".join(lines(left, condition, reason)))
     return condition
 
 
-def _verified(found: Sequence[FoundCheckpoint]) -> tuple[list[FoundCheckpoint], bool]:
-    """Reads what a run would read before it goes on, the newest first, as far as that is little. Incomplete and damaged
-    ones come last; also returns whether the contents of the newest complete one are known to be what was saved."""
+def look(directory: Path) -> Left:
+    run = run_file.read(directory)
+    named = directory / run.checkpoints if run else directory
+    place = named if named.is_dir() else directory  # it may have been moved as a whole
+    held_by, found = holder(place), find_checkpoints(place)
+    # what a run writes and removes at this moment is its own affair
+    found, was_compared = (found, False) if held_by else _compared(found)
+    return Left(directory=directory, run=run, found=found, held_by=held_by, was_compared=was_compared)
+
+
+def _compared(found: Sequence[FoundCheckpoint]) -> tuple[list[FoundCheckpoint], bool]:
+    """Reads what a run would read before it goes on, the newest first, as far as that is little."""
     damaged: list[FoundCheckpoint] = []
     bytes_left = COMPARED_BYTES
-    for at, one in enumerate(found):
-        bytes_left -= one.manifest.bytes if one.manifest else 0
-        if one.manifest is None or bytes_left < 0:
-            return [*found[at:], *damaged], False
-        if (read := compared(one)).manifest is not None:
-            return [*found[at:], *damaged], True
-        damaged.append(read)
+    for place, each in enumerate(found):
+        bytes_left -= each.manifest.bytes if each.manifest else 0
+        if each.manifest is None or bytes_left < 0:
+            return [*found[place:], *damaged], False
+        if (looked := compared(each)).manifest is not None:
+            return [*found[place:], *damaged], True
+        damaged.append(looked)
     return damaged, False
 
 
-def _judge(
-    run: RunFile | None, found: Sequence[FoundCheckpoint], newest: FoundCheckpoint | None
-) -> tuple[Condition, str]:
-    """The condition of a run that does not run, and why."""
-    manifest = newest.manifest if newest else None
-    if manifest and manifest.finished and not (run and run.serial > manifest.serial):  # else begun again: more epochs
-        return Condition.FINISHED, str(manifest.position)
+def judge(left: Left) -> tuple[Condition, str]:
+    """The condition, and why."""
+    run, newest = left.run, left.newest
+    if not left.directory.is_dir():
+        is_file = left.directory.exists()
+        return Condition.BROKEN, f"{left.directory} is not a folder" if is_file else f"{left.directory} does not exist"
+    if run is None and not left.found:
+        return Condition.BROKEN, f"{left.directory} contains no run"
+    if left.held_by is not None:
+        return Condition.CAN_GO_ON, "it runs"
+    if newest and newest.manifest and newest.manifest.finished and not _started_after(run, newest.manifest.serial):
+        return Condition.FINISHED, _where(newest)
     if run is not None and run.ended == run_file.ERROR:
         return Condition.BROKEN, run.message
-    if manifest is None and found:
+    if newest is None and left.found:
         return Condition.BROKEN, "it has no intact checkpoint"
-    return Condition.CAN_GO_ON, str(manifest.position) if manifest else "from the beginning, nothing is saved yet"
+    return Condition.CAN_GO_ON, _where(newest) if newest else "from the beginning, nothing is saved yet"
 
 
-def _command(run: RunFile | None, directory: Path) -> str:
-    here = directory.resolve()
+def lines(left: Left, condition: Condition, reason: str) -> Iterator[str]:
+    running = left.held_by is not None
+    if left.run is None and not left.found:
+        yield reason
+        return
+    yield f"running: {left.held_by}" if running else f"{condition.name.lower().replace('_', ' ')}: {reason}"
+    if (newest := left.newest) and newest.manifest:
+        yield f"newest complete checkpoint: {newest.path} ({newest.manifest.position}, {newest.manifest.saved_at})"
+        if not left.was_compared and not running:
+            size = format_bytes(newest.manifest.bytes)
+            yield f"  the checksums of its {size} were not verified; a run verifies them before it resumes"
+    for each in left.found:
+        if each.manifest is None:
+            yield f"skipped: {each.path} {each.fault}"
+    if running:
+        return
+    if left.run is not None and left.run.ended in (run_file.ASKED, run_file.STOPPED):
+        yield f"last time: {left.run.message}"
+    if left.newest is None and left.found:
+        yield "start over with: overwrite_output_dir=True resume_from_checkpoint=False, or another output_dir"
+    elif condition is not Condition.FINISHED:
+        first = "once that is fixed, " * (condition is Condition.BROKEN)
+        yield f"{first}{'resume' if left.newest else 'start over'} with: {_command(left)}"
+
+
+def _started_after(run: RunFile | None, serial: int) -> bool:
+    """Whether a run began after that checkpoint was there, with more epochs say."""
+    return run is not None and run.serial > serial
+
+
+def _where(found: FoundCheckpoint) -> str:
+    return str(found.manifest.position) if found.manifest else ""
+
+
+def _command(left: Left) -> str:
+    run, here = left.run, left.directory.resolve()
     if run is None:
         return "the command that started it, with resume_from_checkpoint=auto"
     has_moved = run.output_dir and Path(run.folder, run.output_dir).resolve() != here
