@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import replace
 
 import torch
@@ -16,7 +17,7 @@ from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Sample
 from torchtune_adaptive.life.console import say
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune import fit
-from torchtune_adaptive.tune.culprits import longest_taken
+from torchtune_adaptive.tune.culprits import check_length, longest_taken
 from torchtune_adaptive.tune.longest_sample import longest_sample, worst_sample
 from torchtune_adaptive.tune.model import phase_boundaries
 from torchtune_adaptive.tune.optimizer import Optimization
@@ -34,6 +35,10 @@ from torchtune_adaptive.tune.schedule import (
 from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, admission_of, rows_of_packs
 from torchtune_adaptive.tune.trainer import Course, Trainer, restore_limits
 
+LOOKED_AT = 64
+"""Samples that are looked at for the median length, spread over the dataset."""
+LONG_TAIL = 2
+"""A longest sample of this many times the median is worth a line in the log."""
 SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 
 
@@ -99,8 +104,11 @@ def rows_that_fit(
         say(f"batch search · {SKIPPED}")
         return None
     most = most_samples or trainer.data.loader.samples_per_rank
-    most_rows = min(most, adaptive.max_batch_size or most)
-    return _search(trainer, memory, stage, most_rows, whole_step_rows)
+    most_rows, step = min(most, adaptive.max_batch_size or most), _worst_step(trainer, stage)
+    rows = _search(trainer, memory, step, most_rows=most_rows, whole_step_rows=whole_step_rows)
+    if rows < settings.samples_per_step and step.runner is trainer.stages.training:
+        _tell_of_short_samples(trainer, step.length)
+    return rows
 
 
 def limit_by_length(trainer: Trainer, memory: MemorySource | None, stage: str, most_rows: int) -> Limit | None:
@@ -115,9 +123,9 @@ def limit_by_length(trainer: Trainer, memory: MemorySource | None, stage: str, m
     if memory is None:
         say(f"token budget · {SKIPPED}, or the budget to a number")
         return None
-    if data.packed:
-        return RowLimit(_search(trainer, memory, stage, most_rows, None))
     step = _worst_step(trainer, stage)
+    if data.packed:
+        return RowLimit(_search(trainer, memory, step, most_rows=most_rows))
     try:
         return fit.profile(
             step,
@@ -146,9 +154,17 @@ def reference_limit(trainer: Trainer, memory: MemorySource | None, most_samples:
     return None if rows is None else RowLimit(rows)
 
 
-def _search(trainer: Trainer, memory: MemorySource, stage: str, most_rows: int, whole_step_rows: int | None) -> int:
+def _search(
+    trainer: Trainer,
+    memory: MemorySource,
+    step: TrainingStep[Sample],
+    *,
+    most_rows: int,
+    whole_step_rows: int | None = None,
+) -> int:
+    stage = step.runner.stage
     return fit.rows(
-        _worst_step(trainer, stage),
+        step,
         memory,
         trainer.run.settings,
         trainer.kind,
@@ -160,6 +176,22 @@ def _search(trainer: Trainer, memory: MemorySource, stage: str, most_rows: int, 
     )
 
 
+def _tell_of_short_samples(trainer: Trainer, longest: int) -> None:
+    """Says that rows leave memory unused where most samples are far shorter than the longest."""
+    settings, data, kind = trainer.run.settings, trainer.data, trainer.kind
+    if data.packed or settings.optimizer_in_bwd:
+        return
+    lengths = [
+        kind.length_of(data.dataset[at]) for at in range(0, len(data.dataset), -(-len(data.dataset) // LOOKED_AT))
+    ]
+    median = statistics.median_low(lengths)
+    if LONG_TAIL * median <= longest:
+        say(
+            f"the median sample has {median} tokens{kind.length_suffix}, but rows were measured with {longest}: "
+            "adaptive.token_budget=auto use_maximum_batch_size=False would run more samples at once"
+        )
+
+
 def _folder_of(stage: str) -> str:
     return "reference" if stage == REFERENCE else ""
 
@@ -167,7 +199,11 @@ def _folder_of(stage: str) -> str:
 def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
     """Collective: the step that a search of this stage measures."""
     settings, kind, runner = trainer.run.settings, trainer.kind, trainer.stages.training
-    sample = worst_sample(settings.config, trainer.data, kind, settings.adaptive.sequence_length)
+    data, wanted = trainer.data, settings.adaptive.sequence_length
+    sample = worst_sample(settings.config, data, kind, wanted)
+    if not (wanted or data.max_seq_len or data.packed):  # the longest of the dataset, which an error has to name
+        at = longest_sample(settings.config, data.dataset, kind).at
+        check_length(trainer.model, max(kind.lengths_of(data.dataset[at])), f"sample {at} of the dataset")
     if runner.stage == POLICY:
         sample = {**sample, KEPT: torch.zeros(2)}
     training = training_step(runner, trainer.optimization, trainer.loss_fn, kind, sample)

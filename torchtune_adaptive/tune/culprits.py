@@ -144,7 +144,7 @@ def check_length(model: nn.Module, tokens: int, what: str = "a sample", cause: E
     if taken is not None and tokens > taken:
         raise SampleTooLongError(
             f"{what} has {tokens} tokens, but the model takes at most {taken} (its max_seq_len): set "
-            f"tokenizer.max_seq_len to {taken} or less"
+            f"tokenizer.max_seq_len to {taken} or less, which cuts longer samples"
         ) from cause
 
 

@@ -15,7 +15,7 @@ from torchtune_adaptive.atomic_files import keep_file, read_json
 from torchtune_adaptive.config.keys import MOST_TOKENS
 from torchtune_adaptive.engine.ranks import Agreement
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.life.console import progress_bar
+from torchtune_adaptive.life.console import progress_bar, say
 from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.data import Data
 from torchtune_adaptive.tune.samples import Kind, Sample
@@ -26,7 +26,7 @@ LENGTHS_FILE = "sample_lengths.json"
 
 
 def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int | None) -> Sample:
-    """Collective: of the configured length, else of the tokenizer's limit, else of the longest sample there is."""
+    """Collective: of the configured length, else of the longest sample there is; never above the tokenizer's limit."""
     sample: Sample = data.dataset[0]
     if "encoder_input" in sample:
         raise ConfigError(
@@ -41,6 +41,12 @@ def worst_sample(cfg: DictConfig, data: Data, kind: Kind, sequence_length: int |
             f"tokenizer.max_seq_len is {longest}, which no model supports: lower it, or set it to null and set "
             "adaptive.sequence_length"
         )
+    if sequence_length and longest is not None and sequence_length > longest:
+        say(
+            f"adaptive.sequence_length is {sequence_length}, but the tokenizer cuts samples to {longest} tokens "
+            f"(tokenizer.max_seq_len): measuring {longest}"
+        )
+        sequence_length = longest
     known = sequence_length or longest
     length = kind.length_at(known) if known else longest_sample(cfg, data.dataset, kind).length
     tokens = sample[kind.sequences[0].tokens]

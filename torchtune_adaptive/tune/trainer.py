@@ -160,7 +160,7 @@ class Trainer:
 
     def limited_memory(self) -> AbstractContextManager[MemorySource | None]:
         """The memory that this rank may use, which the models of all stages and the optimizers live in."""
-        models = nn.ModuleList(runner.model for runner in self.stages.values())
+        models = nn.ModuleList(model for runner in self.stages.values() for model in runner.recovery.models)
         resident = resident_tensors(models, self.optimization.optimizers)
         return limited_memory(self.run.settings.adaptive.memory_limit, self.run.place.device, resident)
 

@@ -1,0 +1,79 @@
+"""A recipe of one's own: knowledge distillation, in which a model learns to answer as its teacher does.
+
+    tune run --nproc_per_node 2 examples/recipes/distill.py --config my_config.yaml
+
+The config is one of full finetuning with two sections more: `teacher_model` and `teacher_checkpointer`. Search, token
+budgets (with padding), recovery, checkpoints, resuming and the record of the run are those of every recipe.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from omegaconf import DictConfig
+from torch.nn.functional import kl_div, pad
+
+from torchtune_adaptive import RowLimit, StepRunner, Totals
+from torchtune_adaptive.checkpoints.contents import FullContents
+from torchtune_adaptive.checkpoints.loading import load_reference
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.checks import read_full_settings
+from torchtune_adaptive.engine.step import Stages
+from torchtune_adaptive.life import launch
+from torchtune_adaptive.tune.course import plan_course
+from torchtune_adaptive.tune.data import build_data
+from torchtune_adaptive.tune.finetuning import build_recovery
+from torchtune_adaptive.tune.model import build_frozen_model, build_full_model
+from torchtune_adaptive.tune.optimizer import build_optimization
+from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.tune.trainer import Run, Trainer
+
+
+class Distillation:
+    def __init__(self, cfg: DictConfig) -> None:
+        self.run = Run(read_full_settings(cfg), FullContents(recipe="distillation"))
+
+    def setup(self) -> None:
+        run, settings, place = self.run, self.run.settings, self.run.place
+        weights, teacher = run.checkpoints.load(), load_reference(settings, "teacher_checkpointer")
+        self.model = build_full_model(settings, place, weights)
+        self.teacher = build_frozen_model(settings, place, teacher, "teacher_model", "teacher_checkpointer")
+        self.optimization = build_optimization(settings, self.model, weights, place.device)
+        run.resume(weights, self.model, self.optimization)
+        tokenizer, loss_fn = (components.build(key, settings.config) for key in ("tokenizer", "loss"))
+        self.data = build_data(settings, tokenizer, loss_fn, place.mesh)
+        self.runner = StepRunner(
+            self.model,
+            self.distill,
+            kind=self.data.kind.for_steps(self.model),
+            limit=RowLimit(settings.batch_size),
+            recovery=build_recovery(settings, run.journal.event, self.model, self.teacher),
+        )
+        self.trainer = Trainer(run, self.model, self.data, self.optimization, Stages({"": self.runner}))
+        plan_course(self.trainer)
+
+    def distill(self, samples: Sequence[Sample]) -> Totals:
+        """One microbatch. The loss is a sum, so that a token counts the same however the step is split."""
+        device, ignored = self.run.place.device, self.data.kind.ignored_label
+        batch = {key: value.to(device) for key, value in self.data.collate(self.data.kind.rows_of(samples)).items()}
+        learned = pad(batch.pop("labels")[:, 1:], (0, 1), value=ignored) != ignored
+        with torch.no_grad():
+            expected = self.teacher(**batch)[learned].float().log_softmax(-1)
+        answered = self.model(**batch)[learned].float().log_softmax(-1)
+        loss = kl_div(answered, expected, reduction="sum", log_target=True)
+        loss.backward()
+        return Totals(loss.detach(), int(learned.sum()))
+
+    def train(self) -> None:
+        with self.trainer.training() as steps:
+            for step in steps:
+                result = self.runner.run(step.samples, step=step.number, upcoming=step.upcoming)
+                with self.runner.committing("the optimizer step", last_checkpoint=self.run.checkpoints.last):
+                    grad_norm = self.optimization.update(result.target_tokens)
+                self.trainer.done(result, grad_norm)
+
+    def cleanup(self) -> None:
+        self.trainer.close()
+
+
+if __name__ == "__main__":
+    launch.main(Distillation, keys=("teacher_model", "teacher_checkpointer"))

@@ -1,0 +1,74 @@
+"""A recipe of one's own, as examples/recipes has it: it recovers, saves and resumes like those of the package."""
+
+from __future__ import annotations
+
+import os
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import free_ports, run_on_ranks
+from tests.recipes.recording import read_log
+from tests.recipes.running import RELATIVE_AFTER_ADAM, demo_config
+from tests.recipes.stops import train_until
+from torchtune_adaptive.testing import FaultInjector
+
+DISTILL = Path(__file__).parents[3] / "examples" / "recipes" / "distill.py"
+TEACHER = (
+    "teacher_model._component_=torchtune_adaptive.demo.model.demo_model",
+    "teacher_model.num_layers=2",
+    "teacher_checkpointer._component_=torchtune_adaptive.demo.weights.demo_checkpointer",
+    "teacher_checkpointer.seed=1",
+    "teacher_checkpointer.sizes.num_layers=2",
+)
+RUN = ("save_every_n_steps=2", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "epochs=2")
+
+
+def distilled(folder: Path, *, fails: bool, stop_before: int | None = None) -> int:
+    """Collective: the recipe to its end, or until this step; how often it ran out of memory."""
+    directory = f"teacher_checkpointer.checkpoint_dir={folder.parent / 'teacher'}"
+    cfg = demo_config("full", folder, *TEACHER, directory, *RUN)
+    recipe: Any = runpy.run_path(str(DISTILL))["Distillation"](cfg)
+    recipe.setup()
+    with FaultInjector(recipe.runner) as faults:
+        if fails:
+            faults.fail_at(rank=1, step=1, operation=150)
+        train_until(recipe, recipe.runner, stop_before)
+    return int(recipe.runner.recoveries)
+
+
+def run_all(folder: Path, ports: list[int]) -> list[int]:
+    recoveries = []
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("plain", {"fails": False}),
+        ("other", {"fails": True, "stop_before": 6}),
+        ("other", {"fails": False}),
+    ]
+    for (name, options), port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        recoveries.append(distilled(folder / name, **options))
+    return recoveries
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    folder = tmp_path_factory.mktemp("distilled")
+    recoveries = run_on_ranks(2, run_all, folder, free_ports(3), timeout_s=90, in_group=False)
+    return folder, recoveries[0]
+
+
+def test_a_student_comes_to_answer_as_its_teacher_does(runs: tuple[Path, list[int]]) -> None:
+    losses = [step["loss"] for step in read_log(runs[0] / "plain" / "log.jsonl")]
+    assert losses == sorted(losses, reverse=True)
+    assert (runs[0] / "plain" / "out" / "epoch_1" / "model-00001-of-00001.bin").is_file()
+
+
+def test_neither_running_out_of_memory_nor_a_stop_changes_its_losses(runs: tuple[Path, list[int]]) -> None:
+    folder, recoveries = runs
+    assert recoveries == [0, 1, 1], "a resumed run goes on counting"
+    plain, other = (
+        {step["step"]: step["loss"] for step in read_log(folder / name / "log.jsonl")} for name in ("plain", "other")
+    )
+    assert other == pytest.approx(plain, rel=RELATIVE_AFTER_ADAM)
