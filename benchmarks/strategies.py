@@ -44,7 +44,7 @@ def search(kind: str, folder: Path, name: str) -> float:
     seconds = 0.0
     wanted = fit.rows
 
-    def timed(*args: Any, **options: Any) -> int:
+    def timed(*args: Any, **options: Any) -> Any:
         nonlocal seconds
         started = time.perf_counter()
         rows = wanted(*args, **options)

@@ -24,9 +24,9 @@ from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
 from torchtune_adaptive.engine.probes import TrainingStep
 from torchtune_adaptive.engine.profile import Profile
 from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
 from torchtune_adaptive.life.console import say
-from torchtune_adaptive.report.journal import Event
 from torchtune_adaptive.rl.course import RolloutParts
 from torchtune_adaptive.rl.models import give_gradients
 from torchtune_adaptive.rl.rollouts import REFERENCE_LOG_PROBS, SCORE, Rollout, worst_rollout
@@ -40,9 +40,6 @@ from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, Admission, admi
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-Measure = Callable[[RolloutParts, MemorySource, str, Callable[[Event], None]], Result]
-"""Collective: finds what fits in a stage."""
-
 SHORTER = KEYS_IN_PPO[Remedy.SHORTER_SAMPLES]
 
 
@@ -69,10 +66,14 @@ def find_limits(parts: RolloutParts, memory: MemorySource | None) -> StageLimits
         return _by_rows(parts, configured)
     with _as_in_training(parts, memory):
         if budget is None:
-            rows = {stage: _measured(parts, memory, stage, _rows)[1] for stage in STAGES}
-            say(_table_of_rows(rows))
-            return _by_rows(parts, {stage: RowLimit(event.after or 1) for stage, event in rows.items()}, searched=True)
-        profiles = {stage: _measured(parts, memory, stage, _profile)[0] for stage in STAGES}
+            whole = {stage: samples_of_stage(stage, parts.ppo) for stage in STAGES}
+            results = {
+                stage: _measured(parts, memory, stage, partial(fit.rows, whole_step_rows=whole[stage]))
+                for stage in STAGES
+            }
+            say(_table_of_rows(results))
+            return _by_rows(parts, {stage: RowLimit(each.rows) for stage, each in results.items()}, searched=True)
+        profiles = {stage: _measured(parts, memory, stage, fit.profile) for stage in STAGES}
     say(_table_of_lengths(profiles, parts.ppo.max_generated_tokens))
     return _admitting(parts, {stage: profile.limit for stage, profile in profiles.items()})
 
@@ -149,54 +150,26 @@ def _explaining_what_does_not_fit() -> AbstractContextManager[None]:
     )
 
 
-def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Measure[Result]) -> tuple[Result, Event]:
+def _measured(parts: RolloutParts, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
     """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
-    events: list[Event] = []
+    samples, name = samples_of_stage(stage, parts.ppo), stage.replace(" ", "_")
+
+    def measured(folder: str) -> Result:
+        step = _worst_step(parts, memory, stage)
+        return measure(parts.trainer.run, step, memory, parts.data.kind, most_rows=samples, folder=folder)
+
     try:
-        result = measure(parts, memory, stage, events.append)
+        if stage == GENERATE and not parts.rollout_stages.gathering.stays:
+            # what was found layer by layer is no answer for a run that has not tried without
+            return measured(f"{name}_layer_by_layer")
+        return measured(name)
     except OneRowDoesNotFitError:
         if stage != GENERATE or not parts.rollout_stages.gathering.can_end:
             raise
         parts.rollout_stages.go_layer_by_layer()
-        result = measure(parts, memory, stage, events.append)
+        return measured(f"{name}_layer_by_layer")
     finally:
         parts.optimization.optimizers[0].zero_grad(set_to_none=True)
-    parts.trainer.run.journal.search(events[-1])
-    return result, events[-1]
-
-
-def _rows(parts: RolloutParts, memory: MemorySource, stage: str, record: Callable[[Event], None]) -> int:
-    samples = samples_of_stage(stage, parts.ppo)
-    return fit.rows(
-        _worst_step(parts, memory, stage),
-        memory,
-        parts.settings,
-        parts.data.kind,
-        most_rows=samples,
-        whole_step_rows=samples,
-        stage=stage,
-        folder=_folder_of(parts, stage),
-        record=record,
-    )
-
-
-def _profile(parts: RolloutParts, memory: MemorySource, stage: str, record: Callable[[Event], None]) -> Profile:
-    return fit.profile(
-        _worst_step(parts, memory, stage),
-        memory,
-        parts.settings,
-        parts.data.kind,
-        most_rows=samples_of_stage(stage, parts.ppo),
-        stage=stage,
-        folder=_folder_of(parts, stage),
-        record=record,
-    )
-
-
-def _folder_of(parts: RolloutParts, stage: str) -> str:
-    # what was found layer by layer is no answer for a run that has not tried without
-    layer_by_layer = stage == GENERATE and not parts.rollout_stages.gathering.stays
-    return (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
 
 
 def _worst_step(parts: RolloutParts, memory: MemorySource, stage: str) -> TrainingStep[Rollout]:
@@ -243,12 +216,12 @@ def _update(parts: RolloutParts, result: StepResult) -> None:
     give_gradients(parts.models.value)
 
 
-def _table_of_rows(found: Mapping[str, Event]) -> str:
+def _table_of_rows(results: Mapping[str, SearchResult]) -> str:
     """What every stage has come to, before training."""
     lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
-    for stage, event in found.items():
-        peak, budget = event.peak_bytes or 0, event.budget_bytes or 1
-        lines.append((stage, event.after, format_bytes(peak), f"{100 * peak / budget:5.0f} %"))
+    for stage, result in results.items():
+        peak = fit.peak_of(result) or 0
+        lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
     return f"limit of each stage, with all four models in memory\n{in_columns(lines)}"
 
 

@@ -105,7 +105,15 @@ def rows_that_fit(
         return None
     most = most_samples or trainer.data.loader.samples_per_rank
     most_rows, step = min(most, adaptive.max_batch_size or most), _worst_step(trainer, stage)
-    rows = _search(trainer, memory, step, most_rows=most_rows, whole_step_rows=whole_step_rows)
+    rows = fit.rows(
+        trainer.run,
+        step,
+        memory,
+        trainer.kind,
+        most_rows=most_rows,
+        whole_step_rows=whole_step_rows,
+        folder=_folder_of(stage),
+    ).rows
     if rows < settings.samples_per_step and step.runner is trainer.stages.training:
         _tell_of_short_samples(trainer, step.length)
     return rows
@@ -125,18 +133,9 @@ def limit_by_length(trainer: Trainer, memory: MemorySource | None, stage: str, m
         return None
     step = _worst_step(trainer, stage)
     if data.packed:
-        return RowLimit(_search(trainer, memory, step, most_rows=most_rows))
+        return RowLimit(fit.rows(trainer.run, step, memory, kind, most_rows=most_rows, folder=_folder_of(stage)).rows)
     try:
-        return fit.profile(
-            step,
-            memory,
-            settings,
-            kind,
-            most_rows=most_rows,
-            stage=stage,
-            folder=_folder_of(stage),
-            record=trainer.run.journal.search,
-        ).limit
+        return fit.profile(trainer.run, step, memory, kind, most_rows=most_rows, folder=_folder_of(stage)).limit
     except OneRowDoesNotFitError as error:
         if settings.adaptive.sequence_length or data.max_seq_len:
             raise
@@ -152,28 +151,6 @@ def reference_limit(trainer: Trainer, memory: MemorySource | None, most_samples:
         return limit_by_length(trainer, memory, REFERENCE, most_samples)
     rows = rows_that_fit(trainer, memory, REFERENCE, most_samples=most_samples)
     return None if rows is None else RowLimit(rows)
-
-
-def _search(
-    trainer: Trainer,
-    memory: MemorySource,
-    step: TrainingStep[Sample],
-    *,
-    most_rows: int,
-    whole_step_rows: int | None = None,
-) -> int:
-    stage = step.runner.stage
-    return fit.rows(
-        step,
-        memory,
-        trainer.run.settings,
-        trainer.kind,
-        most_rows=most_rows,
-        whole_step_rows=whole_step_rows,
-        stage=stage,
-        folder=_folder_of(stage),
-        record=trainer.run.journal.search,
-    )
 
 
 def _tell_of_short_samples(trainer: Trainer, longest: int) -> None:

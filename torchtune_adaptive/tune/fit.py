@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -29,6 +29,7 @@ from torchtune_adaptive.report.pictures import draw_profile, draw_search
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.text import count_of
 from torchtune_adaptive.tune.samples import Kind
+from torchtune_adaptive.tune.trainer import Run
 
 logger = logging.getLogger(__name__)
 
@@ -61,112 +62,100 @@ DEPENDS_ON = (
 )
 """Keys of the config that change what a microbatch needs."""
 
+REUSED = ", reused from an earlier run"
+
 Result = TypeVar("Result", SearchResult, Profile)
 
 
 def rows(
+    run: Run,
     step: TrainingStep[Any],
     memory: MemorySource,
-    settings: Settings,
     kind: Kind,
     *,
     most_rows: int,
     whole_step_rows: int | None = None,
-    stage: str = "",
     folder: str = "",
-    record: Callable[[Event], None],
-) -> int:
+) -> SearchResult:
     """Collective: the most rows, up to `most_rows`, that every rank can train with.
 
     From `whole_step_rows` on, a step is one microbatch; None: it may have several whatever the rows. The search is
-    recorded in this folder of `output_dir`, and as an event.
+    recorded in this folder of `output_dir`, and in the journal of the run.
     """
-    adaptive, length = settings.adaptive, step.length
+    adaptive, length, stage = run.settings.adaptive, step.length, step.runner.stage
     options = {
         "strategy": adaptive.search,
         "round_to": adaptive.round_to,
         "max_rows": most_rows,
         "whole_step_rows": whole_step_rows,
-        "stage": stage,
     }
-    file = SearchFile(Path(settings.output_dir) / folder, fingerprint_of(settings.config, length, memory, options))
-    found = file.read(SearchResult) if adaptive.reuse_search else None
-    reused = found is not None
-    if found is None:
+    file = SearchFile(run.settings, folder, fingerprint_of(run.settings.config, step, memory, options))
+    result, reused = file.read(SearchResult), REUSED
+    if result is None:
+        reused = ""
         with _probing(stage, kind) as progress:
-            found = find_max_batch_size(
+            result = find_max_batch_size(
                 step,
                 memory=memory,
                 strategy=adaptive.search,
                 round_to=adaptive.round_to,
                 max_rows=most_rows,
-                samples_per_step=settings.samples_per_step,
+                samples_per_step=run.settings.samples_per_step,
                 whole_step_rows=whole_step_rows,
                 progress=progress,
             )
         if dist.get_rank() == 0:
-            logger.info("%s", search_table(found, length, stage, kind.noun))
-            file.write(found, length)
-            draw_search(file.directory, found, length, stage, kind.noun)
-    count = f"{count_of(found.rows, 'row')} of {length} tokens"
-    chosen = next(probe for probe in found.probes if probe.rows == found.rows)
+            logger.info("%s", search_table(result, length, stage, kind.noun))
+            file.write(result, length)
+            draw_search(file.directory, result, length, stage, kind.noun)
+    count = f"{count_of(result.rows, 'row')} of {length} tokens ({result.reason})"
     event = Event(
         kind=SEARCH,
         step=0,
         stage=stage or None,
-        reason=f"batch search{_named(stage)}: {count} ({found.reason}){REUSED * reused}",
+        reason=f"batch search{' · ' * bool(stage)}{stage}: {count}{reused}",
         unit="rows",
-        after=found.rows,
-        peak_bytes=chosen.peak.peak_bytes,
-        budget_bytes=found.budget_bytes,
+        after=result.rows,
+        peak_bytes=peak_of(result),
+        budget_bytes=result.budget_bytes,
     )
-    record(event)
-    return found.rows
+    run.journal.search(event)
+    return result
+
+
+def peak_of(result: SearchResult) -> int | None:
+    """What the chosen rows have needed."""
+    return next(probe.peak.peak_bytes for probe in result.probes if probe.rows == result.rows)
 
 
 def profile(
-    step: TrainingStep[Any],
-    memory: MemorySource,
-    settings: Settings,
-    kind: Kind,
-    *,
-    most_rows: int,
-    stage: str = "",
-    folder: str = "",
-    record: Callable[[Event], None],
+    run: Run, step: TrainingStep[Any], memory: MemorySource, kind: Kind, *, most_rows: int, folder: str = ""
 ) -> Profile:
     """Collective: what microbatches of up to `most_rows` rows need over rows and length, recorded as a search is."""
-    shorten = settings.adaptive.oversize != "error"
-    options = {"most_rows": most_rows, "shorten": shorten, "padded": step.runner.kind.padded, "stage": stage}
-    file = SearchFile(Path(settings.output_dir) / folder, fingerprint_of(settings.config, step.length, memory, options))
-    found = file.read(Profile) if settings.adaptive.reuse_search else None
-    reused = found is not None
-    if found is None:
+    shorten, stage = run.settings.adaptive.oversize != "error", step.runner.stage
+    options = {"most_rows": most_rows, "shorten": shorten, "padded": step.runner.kind.padded}
+    file = SearchFile(run.settings, folder, fingerprint_of(run.settings.config, step, memory, options))
+    result, reused = file.read(Profile), REUSED
+    if result is None:
+        reused = ""
         with _probing(stage, kind) as progress:
-            found = profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
+            result = profile_memory(step, memory=memory, most_rows=most_rows, shorten=shorten, progress=progress)
         if dist.get_rank() == 0:
-            logger.info("%s", profile_table(found, stage, kind.length_suffix))
-            file.write(found, step.length)
-            draw_profile(file.directory, found, stage)
-    fits = f"up to {found.constant_tokens} tokens fit at any length, more where the fitted surfaces allow"
+            logger.info("%s", profile_table(result, stage, kind.length_suffix))
+            file.write(result, step.length)
+            draw_profile(file.directory, result, stage)
+    fits = f"up to {result.constant_tokens} tokens fit at any length, more where the fitted surfaces allow"
     event = Event(
         kind=SEARCH,
         step=0,
         stage=stage or None,
-        reason=f"token budget{_named(stage)}: {fits}{REUSED * reused}",
+        reason=f"token budget{' · ' * bool(stage)}{stage}: {fits}{reused}",
         unit="bytes",
-        after=found.limit_bytes,
-        budget_bytes=found.budget_bytes,
+        after=result.limit_bytes,
+        budget_bytes=result.budget_bytes,
     )
-    record(event)
-    return found
-
-
-REUSED = ", reused from an earlier run"
-
-
-def _named(stage: str) -> str:
-    return f" · {stage}" if stage else ""
+    run.journal.search(event)
+    return result
 
 
 @contextmanager
@@ -186,7 +175,7 @@ def _probing(stage: str, kind: Kind) -> Iterator[OnProbe]:
 
 
 def fingerprint_of(
-    cfg: DictConfig, length: int, memory: MemorySource, options: Mapping[str, object]
+    cfg: DictConfig, step: TrainingStep[Any], memory: MemorySource, options: Mapping[str, object]
 ) -> dict[str, object]:
     """Collective: everything that the result of a search depends on."""
     # an Agreement allocates nothing, and a rank may have no memory left
@@ -195,7 +184,8 @@ def fingerprint_of(
     return {
         **OmegaConf.to_container(given, resolve=True),  # type: ignore[dict-item]
         **options,
-        "sequence_length": length,
+        "stage": step.runner.stage,
+        "sequence_length": step.length,
         "world_size": dist.get_world_size(),
         "device": torch.get_device_module(cfg.device).get_device_name() if on_gpu(cfg) else "cpu",
         "torch": torch.__version__,
@@ -206,8 +196,10 @@ def fingerprint_of(
 class SearchFile:
     """`batch_search.json` in a directory: a later run takes the result over if its fingerprint is the same."""
 
-    def __init__(self, directory: Path, fingerprint: Mapping[str, Any]) -> None:
-        self.directory, self._path, self._fingerprint = directory, directory / SEARCH_FILE, fingerprint
+    def __init__(self, settings: Settings, folder: str, fingerprint: Mapping[str, Any]) -> None:
+        self.directory = Path(settings.output_dir) / folder
+        self._path, self._fingerprint = self.directory / SEARCH_FILE, fingerprint
+        self._reuses = settings.adaptive.reuse_search
 
     def write(self, result: SearchResult | Profile, length: int) -> None:
         """Writes the result. If that fails, a warning says so."""
@@ -216,6 +208,8 @@ class SearchFile:
 
     def read(self, kind: type[Result]) -> Result | None:
         """Collective: the result of an earlier search with this fingerprint, as rank 0 reads it."""
+        if not self._reuses:
+            return None
         result: Result | None = None
         if dist.get_rank() == 0:
             try:

@@ -63,33 +63,26 @@ class Longest(NamedTuple):
 
 def longest_sample(cfg: DictConfig, dataset: NamedSamples, kind: Kind) -> Longest:
     """Collective: the longest sample; each rank reads its share, and the result is kept for the next run."""
-    path = Path(cfg.output_dir) / LENGTHS_FILE
-    key = _key(cfg, len(dataset), kind)
-    known = _read(path, key)
-    if not all(length for length, _ in Agreement(2).gather(known)):
-        known = _scan(dataset, kind)
-        if dist.get_rank() == 0:
-            record = {"key": key, "longest": known.length, "index": known.at}
-            keep_file(
-                path, (json.dumps(record) + "\n").encode(), "the next run will search for the longest sample again"
-            )
-    return known
-
-
-def _scan(dataset: NamedSamples, kind: Kind) -> Longest:
-    """Collective: the longest of all samples."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    mine = Longest(0, 0)
+    path, rank, ranks = Path(cfg.output_dir) / LENGTHS_FILE, dist.get_rank(), dist.get_world_size()
+    sections = OmegaConf.to_container(OmegaConf.create({"d": cfg.dataset, "t": cfg.tokenizer}), resolve=True)
+    # of one sequence, the length is the same with and without padding
+    counted = [len(dataset)] if kind.rows == 1 else [len(dataset), kind.sequences, kind.padded]
+    key = hashlib.sha256(json.dumps([sections, *counted], sort_keys=True).encode()).hexdigest()
+    longest = _read(path, key)
+    if all(length for length, _ in Agreement(2).gather(longest)):
+        return longest
+    longest = Longest(0, 0)
     with progress_bar("longest sample", len(dataset), "samples", shown=rank == 0) as bar:
         for index in range(rank, len(dataset), ranks):
-            mine = max(mine, Longest(kind.length_of(dataset[index]), index), key=_by_length)
+            if (length := kind.length_of(dataset[index])) > longest.length:
+                longest = Longest(length, index)
             bar.update(min(ranks, len(dataset) - bar.n))
-    everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(mine)]
-    return max(everywhere, key=_by_length)
-
-
-def _by_length(sample: Longest) -> tuple[int, int]:
-    return sample.length, -sample.at
+    everywhere = [Longest(int(length), int(index)) for length, index in Agreement(2).gather(longest)]
+    longest = max(everywhere, key=lambda each: (each.length, -each.at))
+    if rank == 0:
+        record = json.dumps({"key": key, "longest": longest.length, "index": longest.at})
+        keep_file(path, f"{record}\n".encode(), "the next run will search for the longest sample again")
+    return longest
 
 
 def _read(path: Path, key: str) -> Longest:
@@ -99,10 +92,3 @@ def _read(path: Path, key: str) -> Longest:
         return Longest(int(record["longest"]), int(record["index"])) if record.get("key") == key else Longest(0, 0)
     except (ValueError, KeyError, TypeError, OverflowError):  # the last one for Infinity, which JSON in Python can say
         return Longest(0, 0)
-
-
-def _key(cfg: DictConfig, samples: int, kind: Kind) -> str:
-    sections = OmegaConf.to_container(OmegaConf.create({"d": cfg.dataset, "t": cfg.tokenizer}), resolve=True)
-    # of one sequence, the length is the same with and without padding
-    counted = [samples] if kind.rows == 1 else [samples, kind.sequences, kind.padded]
-    return hashlib.sha256(json.dumps([sections, *counted], sort_keys=True).encode()).hexdigest()

@@ -27,14 +27,14 @@ class OfLengths:
         return {"tokens": [1] * self._lengths[index], "labels": [1] * self._lengths[index]}
 
 
-def of_lengths(tokenizer: Any, *, lengths: list[int], samples: int = 64) -> OfLengths:
+def of_lengths(tokenizer: Any, *, lengths: list[int], samples: int, packed: bool) -> OfLengths:
     """Component for a config's `dataset:`."""
     return OfLengths(lengths, samples)
 
 
 def started(lengths: str, *overrides: str) -> list[str]:
     """What a run of samples of these lengths says before it would train."""
-    dataset = (f"dataset._component_={__name__}.of_lengths", "dataset.samples=64", f"+dataset.lengths={lengths}")
+    dataset = (f"dataset._component_={__name__}.of_lengths", "dataset.samples=64", f"dataset.lengths={lengths}")
     with listening() as lines:
         start_here("full", *SEARCHED, *dataset, *overrides)
     return lines

@@ -22,6 +22,7 @@ from tests.recipes.stops import train_until
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.profile import MOST_POINTS
+from torchtune_adaptive.engine.search import SearchResult
 from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
 from torchtune_adaptive.report.journal import STEPS_FILE
 from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
@@ -264,12 +265,12 @@ def without_room_for_what_is_gathered(folder: Path, port: int) -> bool:
     """Collective: what happens to the record of a search where generating goes layer by layer."""
     stays = []
 
-    def search(*arguments: Any, stage: str, **options: Any) -> int:
-        if stage == GENERATE:
+    def search(run: Any, step: Any, *arguments: Any, **options: Any) -> SearchResult:
+        if step.runner.stage == GENERATE:
             stays.append(options["folder"])
             if len(stays) == 1:
                 raise OneRowDoesNotFitError("one row does not fit", need_bytes=2, budget_bytes=1)
-        return rows(*arguments, stage=stage, **options)
+        return rows(run, step, *arguments, **options)
 
     rows = fit.rows
     with mock.patch.object(fit, "rows", search):

@@ -30,19 +30,23 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "fingerprint_of", lambda *_: FINGERPRINT)
 
 
+def file_in(directory: Path, **changed: Any) -> SearchFile:
+    return SearchFile(dataclasses.replace(having(), output_dir=str(directory)), "", {**FINGERPRINT, **changed})
+
+
 @pytest.mark.parametrize("result", [example(), profiled()], ids=["rows", "profile"])
 def test_a_written_search_is_read_back_under_the_same_fingerprint(
     tmp_path: Path, result: SearchResult | Profile
 ) -> None:
-    SearchFile(tmp_path / "new", FINGERPRINT).write(result, 4096)
-    assert SearchFile(tmp_path / "new", FINGERPRINT).read(type(result)) == result
+    file_in(tmp_path / "new").write(result, 4096)
+    assert file_in(tmp_path / "new").read(type(result)) == result
     assert [path.name for path in (tmp_path / "new").iterdir()] == [SEARCH_FILE]
 
 
 def test_a_search_of_another_fingerprint_or_none_is_no_answer(tmp_path: Path) -> None:
-    assert SearchFile(tmp_path, FINGERPRINT).read(SearchResult) is None
-    SearchFile(tmp_path, FINGERPRINT).write(profiled(), 4096)
-    assert SearchFile(tmp_path, {**FINGERPRINT, "world_size": 4}).read(SearchResult) is None
+    assert file_in(tmp_path).read(SearchResult) is None
+    file_in(tmp_path).write(profiled(), 4096)
+    assert file_in(tmp_path, world_size=4).read(SearchResult) is None
 
 
 def without(key: str) -> dict[str, Any]:
@@ -62,7 +66,7 @@ def test_a_file_that_is_no_record_is_one_line_and_no_answer(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / SEARCH_FILE).write_bytes(content)
-    assert SearchFile(tmp_path, FINGERPRINT).read(SearchResult) is None
+    assert file_in(tmp_path).read(SearchResult) is None
     [message] = caplog.messages
     assert message.startswith(f"{tmp_path / SEARCH_FILE} is not a valid search record (")
     assert message.endswith("); searching again")
@@ -70,7 +74,7 @@ def test_a_file_that_is_no_record_is_one_line_and_no_answer(
 
 def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / SEARCH_FILE).mkdir()
-    SearchFile(tmp_path, FINGERPRINT).write(example(), 4096)
+    file_in(tmp_path).write(example(), 4096)
     assert caplog.messages == [
         f"cannot write {tmp_path / SEARCH_FILE} (Is a directory): the next run will search again"
     ]
@@ -78,12 +82,14 @@ def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, caplog: pyt
 
 def searched(folder: Path, measure: Any, stage: str = "policy", **adaptive: Any) -> Event:
     """The event of a search of 4096 tokens that finds what `measure` returns."""
-    step, events = mock.Mock(length=4096), list[Event]()
-    settings = dataclasses.replace(having(**adaptive), output_dir=str(folder))
+    step, run = mock.Mock(length=4096), mock.Mock()
+    step.runner.stage = stage
+    run.settings = dataclasses.replace(having(**adaptive), output_dir=str(folder))
     with mock.patch.object(fit, "find_max_batch_size", measure), mock.patch.object(fit, "profile_memory", measure):
-        kind_of_search = fit.profile if adaptive.get("token_budget") else fit.rows
-        kind_of_search(step, mock.Mock(), settings, KIND, most_rows=64, stage=stage, record=events.append)
-    [event] = events
+        search: Any = fit.profile if adaptive.get("token_budget") else fit.rows
+        search(run, step, mock.Mock(), KIND, most_rows=64)
+    (event,) = run.journal.search.call_args.args
+    assert isinstance(event, Event)
     return event
 
 
