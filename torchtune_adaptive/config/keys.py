@@ -218,8 +218,8 @@ class AdaptiveConfig:
     max_batch_size: int | None = option(count_up_to(2**20) | NULL, None)
     """the most rows that a search or an increase may reach; not for token budgets"""
     sequence_length: int | None = option(count_up_to(MOST_TOKENS) | NULL, None)
-    """tokens of the longest sample to measure with. null: `tokenizer.max_seq_len`, else the longest sample of the
-    dataset, which is scanned once"""
+    """tokens of the longest sample to measure with, at most `tokenizer.max_seq_len`. null: that, else the longest
+    sample of the dataset, which is scanned once"""
     accumulation: str = option(one_of("rebalance", "fixed", "keep"), "rebalance")
     """`rebalance`: keep the configured samples per step; grow the step only when one microbatch already holds more.
     `fixed`: do not change `gradient_accumulation_steps`. `keep`: never change the samples per step"""

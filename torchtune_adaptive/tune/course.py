@@ -39,6 +39,8 @@ LOOKED_AT = 64
 """Samples that are looked at for the median length, spread over the dataset."""
 LONG_TAIL = 2
 """A longest sample of this many times the median is worth a line in the log."""
+FOLDERS = {REFERENCE: "reference"}
+"""Where the record of a stage's search lies in `output_dir`, if not at its top."""
 SKIPPED = "skipped: a CPU has no memory limit to search within; set adaptive.memory_limit"
 
 
@@ -47,7 +49,13 @@ def plan_course(trainer: Trainer) -> None:
     run, data, stages = trainer.run, trainer.data, trainer.stages
     settings, ranks, training = run.settings, run.place.ranks, [*stages][-1]
     with trainer.limited_memory() as memory, data.naming_bad_samples(trainer.model, last=1):
-        before = _with_dataset(run.progress, len(data.dataset))
+        before = replace(run.progress, dataset_samples=len(data.dataset))
+        if before.begun is not None and run.progress.dataset_samples not in (None, before.dataset_samples):
+            raise ConfigError(
+                f"dataset has {before.dataset_samples} samples, but had {run.progress.dataset_samples} when the "
+                "checkpoint was saved in the middle of an epoch, so that epoch cannot be resumed: restore the dataset, "
+                "or resume from an earlier epoch"
+            )
         run.open_record()
         rows = rows_that_fit(trainer, memory, training, whole_step_rows=whole_step_rows(settings, before))
         left = data.loader.samples_left_per_rank(before.samples_in_epoch)
@@ -112,7 +120,7 @@ def rows_that_fit(
         trainer.kind,
         most_rows=most_rows,
         whole_step_rows=whole_step_rows,
-        folder=_folder_of(stage),
+        folder=FOLDERS.get(stage, ""),
     ).rows
     if rows < settings.samples_per_step and step.runner is trainer.stages.training:
         _tell_of_short_samples(trainer, step.length)
@@ -133,9 +141,11 @@ def limit_by_length(trainer: Trainer, memory: MemorySource | None, stage: str, m
         return None
     step = _worst_step(trainer, stage)
     if data.packed:
-        return RowLimit(fit.rows(trainer.run, step, memory, kind, most_rows=most_rows, folder=_folder_of(stage)).rows)
+        return RowLimit(
+            fit.rows(trainer.run, step, memory, kind, most_rows=most_rows, folder=FOLDERS.get(stage, "")).rows
+        )
     try:
-        return fit.profile(trainer.run, step, memory, kind, most_rows=most_rows, folder=_folder_of(stage)).limit
+        return fit.profile(trainer.run, step, memory, kind, most_rows=most_rows, folder=FOLDERS.get(stage, "")).limit
     except OneRowDoesNotFitError as error:
         if settings.adaptive.sequence_length or data.max_seq_len:
             raise
@@ -167,10 +177,6 @@ def _tell_of_short_samples(trainer: Trainer, longest: int) -> None:
             f"the median sample has {median} tokens{kind.length_suffix}, but rows were measured with {longest}: "
             "adaptive.token_budget=auto use_maximum_batch_size=False would run more samples at once"
         )
-
-
-def _folder_of(stage: str) -> str:
-    return "reference" if stage == REFERENCE else ""
 
 
 def _worst_step(trainer: Trainer, stage: str) -> TrainingStep[Sample]:
@@ -211,15 +217,6 @@ def training_step(
         boundaries=phase_boundaries(runner.model, loss_fn),
         cut=kind.cut,
     )
-
-
-def _with_dataset(progress: Progress, samples: int) -> Progress:
-    if progress.begun is not None and progress.dataset_samples not in (None, samples):
-        raise ConfigError(
-            f"dataset has {samples} samples, but had {progress.dataset_samples} when the checkpoint was saved in the "
-            "middle of an epoch, so that epoch cannot be resumed: restore the dataset, or resume from an earlier epoch"
-        )
-    return replace(progress, dataset_samples=samples)
 
 
 def _start_schedules(trainer: Trainer, progress: Progress) -> None:

@@ -242,35 +242,28 @@ class LossWatch:
             effect = "the weights are not updated" if skipped else "the weights may be NaN now"
             logger.warning("step %d: the %s; %s", step, what, effect)
 
-    def worth_saving(self, step: int) -> bool:
-        """Whether a step checkpoint should be saved; raises NotLearningError if every loss so far was NaN.
+    def worth_saving(self, step: int, *, ends_epoch: bool) -> bool:
+        """Whether something was learned that a checkpoint could keep. Raises NotLearningError if every loss so far was
+        NaN or infinite, and at the end of an epoch if no step so far had a label.
 
         Steps without a label look like progress to whoever resumes, and are none.
         """
-        self.check_finite()
-        worth = self._learning_steps > 0
-        if not worth and not self._said_why_not_saved and dist.get_rank() == 0:
-            logger.warning("step %d: no checkpoint is saved yet, since no sample so far has a token to learn", step)
-        self._said_why_not_saved = not worth
-        return worth
-
-    def check(self) -> None:
-        """Raises NotLearningError if no step so far has trained anything. Call it before weights are saved."""
-        if self._steps and self._learning_steps == 0:
+        if self._steps and self._learning_steps == 0 and ends_epoch:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: no sample has a token to learn (all labels "
                 "are masked); check that the dataset's columns and prompt template match the data, and that "
                 "tokenizer.max_seq_len, or adaptive.oversize under a token budget, does not cut off the answers"
             )
-        self.check_finite()
-
-    def check_finite(self) -> None:
-        """Raises NotLearningError if every loss so far was NaN or infinite. Call it before any weights are saved."""
         if self._steps and self._nan_steps == self._steps:
             raise NotLearningError(
                 f"nothing was trained in {count_of(self._steps, 'step')}: every loss was NaN or infinite; lower "
                 f"optimizer.lr, or check that the weights of {self._files} are not NaN"
             )
+        worth = self._learning_steps > 0
+        if not worth and not ends_epoch and not self._said_why_not_saved and dist.get_rank() == 0:
+            logger.warning("step %d: no checkpoint is saved yet, since no sample so far has a token to learn", step)
+        self._said_why_not_saved = not worth
+        return worth
 
 
 class StepProfiler:

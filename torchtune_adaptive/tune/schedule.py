@@ -160,7 +160,9 @@ def split_step(samples: int, most_rows: int) -> tuple[int, int]:
 
 def _wanted(increase: Increase, epoch: int, current: int) -> int:
     """The batch size that the function wants for this epoch; whatever it does wrong is a ConfigError."""
-    fact = f"{KEY}: {name_of(increase)} at epoch {epoch}, batch size {current},"
+    named = increase if hasattr(increase, "__qualname__") else type(increase)
+    name = f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]  # a built-in's, not its closure's
+    fact = f"{KEY}: {name} at epoch {epoch}, batch size {current},"
     try:
         more: object = increase(epoch, current)
     except (Exception, SystemExit) as error:
@@ -170,12 +172,6 @@ def _wanted(increase: Increase, epoch: int, current: int) -> int:
     if current + more < 1:
         raise ConfigError(f"{fact} returned {more}, which leaves {current + more} rows; allowed: 1 or more")
     return current + more
-
-
-def name_of(increase: Increase) -> str:
-    """What an error calls the function: a built-in by its own name, not that of the closure it returned."""
-    named = increase if hasattr(increase, "__qualname__") else type(increase)
-    return f"{named.__module__}.{named.__qualname__}".split(".<locals>")[0]
 
 
 def _admitted(wanted: int, current: int, most: int | None, beyond_memory: str, epoch: int) -> int:

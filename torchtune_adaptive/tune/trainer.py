@@ -182,21 +182,17 @@ class Trainer:
         run = self.run
         for sizes in self.course.epochs[run.progress.epochs_run :]:
             self._sizes = sizes
-            steps = self._begin_epoch(sizes)
+            self.stages.use_limits(self.course.limits_of(self.stages, sizes))
+            run.journal.epoch(sizes, self.stages.limits, run.progress, run.place.ranks)
+            self.optimization.use_lr_factor(sizes.lr_factor)
+            with run.checkpoints.going_on_to_draw(run.progress):
+                steps = self.course.steps(self.data.loader, sizes, run.progress)
             for samples, upcoming in run.metrics.epoch(sizes, steps, run.progress.steps_in_epoch, called):
                 yield Step(run.progress.step + 1, samples, upcoming, run.progress.steps_in_epoch + 1 == sizes.steps)
             run.progress = run.progress.after_epoch(sizes)
-            self._losses.check()
+            self._losses.worth_saving(run.progress.step, ends_epoch=True)
             self.save()
             run.checkpoints.end_if_asked(run.progress, self._stopping)
-
-    def _begin_epoch(self, sizes: EpochSizes) -> Steps:
-        run = self.run
-        self.stages.use_limits(self.course.limits_of(self.stages, sizes))
-        run.journal.epoch(sizes, self.stages.limits, run.progress, run.place.ranks)
-        self.optimization.use_lr_factor(sizes.lr_factor)
-        with run.checkpoints.going_on_to_draw(run.progress):
-            return self.course.steps(self.data.loader, sizes, run.progress)
 
     def done(
         self,
@@ -228,7 +224,7 @@ class Trainer:
         self._profiler.step()
         self._stopping = asked_to_stop
         if run.checkpoints.due(run.progress, asked_to_stop):
-            if self._losses.worth_saving(run.progress.step):
+            if self._losses.worth_saving(run.progress.step, ends_epoch=False):
                 self.save()
             run.checkpoints.end_if_asked(run.progress, asked_to_stop)
 

@@ -22,7 +22,6 @@ from torchtune_adaptive.tune.schedule import (
     build_increase_function,
     double_every,
     milestones,
-    name_of,
     schedule_table,
     size_epochs,
     step_line,
@@ -226,15 +225,24 @@ def test_a_section_that_names_no_function_is_refused(section: Any, message: str)
     assert build_increase_function(OmegaConf.create({})) is None
 
 
-def test_functions_are_called_by_the_name_a_user_gave_them() -> None:
-    class Callable_:
-        def __call__(self, epoch: int, current: int) -> int:
-            return 0
+class Callable_:
+    def __call__(self, epoch: int, current: int) -> int:
+        return -9
 
-    assert name_of(double_every(1)) == "torchtune_adaptive.tune.schedule.double_every"
-    assert name_of(raises) == f"{__name__}.raises"
-    assert "partial" in name_of(partial(raises, 1))
-    assert name_of(Callable_()).startswith(f"{__name__}.test_functions")
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (add_every(1, -9), "torchtune_adaptive.tune.schedule.add_every at epoch 1"),
+        (raises, f"{__name__}.raises at epoch 0"),
+        (partial(raises, 1), "functools.partial at epoch 0"),
+        (Callable_(), f"{__name__}.Callable_ at epoch 0"),
+    ],
+)
+def test_functions_are_called_by_the_name_a_user_gave_them(function: Increase, name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        plans_of(function)
+    assert str(error.value).startswith(f"batch_increase_function: {name}")
 
 
 @pytest.mark.parametrize(

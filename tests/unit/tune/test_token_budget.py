@@ -8,7 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from torchtune_adaptive.config.keys import Settings, read_adaptive
-from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
+from torchtune_adaptive.errors import SampleTooLargeError
 from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 from torchtune_adaptive.tune.token_budget import Admission, remedy_for
@@ -27,17 +27,6 @@ def adaptive(**values: Any) -> Any:
 def having(settings: Settings = SETTINGS, **values: Any) -> Settings:
     """Settings with these values of `adaptive:`."""
     return dataclasses.replace(settings, adaptive=adaptive(**values))
-
-
-@pytest.mark.parametrize("budget", [None, "auto", 1, 4096])
-def test_a_token_budget_is_a_number_or_auto_or_nothing(budget: object) -> None:
-    assert adaptive(token_budget=budget).token_budget == budget
-
-
-@pytest.mark.parametrize("budget", [0, -1, 2.5, "many", True])
-def test_other_token_budgets_are_refused(budget: object) -> None:
-    with pytest.raises(ConfigError, match=r"adaptive.token_budget is .* at least 1 or auto or null"):
-        adaptive(token_budget=budget)
 
 
 def read(indices: Sequence[int]) -> NamedSamples:
