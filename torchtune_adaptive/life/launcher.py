@@ -104,9 +104,13 @@ def speaks_first() -> bool:
     folder = attempt_folder(os.environ)
     if folder is None or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return True
-    if threading.current_thread() is threading.main_thread():
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if in_main_thread:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    return makes_first(folder / TOLD_FILE)
+    first = makes_first(folder / TOLD_FILE)
+    if in_main_thread and not first:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    return first
 
 
 def tell_the_launcher(message: str) -> None:

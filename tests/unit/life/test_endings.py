@@ -41,8 +41,10 @@ def test_one_rank_speaks_in_each_attempt(tmp_path: Path, monkeypatch: pytest.Mon
     for attempt in ("attempt_0", "attempt_1"):
         be_rank_of(tmp_path / attempt, 1, monkeypatch)
         assert speaks_first()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "nothing cuts its message off"
         be_rank_of(tmp_path / attempt, 0, monkeypatch)
         assert not speaks_first()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_without_a_place_to_agree_every_rank_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
