@@ -5,28 +5,25 @@
 Small runs of the recipes are killed at every operation of a save (in the midst of writing, while syncing, renaming,
 pruning), of the start after it, and at random moments, through forked ranks and through `tune run`; also with a
 launcher that starts killed ranks again, and on disks that are full or read-only. They are asked to end by SIGTERM and
-SIGINT, wherever they are, and queued again by a scheduler; and a second run is started where there is one. At the end
-of each run its weights and figures have to be, bit by bit, those of the run that nobody has disturbed.
+SIGINT, wherever they are. At the end of each run its weights and figures have to be, bit by bit, those of the run that
+nobody has disturbed.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from tests.recipes.crash.disks import disk_cases
-from tests.recipes.crash.neighbours import HELD_UP, both_at_once, second_runs
 from tests.recipes.crash.plans import Plan, all_plans, exactly
 from tests.recipes.crash.points import parse_point
-from tests.recipes.crash.requeues import requeued
 from tests.recipes.crash.restarts import restarted
 from tests.recipes.crash.session import Session
 from tests.recipes.crash.tally import Tally
@@ -64,7 +61,7 @@ def main() -> int:
 
 def read_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="the beginning of a name: of a plan, or neighbours, requeues ...")
+    parser.add_argument("--only", default="", help="the beginning of a name: of a plan, or restarts, disk ...")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--at", type=parse_point, help="only there, in a run that has not been struck before")
     parser.add_argument("--tune-run", action="store_true", help="with --at: through the launcher")
@@ -92,19 +89,9 @@ def other_jobs(session: Session) -> list[Job]:
         return Job(f"{name} {variant}", lambda: run(variant, folder, session.reference(variant), **options))
 
     return [
-        *(job("requeues", variant, requeued, times=short_times(session, variant)) for variant in (full, LORA)),
-        *(job("neighbours", variant, second_runs) for variant in (full, LORA)),
-        job("neighbours by tune run", full, second_runs, points=HELD_UP[2:], tune_run=True),
-        *(job("neighbours at once", variant, both_at_once) for variant in (full, LORA)),
         *(job("restarts", variant, restarted) for variant in (full, lora)),
         *(job("disk", variant, disk_cases) for variant in (FULL, LORA)),
     ]
-
-
-def short_times(session: Session, variant: Variant) -> Iterator[int]:
-    """Steps that the jobs of a scheduler have time for."""
-    draw = session.draw(f"requeues {variant}")
-    return (draw.randrange(1, 9) for _ in itertools.count())
 
 
 def report(tally: Tally, *, whole: bool, how: str) -> int:

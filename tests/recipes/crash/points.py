@@ -17,8 +17,8 @@ LAST_STEP, LAST_SAVE = "last-step", "last-save"
 """The last step of the run, in its last stage; and the operations of the save after it."""
 STAGES = (START, TRAIN, TIME, PROBE, STEP, LAST_STEP, LAST_SAVE)
 
-KILL, TERM, INT, HOLD = "KILL", "TERM", "INT", "HOLD"
-"""What comes there: a signal; or the rank is held up until the harness lets it go."""
+KILL, TERM, INT = "KILL", "TERM", "INT"
+"""The signal that comes there."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def parse_point(text: str) -> Point:
     stage, _, at = place.partition(":")
     assert stage in STAGES, f"{text}: a point is STAGE:N, of {', '.join(STAGES)}"
     ranks = [int(mark.removeprefix("rank")) for mark in marks if mark.startswith("rank")]
-    blows = [mark for mark in marks if mark in (TERM, INT, HOLD)]
+    blows = [mark for mark in marks if mark in (TERM, INT)]
     return Point(
         stage,
         int(at),

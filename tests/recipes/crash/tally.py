@@ -17,9 +17,6 @@ class Tally:
     stopped_by_tune_run: int = 0
     resumed: int = 0
     """After a kill or a signal."""
-    second_runs: int = 0
-    """That found another one in their folder."""
-    requeued: int = 0
     lost: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     not_begun: list[str] = field(default_factory=list)
@@ -71,8 +68,8 @@ class Tally:
         on_its_way = max((lost for name, lost in self.steps_lost.items() if name.startswith("async")), default=0)
         return (
             f"killed {self.killed} ({self.by_tune_run} by tune run), stopped by signals {self.stopped} "
-            f"({self.stopped_by_tune_run} by tune run), resumed {self.resumed}, second runs {self.second_runs}, "
-            f"requeued {self.requeued}, lost {len(self.lost)}, wrong {len(self.wrong)}, steps lost at most {waited} "
+            f"({self.stopped_by_tune_run} by tune run), resumed {self.resumed}, "
+            f"lost {len(self.lost)}, wrong {len(self.wrong)}, steps lost at most {waited} "
             f"(asynchronous: {on_its_way})"
         )
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from tests.recipes.crash.points import HOLD, KILL, PROBE, START, STEP, TIME, TRAIN, Order, Point
+from tests.recipes.crash.points import KILL, PROBE, START, STEP, TIME, TRAIN, Order, Point
 from tests.recipes.recording import JsonLogger
 from torchtune_adaptive.engine.probes import Prober
 from torchtune_adaptive.engine.step import StepRunner
@@ -33,8 +33,6 @@ NAMES = {"os.remove": "unlink", "os.rmdir": "rmdir", "os.rename": "rename", "os.
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 HEARD_S = 0.3
 """In which a signal is heard, and a launcher has passed it on."""
-HELD, GO = "held", "go"
-"""Files: a rank is held up; it may go on."""
 
 
 class Trap:
@@ -172,9 +170,6 @@ class Trap:
     def _strike(self, where: str, point: Point) -> None:
         """Strikes this process, or another one at the moment at which this one has come here."""
         self._note(f"HIT {where}")
-        if point.blow == HOLD:
-            self._wait_to_go()
-            return
         os.kill(self._victim(point), signal.Signals[f"SIG{point.blow}"])
         if point.blow != KILL:
             time.sleep(HEARD_S)
@@ -185,13 +180,6 @@ class Trap:
         if point.rank == self._rank:
             return os.getpid()
         return int((self._order.notes_folder / f"pid{point.rank}").read_text())
-
-    def _wait_to_go(self) -> None:
-        self._in_hook.busy = True
-        (self._order.notes_folder / HELD).touch()
-        while not (self._order.notes_folder / GO).exists():
-            time.sleep(0.05)
-        self._in_hook.busy = False
 
     def _note(self, line: str) -> None:
         os.write(self._notes, f"{line}\n".encode())
