@@ -70,8 +70,8 @@ def _hear(reader: int) -> None:
             if number not in HANDLED:
                 continue
             if first_at_s is None:
-                first_at_s = time.monotonic()
                 _first(signal.Signals(number))
+                first_at_s = time.monotonic()  # afterwards: a note on a slow disk would make its copy a second one
             elif time.monotonic() - first_at_s > ONE_SIGNAL_S:
                 _end_at_once(signal.Signals(number))
 

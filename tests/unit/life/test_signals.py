@@ -82,6 +82,17 @@ def test_a_second_one_ends_a_process_whose_main_thread_never_comes_back() -> Non
     assert "SIGTERM again: ended immediately; nothing is saved" in ended.stderr
 
 
+def test_the_copy_of_a_signal_that_is_noted_slowly_is_no_second_one() -> None:
+    ended = python("""
+        THIS_RUN.try_to_note = lambda *_: time.sleep(1.5)
+        os.kill(me, signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(me, signal.SIGINT)
+        time.sleep(2)
+    """)
+    assert (ended.returncode, "ended immediately" in ended.stderr) == (0, False), ended.stderr
+
+
 def test_another_one_that_ends_it_is_named_beside_the_first() -> None:
     ended = python("os.kill(me, signal.SIGINT); time.sleep(1.3); os.kill(me, signal.SIGTERM); time.sleep(60)")
     assert ended.returncode == 128 + signal.SIGTERM
