@@ -184,6 +184,5 @@ def iterate(recipe: Any, rows: Mapping[str, int], prompts: Sequence[Any]) -> Cos
     wall_s = time.perf_counter() - began
     everywhere: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(everywhere, time.process_time() - cpu_began)
-    ran = recipe.stages.ran
-    halves = {half: sum(each.seconds for stage in of for each in ran[stage]) for half, of in HALVES.items()}
+    halves = {half: sum(recipe.stages.seconds[stage] for stage in of) for half, of in HALVES.items()}
     return Cost(wall_s, sum(everywhere), halves)

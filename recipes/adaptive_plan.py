@@ -16,7 +16,7 @@ from torchtune_adaptive.config.command_line import name_of
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast import advice, answer
 from torchtune_adaptive.forecast.measure import measure
-from torchtune_adaptive.forecast.question import PLAN_KEYS, Question, read_question
+from torchtune_adaptive.forecast.question import PLAN_KEYS, read_question
 from torchtune_adaptive.life import launch
 
 
@@ -28,7 +28,7 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
         answers.append(found)
         if question.plan.format == "table":
             print(answer.text(found), flush=True)
-        if wants_advice(each, fits=found.fits):
+        if question.plan.advise or (question.plan.advise is None and not found.fits):
             others = list(advice.advise(each))
             tried += others
             if question.plan.format == "table":
@@ -40,10 +40,6 @@ def main(cfg: DictConfig, path: Path, overrides: Sequence[str]) -> None:
         print(answer.as_json(answers, [one.as_row() for one in tried]))
     if not any(found.fits for found in answers):
         raise AdaptiveError("the config does not fit as it is; see above for what does")
-
-
-def wants_advice(question: Question, *, fits: bool) -> bool:
-    return question.plan.advise is True or (question.plan.advise is None and not fits)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,24 @@ import time
 from collections.abc import Sequence
 
 from omegaconf import DictConfig
+from torchtune import training
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.remedies import KEYS_IN_PPO
 from torchtune_adaptive.life import launch
 from torchtune_adaptive.rl.checkpoints import PPOContents, build_checkpointers
-from torchtune_adaptive.rl.components import build_ppo_loss, build_prompts
-from torchtune_adaptive.rl.course import RolloutParts, plot_epochs, start_schedules
-from torchtune_adaptive.rl.experience import estimate
+from torchtune_adaptive.rl.course import plan_iterations
 from torchtune_adaptive.rl.figures import Updates, figures_of_run, figures_of_stages
-from torchtune_adaptive.rl.models import build_models, build_ppo_optimization
-from torchtune_adaptive.rl.prompt_room import check_room
-from torchtune_adaptive.rl.rollouts import gathered, rollouts_of, updates_of
+from torchtune_adaptive.rl.generation import sampling_of
+from torchtune_adaptive.rl.limits import check_room
+from torchtune_adaptive.rl.models import build_models
+from torchtune_adaptive.rl.ppo import build_ppo_loss, keep_advantages, ppo_stages
+from torchtune_adaptive.rl.rollouts import build_prompts, gathered, rollouts_of, updates_of
 from torchtune_adaptive.rl.settings import PPO_KEYS, TRAINED_FILES, read_ppo_settings
-from torchtune_adaptive.rl.stage_limits import find_limits
-from torchtune_adaptive.rl.stages import TRAIN_POLICY, TRAIN_VALUE, build_stages, sampling_of
+from torchtune_adaptive.rl.stages import FORWARD, GENERATE, TRAIN_POLICY, TRAIN_VALUE, RolloutStages
+from torchtune_adaptive.tune.optimizer import one_optimizer
 from torchtune_adaptive.tune.samples import Sample
-from torchtune_adaptive.tune.trainer import Course, Run, Trainer
+from torchtune_adaptive.tune.trainer import Run, Trainer
 
 
 class AdaptivePPOFullFinetuneDistributed:
@@ -39,36 +40,28 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def setup(self) -> None:
         run, settings, ppo, place = self.run, self.run.settings, self._ppo, self.run.place
-        weights, seed = run.checkpoints.load(), run.progress.seed
-        self.models = build_models(settings, place, weights, seed)
-        check_room(self.models.everything, settings.adaptive, ppo)
-        tokenizer = components.build("tokenizer", settings.config)
-        self.optimization = build_ppo_optimization(settings, self.models, weights, place.device)
-        run.resume(weights, self.models.trained, self.optimization, told={"seed": "seed"})
-        self.loss = build_ppo_loss(settings)
+        weights = run.checkpoints.load()
+        self.models = build_models(settings, place, weights, run.progress.seed)
+        check_room(self.models.everything, settings.adaptive, ppo.max_generated_tokens)
+        trained = self.models.trained
+        self.optimization = one_optimizer(settings, trained, weights.get(training.OPT_KEY), place.device)
+        run.resume(weights, trained, self.optimization, told={"seed": "seed"})
+        loss, tokenizer = build_ppo_loss(settings), components.build("tokenizer", settings.config)
         self.data = build_prompts(settings, tokenizer, place.mesh)
-        self.sampling = sampling_of(tokenizer, ppo, run.progress.seed)
-        self.stages = build_stages(
-            self.models, self.loss, self.sampling, settings, ppo, place.device, run.journal.event
+        stages = ppo_stages(
+            self.models, loss, sampling_of(tokenizer, ppo, run.progress.seed), settings, ppo, place.device
         )
+        self.stages, self.updates = RolloutStages(stages, settings, run.journal.event), Updates(loss)
         self.trainer = Trainer(
             run,
-            self.models.trained,
+            trained,
             self.data,
             self.optimization,
             self.stages.runners,
             limits=self.stages.state_dict,
             weights=TRAINED_FILES,
         )
-        parts = RolloutParts(trainer=self.trainer, ppo=ppo, models=self.models, rollout_stages=self.stages)
-        epochs = plot_epochs(parts)
-        run.journal.start(run.progress.step)
-        with self.trainer.limited_memory() as memory, self.data.naming_bad_samples(self.models.policy, last=1):
-            found = find_limits(parts, memory)
-        self.stages.runners.use_limits(found.limits)
-        run.checkpoints.make_room()
-        self.trainer.course = Course(epochs=epochs, limits=found.limits, admission=found.admission)
-        start_schedules(parts)
+        plan_iterations(self.trainer, self.stages, ppo)
 
     def train(self) -> None:
         with self.trainer.training("iterations") as steps:
@@ -82,22 +75,21 @@ class AdaptivePPOFullFinetuneDistributed:
 
     def iterate(self, prompts: Sequence[Sample], iteration: int) -> dict[str, float]:
         """Collective: answers to prompts, what they are worth, and the updates that follow. Returns what is logged."""
-        # What a stage finds for a rollout is kept in it, for the stages that follow.
-        mine = rollouts_of(prompts, iteration, self._ppo.max_generated_tokens)
-        self.stages.roll_out(mine, iteration)
-        # Advantages are whitened over the answers of all ranks, before anything is split.
-        everything = gathered(mine)
-        figures = estimate(everything, self._ppo, self.sampling.stop_tokens)
-        updates = Updates(self.loss)
-        for share in updates_of(everything, self._ppo, self.run.progress.seed, iteration):
-            value = self.stages.run(TRAIN_VALUE, share, iteration)
-            policy = self.stages.run(TRAIN_POLICY, share, iteration)
-            tokens = {"value": value.target_tokens, "policy": policy.target_tokens}
-            with self.stages.committing(last_checkpoint=self.run.checkpoints.last):
-                grad_norm = self.optimization.update(tokens)
-            updates.add(value, policy, grad_norm)
-        figures |= {**updates.means(), "lr": self.optimization.learning_rate()}
-        return figures | figures_of_stages(self.stages)
+        ppo, stages = self._ppo, self.stages
+        stages.begin_iteration()
+        rollouts = rollouts_of(prompts, iteration, ppo.max_generated_tokens)
+        for stage in (GENERATE, *FORWARD):
+            stages.run(stage, rollouts, iteration)  # each adds its results to the rollouts
+        everyone = gathered(rollouts)
+        figures = keep_advantages(everyone, ppo)
+        for share in updates_of(everyone, ppo.ppo_batch_size, ppo.ppo_epochs, self.run.progress.seed):
+            value = stages.run(TRAIN_VALUE, share, iteration)
+            policy = stages.run(TRAIN_POLICY, share, iteration)
+            with stages.committing(last_checkpoint=self.run.checkpoints.last):
+                grad_norm = self.optimization.update({"value": value.target_tokens, "policy": policy.target_tokens})
+            self.updates.add(value, policy, grad_norm)
+        learning_rate = {"lr": self.optimization.learning_rate()}
+        return {**figures, **self.updates.means(), **learning_rate, **figures_of_stages(stages)}
 
     def cleanup(self) -> None:
         self.trainer.close()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch.utils.data import IterableDataset
 from transformers import HfArgumentParser, Trainer, TrainingArguments
 
 from tests.hf.trainers import Counting, Run, arguments, collate, difference, train
-from torchtune_adaptive.errors import AdaptiveError, ConfigError
+from tests.ranks import RankFailed, run_on_ranks
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, LimitExhaustedError, OneRowDoesNotFitError
 from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveMixin, AdaptiveTrainer
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,6 +42,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "options",
     [
         {},
+        {"bf16": True},
         {"label_smoothing_factor": 0.1, "gradient_checkpointing": True},
         {
             "num_train_epochs": 1,
@@ -48,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "train_sampling_strategy": "group_by_length",
         },
     ],
-    ids=["plain", "smoothed and checkpointed", "an epoch with an incomplete step"],
+    ids=["plain", "bf16", "smoothed and checkpointed", "an epoch with an incomplete step"],
 )
 def test_the_same_microbatches_have_the_figures_of_stock_to_the_bit(folder: Path, options: dict[str, Any]) -> None:
     ours = train(folder, AS_IT_IS, arguments=arguments(folder, **options))
@@ -85,14 +88,41 @@ def test_a_measured_token_budget_trains_what_stock_trains(folder: Path, capsys: 
     assert difference(ours, stock(folder, max_steps=2)) < 1e-6
 
 
-def test_a_resumed_run_begins_with_the_limit_that_it_had(folder: Path, tmp_path: Path) -> None:
-    options = arguments(tmp_path, save_strategy="steps", save_steps=3)
-    train(tmp_path, AS_IT_IS, faults=[(2, 40)], arguments=options)
-    kept = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())["stateful_callbacks"]["adaptive"]
-    assert kept["size"] == 2
-    resumed = train(tmp_path, AS_IT_IS, resume=str(tmp_path / "checkpoint-3"), arguments=options)
+def train_until_killed(folder: Path) -> None:
+    """Ends this process without a word amid the backward of the fifth step."""
+
+    class Killed(Trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            if self.state.global_step == 4:
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            return loss
+
+    options = arguments(folder, save_strategy="steps", save_steps=3)
+    train(folder, AS_IT_IS, base=Killed, faults=[(2, 40)], arguments=options)
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint_with_the_limit(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="without a word"):
+        run_on_ranks(1, train_until_killed, tmp_path, in_group=False)
+    resumed = train(tmp_path, AS_IT_IS, resume=str(tmp_path / "checkpoint-3"), arguments=arguments(tmp_path))
     assert resumed.column("microbatch_rows") == [4, 2, 2, 2, 2, 2]
     assert difference(resumed, stock(folder)) < 1e-6
+
+
+def test_an_error_of_the_engine_advises_arguments_of_the_trainer(folder: Path) -> None:
+    always = [(2, operation) for operation in (40, 40, 40, 40, 40)]
+    with pytest.raises(LimitExhaustedError) as refused:
+        train(folder, AS_IT_IS, faults=always, arguments=arguments(folder))
+    assert "set gradient_checkpointing=True" in str(refused.value)
+    with pytest.raises(OneRowDoesNotFitError) as refused:
+        train(
+            folder,
+            AdaptiveArguments(use_maximum_batch_size=True, memory_limit="1000KiB"),
+            arguments=arguments(folder, gradient_checkpointing=True),
+        )
+    assert "raise memory_limit if it is set" in str(refused.value)
+    assert "checkpoint" not in str(refused.value)
 
 
 def test_what_a_loss_adds_up_to_is_tried_out(folder: Path) -> None:
@@ -146,7 +176,7 @@ def test_evaluations_between_steps_change_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"auto_find_batch_size": True}, "auto_find_batch_size restarts training"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size, which restarts training"),
         ({"torch_compile_mode": "reduce-overhead"}, "CUDA graphs"),
     ],
 )

@@ -60,9 +60,24 @@ def test_two_ranks_have_the_figures_of_stock_whatever_happens_to_a_microbatch(sh
     assert (found.recoveries, found.rows) == ([0, 1, 1], [4, 2, 2])
 
 
-def test_the_example_trains_on_with_less_memory() -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    run = run_here([*launcher, "examples/transformers_trainer.py", "--memory_limit", "5MiB"], cwd=ROOT, timeout_s=120)
+def test_a_failure_at_any_operation_of_a_step_changes_no_figure() -> None:
+    from tests.hf.faults import COUNTED, sweep
+
+    every, operations = 20, 1700
+    found, same = run_on_ranks(2, sweep, every, COUNTED + 1 + operations // every, in_group=False, timeout_s=100)
+    assert found == same
+    assert found.recovered == found.injected == -(-found.operations // every) > 50
+    assert found.difference < 1e-6
+
+
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+ACCELERATE = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--main_process_port=0"]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, ACCELERATE], ids=["torchrun", "accelerate launch"])
+def test_the_example_trains_on_with_less_memory(launcher: list[str]) -> None:
+    example = ["examples/transformers_trainer.py", "--memory_limit", "5MiB"]
+    run = run_here([sys.executable, *launcher, *example], cwd=ROOT, timeout_s=120)
     assert run.status == 0, run.output
     assert "microbatch 16 -> 8 rows, step repeated" in run.output
     losses = [float(loss) for loss in re.findall(r"'loss': '?(\d+\.\d+)", run.output)]

@@ -82,12 +82,11 @@ def test_out_of_memory_is_told_with_its_place_and_with_what_holds_the_memory(reh
     assert error["free_bytes"] + error["reserved_bytes"] <= 6 * GIB
 
 
-@pytest.mark.parametrize("rank", [0, 3])
-def test_a_sharded_model_is_one_rank_of_as_many_as_asked(rehearse: Rehearse, rank: int) -> None:
-    answer = rehearse(SHARDED, "--ranks", "4", "--rank", str(rank), command=("train.py", "8"))
+def test_a_sharded_model_is_one_rank_of_as_many_as_asked(rehearse: Rehearse) -> None:
+    answer = rehearse(SHARDED, "--ranks", "4", "--rank", "3", command=("train.py", "8"))
     weights = 4 * 8192 * 8192 * 4
     assert answer.status == 0
-    assert f"ranks {[rank] * 4} allocated {weights // 4}" in answer.printed
+    assert f"ranks {[3] * 4} allocated {weights // 4}" in answer.printed
     whole = weights // 4  # one layer's
     assert weights // 4 + 2 * whole <= answer.found["steps"][1]["allocated_bytes"] < 2 * weights
 
@@ -184,6 +183,29 @@ def test_it_ends_after_the_steps_asked_for(rehearse: Rehearse) -> None:
     assert answer.status == 0
     assert "(2 steps)" in answer.found.splitlines()[0]
     assert answer.printed.count("[8,") == 1  # the second step ends where its optimizer has stepped
+
+
+@pytest.mark.parametrize("searched", [False, True], ids=["recovered", "searched"])
+def test_a_trainer_with_the_mixin_tells_its_search_or_its_recoveries(rehearse: Rehearse, searched: bool) -> None:
+    pytest.importorskip("accelerate")
+    script = f"""
+        from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+        from torchtune_adaptive.hf import AdaptiveArguments, AdaptiveTrainer
+
+        sizes = {{"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 4}}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, use_cache=False))
+        fsdp = {{"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+        arguments = TrainingArguments("out", per_device_train_batch_size=32, max_steps=2, report_to=[], fsdp=True,
+                                      fsdp_config=fsdp, save_strategy="no")
+        dataset = [{{"input_ids": [1] * 512, "labels": [1] * 512}}] * 256
+        adaptive = AdaptiveArguments(use_maximum_batch_size={searched})
+        AdaptiveTrainer(model, arguments, train_dataset=dataset, adaptive=adaptive).train()
+    """
+    answer = rehearse(script, "--ranks", "8", "--memory", "2GiB", "--memory-overhead", "0")
+    assert answer.status == 0, answer.printed
+    assert ("batch search" in answer.printed) == searched
+    assert [error["step"] for error in answer.found["caught"]] == [] if searched else [1, 1]
+    assert len(answer.found["steps"]) == 2
 
 
 def test_the_example_is_answered_as_the_page_shows(rehearse: Rehearse) -> None:

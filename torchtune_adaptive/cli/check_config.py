@@ -43,8 +43,8 @@ from torchtune_adaptive.engine.search import NEED_RECOVERY
 from torchtune_adaptive.errors import AdaptiveError, ConfigError, RunFinished, SeveralErrors
 from torchtune_adaptive.forecast.question import read_question
 from torchtune_adaptive.life.output_lock import holder, in_use, unwritable
-from torchtune_adaptive.rl.components import build_ppo_loss
-from torchtune_adaptive.rl.prompt_room import check_room
+from torchtune_adaptive.rl.limits import check_room
+from torchtune_adaptive.rl.ppo import build_ppo_loss
 from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, VALUE_FILES, VALUE_SECTION, PPOSettings
 from torchtune_adaptive.text import size_for_rank
 from torchtune_adaptive.tune import place
@@ -256,7 +256,7 @@ def _check_ppo(settings: Settings, ppo: PPOSettings, ranks: int, policy: nn.Modu
             findings.collect(check_fits, key, section, should_load_recipe_state=False)
     value = findings.collect(built_on, META, cfg, torch.float32, VALUE_SECTION)
     if policy is not None and value is not None:
-        findings.collect(check_room, (policy, value), settings.adaptive, ppo)
+        findings.collect(check_room, (policy, value), settings.adaptive, ppo.max_generated_tokens)
     findings.collect(ppo.iterations, ranks)
 
 

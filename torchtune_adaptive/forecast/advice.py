@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from omegaconf import DictConfig
+from torchtune.config._utils import _get_component_from_path
+
+from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.measure import Found, measure
-from torchtune_adaptive.forecast.overrides import Overrides, combinations, savers, starts
-from torchtune_adaptive.forecast.question import Question
+from torchtune_adaptive.forecast.question import Overrides, Question, changed
+from torchtune_adaptive.forecast.which_recipe import is_lora, keeps_reference, training_of
 from torchtune_adaptive.text import count_of, format_bytes, in_columns
 
 ENOUGH = 2
 """Settings that fit, after which no more are tried unless all are asked for."""
 MOST_MORE_RANKS = 8
 """Times as many as were asked about."""
+IN_8_BITS = {"torch.optim.AdamW": "torchao.optim.AdamW8bit", "torch.optim.Adam": "torchao.optim.Adam8bit"}
+TAKEN_IN_8_BITS = {COMPONENT, "lr", "betas", "eps", "weight_decay", "amsgrad"}
+SMALL_LORA_RANK = 8
+EVERY_SECOND_LAYER: Overrides = ("enable_activation_checkpointing=False", "ac_mode=selective", "ac_option=2")
 
 
 class Tried(NamedTuple):
@@ -35,30 +44,85 @@ class Tried(NamedTuple):
 
 def advise(question: Question) -> Iterator[Tried]:
     """What fits where the config as it is does not; with `advise=True` all single changes, whether they fit or not."""
-    fitting = 0
+    everything, fitting = question.plan.advise is True, 0
     for candidate, overrides in _candidates(question):
-        if not starts(candidate.cfg):
+        if not _starts(candidate.cfg):
             continue
         try:
             tried = Tried(overrides, measure(candidate))
         except AdaptiveError as error:
             print(f"{' '.join(overrides)}: {str(error).splitlines()[0]}", file=sys.stderr)
             continue
-        if tried.found.fits or question.plan.advise:
+        if tried.found.fits or everything:
             yield tried
         fitting += tried.found.fits
-        if fitting == ENOUGH and not question.plan.advise:
+        if fitting == ENOUGH and not everything:
             return
 
 
 def _candidates(question: Question) -> Iterator[tuple[Question, Overrides]]:
+    """Single changes; then each with all that cost less, and more ranks."""
     single = savers(question.cfg, question.ranks)
-    for overrides in single if question.plan.advise else [*single, *combinations(single)]:
+    for overrides in single:
         yield question.changed(overrides), overrides
+    if question.plan.advise:
+        return
+    together: Overrides = ()
+    for overrides in single:
+        if "ac_mode=selective" in overrides:  # all layers are
+            continue
+        by_key = {each.partition("=")[0]: each for each in (*together, *overrides)}  # of the same key, the last
+        together = tuple(by_key.values())
+        if together not in single:
+            yield question.changed(together), together
     ranks = 2 * question.ranks
-    while not question.plan.advise and ranks <= MOST_MORE_RANKS * question.ranks:
+    while ranks <= MOST_MORE_RANKS * question.ranks:
         yield question.on(ranks), (f"world_size={ranks}",)
         ranks *= 2
+
+
+def savers(cfg: DictConfig, ranks: int) -> list[Overrides]:
+    """Single changes after which a step needs less memory, those first that cost the least."""
+    settings = training_of(cfg).read(cfg)[0]
+    lora, optimizer = is_lora(cfg), cfg.optimizer.get(COMPONENT)
+    all_layers: Overrides = ("enable_activation_checkpointing=True", *["ac_mode=null"] * bool(cfg.get("ac_mode")))
+    found: list[Overrides] = []
+    if cfg.loss.get(COMPONENT) == "torch.nn.CrossEntropyLoss" and set(cfg.loss) <= {COMPONENT, "ignore_index"}:
+        found.append((f"loss.{COMPONENT}=torchtune.modules.loss.CEWithChunkedOutputLoss",))
+    if not settings.compile:
+        found.append(("compile=True",))
+    if not settings.enable_activation_checkpointing:
+        found += [EVERY_SECOND_LAYER] * (settings.ac_mode != "selective")
+        found.append(all_layers)
+    if ranks > 1 and not settings.fsdp_reshard_after_forward:
+        found.append(("fsdp_reshard_after_forward=True",))
+    if keeps_reference(settings) and settings.adaptive.oversize != "truncate":  # which it does not go with
+        found.append(("adaptive.precompute_reference=True",))
+    if lora and cfg.model.lora_rank > SMALL_LORA_RANK:
+        alpha = cfg.model.lora_alpha * SMALL_LORA_RANK / cfg.model.lora_rank  # adapters that weigh as much in the sum
+        found.append((f"model.lora_rank={SMALL_LORA_RANK}", f"model.lora_alpha={alpha:g}"))
+    if optimizer in IN_8_BITS and not lora and not settings.fsdp_cpu_offload:
+        removed = (f"~optimizer.{key}" for key in cfg.optimizer if key not in TAKEN_IN_8_BITS)
+        found.append((f"optimizer.{COMPONENT}={IN_8_BITS[optimizer]}", *removed))
+    if not settings.enable_activation_offloading:
+        found.append((*all_layers, "enable_activation_offloading=True"))
+    if lora and not cfg.model.get("quantize_base"):
+        takes = inspect.signature(_get_component_from_path(cfg.model.get(COMPONENT))).parameters
+        if "quantize_base" in takes and not takes["quantize_base"].default:
+            found.append(("model.quantize_base=True",))
+    if not settings.fsdp_cpu_offload:
+        found.append(("fsdp_cpu_offload=True",))
+    return [tuple(each for each in overrides if changed(cfg, (each,)) != cfg) for overrides in found]
+
+
+def _starts(cfg: DictConfig) -> bool:
+    """Whether the recipe takes these settings together."""
+    try:
+        settings = training_of(cfg).read(cfg)[0]
+    except AdaptiveError:
+        return False
+    # torchao's states on the host would be updated by kernels that Inductor writes for CPUs
+    return not (settings.fsdp_cpu_offload and str(cfg.optimizer.get(COMPONENT)).startswith("torchao.optim."))
 
 
 def text(tried: list[Tried]) -> str:

@@ -22,43 +22,34 @@ Row = dict[str, Any]
 def text(found: Found) -> str:
     lines = [_heading(found.question)]
     for stage in found.searches or [""]:
-        rows = [row for row in rows_of(found) if row["stage"] == stage]
-        cells = [_cells(row) for row in rows]
+        cells = [_cells(row) for row in rows_of(found) if row["stage"] == stage]
         lines += [f"{stage}:"] * bool(stage) + [in_columns([("rows", "tokens", "allocated", "reserved", ""), *cells])]
         if (reason := found.searches.get(stage, {}).get("reason")) is not None:
             lines.append(f"{count_of(found.searches[stage]['rows'], 'row')}: {reason}")
-    if not found.fits:
-        lines.append(found.why_not)
-    else:
-        most = found.most
-        trains = f"{format_bytes(most['allocated_bytes'])} allocated, {format_bytes(most['reserved_bytes'])} reserved"
-        lines.append(f"in training: {trains} at most{_over_time(found)}")
+    if found.fits:
+        sizes = [format_bytes(found.most[f"{name}_bytes"]) for name in ("allocated", "reserved")]
+        flushing = sum(step["flushes"] > 0 for step in found.rehearsed.steps)
+        steps = f"the cache is flushed in {flushing} of {count_of(len(found.rehearsed.steps), 'step')}"
+        over_time = f"; {steps} (slow)" if flushing else ""
+        if found.question.lengths:
+            over_time = f"; {count_of(len(found.rehearsed.caught), 'recovery', 'recoveries')}, {steps}"
+        lines.append(f"in training: {sizes[0]} allocated, {sizes[1]} reserved at most{over_time}")
         lines.append(f"train with: {command(found.question, found.rows)}")
+    else:
+        lines.append(found.why_not)
     return "\n".join([*lines, *(f"note: {note}" for note in notes(found))])
 
 
-def _over_time(found: Found) -> str:
-    flushing = sum(step["flushes"] > 0 for step in found.rehearsed.steps)
-    steps = f"in {flushing} of {count_of(len(found.rehearsed.steps), 'step')}"
-    if found.question.lengths:
-        recoveries = count_of(len(found.rehearsed.caught), "recovery", "recoveries")
-        return f"; {recoveries}, the cache is flushed {steps}"
-    return f"; the cache is flushed {steps} (slow)" if flushing else ""
-
-
 def _heading(question: Question) -> str:
-    cfg, length = question.cfg, f"{question.length} tokens"
-    if trains_with_ppo(cfg):
-        length = f"prompts of {length}, answers of {cfg.max_generated_tokens}"
+    cfg, ppo, length = question.cfg, trains_with_ppo(question.cfg), f"{question.length} tokens"
     usable = question.gpu.memory - question.overhead_bytes
-    model = cfg.policy_model if trains_with_ppo(cfg) else cfg.model
     parts = [
-        str(model.get(COMPONENT)).rpartition(".")[2],
-        "PPO" if trains_with_ppo(cfg) else "lora" if is_lora(cfg) else "full",
+        str((cfg.policy_model if ppo else cfg.model).get(COMPONENT)).rpartition(".")[2],
+        "PPO" if ppo else "lora" if is_lora(cfg) else "full",
         *["pairs"] * trains_on_pairs(cfg),
         count_of(question.ranks, "rank"),
         *["compiled"] * bool(cfg.get("compile")),
-        length,
+        f"prompts of {length}, answers of {cfg.max_generated_tokens}" if ppo else length,
         f"{format_bytes(usable)} usable of {format_bytes(question.gpu.memory)}",
     ]
     return " · ".join(parts)
@@ -67,22 +58,21 @@ def _heading(question: Question) -> str:
 def rows_of(found: Found) -> Iterator[Row]:
     """A row for each size that was measured, and for the one that was trained with."""
     base = {"ranks": found.question.ranks, "usable_bytes": found.rehearsed.usable_bytes}
-    trained = {"reserved_bytes": found.most["reserved_bytes"] or None}
+    most = found.most
     for stage, search in found.searches.items():
         for probe in search.get("probes") or search["points"]:
-            phases = probe["peak"]["phase_bytes"]
+            peak, phases = probe["peak"], probe["peak"]["phase_bytes"]
             chosen = found.fits and probe["rows"] == search.get("rows")
             yield {
                 **base,
                 "stage": stage,
                 "tokens": probe["length"] or found.question.length,
                 "rows": probe["rows"],
-                "allocated_bytes": max(phases.values()) if probe["peak"]["fits"] else None,
-                "reserved_bytes": None,
-                **(trained if chosen and not stage else {}),
+                "allocated_bytes": max(phases.values()) if peak["fits"] else None,
+                "reserved_bytes": (most["reserved_bytes"] or None) if chosen and not stage else None,
                 "bound_by": max(phases, key=phases.get) if phases else None,
-                "fits": probe["peak"]["fits"],
-                "allocator_retries": probe["peak"]["retries"],
+                "fits": peak["fits"],
+                "allocator_retries": peak["retries"],
                 "chosen": chosen,
             }
     if not found.searches:
@@ -91,11 +81,11 @@ def rows_of(found: Found) -> Iterator[Row]:
             "stage": "",
             "tokens": found.question.length,
             "rows": found.rows,
-            "allocated_bytes": found.most["allocated_bytes"] or None,
-            **trained,
+            "allocated_bytes": most["allocated_bytes"] or None,
+            "reserved_bytes": most["reserved_bytes"] or None,
             "bound_by": None,
             "fits": found.fits,
-            "allocator_retries": found.most["flushes"],
+            "allocator_retries": most["flushes"],
             "chosen": found.fits,
         }
 
@@ -112,47 +102,43 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 def notes(found: Found) -> list[str]:
     """What the answer assumes, and what it does not cover."""
-    question, cfg = found.question, found.question.cfg
-    said = [
-        f"{format_bytes(question.overhead_bytes)} are left to the CUDA context, NCCL and libraries (memory_overhead)",
-    ]
-    if not question.lengths:
-        said.append("reserved is for rows of one length; lengths that vary leave more holes in the cache")
-    elif question.ranks > 1:
-        said.append("in each step, the rank with the longest samples is rehearsed")
-    told = question.plan.sequence_length or question.lengths or value_at(cfg, "tokenizer.max_seq_len")
-    if not told:
-        said.append(f"no sequence_length is given: {question.length} tokens are assumed")
-    if trains_with_ppo(cfg):
-        said.append("in the rehearsed steps, answers end at once: each stage's own row says what its longest need")
-    if trains_on_pairs(cfg):
-        said.append("rows are pairs, both answers of so many tokens")
-    if cfg.get("fsdp_cpu_offload"):
-        said.append("fsdp_cpu_offload is True: weights, gradients and optimizer state are on the host")
+    question, cfg, ppo = found.question, found.question.cfg, trains_with_ppo(found.question.cfg)
+    given = question.plan.sequence_length or question.lengths or value_at(cfg, "tokenizer.max_seq_len")
     microbatches, configured = int(cfg.get("gradient_accumulation_steps") or 1), int(cfg.batch_size)
-    if found.fits and found.rows not in (None, configured) and not trains_with_ppo(cfg):
-        said.append(
-            f"batch_size={found.rows} makes {found.rows * microbatches} samples a step of each rank, where the config "
-            f"has {configured * microbatches}: use_maximum_batch_size=True finds as many rows and keeps the samples"
-        )
-    return said
+    other_rows = found.fits and not ppo and found.rows not in (None, configured)
+    overhead = format_bytes(question.overhead_bytes)
+    said = {
+        f"{overhead} are left to the CUDA context, NCCL and libraries (memory_overhead)": True,
+        "reserved is for rows of one length; lengths that vary leave more holes in the cache": not question.lengths,
+        "in each step, the rank with the longest samples is rehearsed": bool(question.lengths) and question.ranks > 1,
+        f"no sequence_length is given: {question.length} tokens are assumed": not given,
+        "in the rehearsed steps, answers end at once: each stage's own row says what its longest need": ppo,
+        "rows are pairs, both answers of so many tokens": trains_on_pairs(cfg),
+        "fsdp_cpu_offload is True: weights, gradients and optimizer state are on the host": cfg.get("fsdp_cpu_offload"),
+        f"batch_size={found.rows} makes {(found.rows or 0) * microbatches} samples a step of each rank, where the "
+        f"config has {configured * microbatches}: use_maximum_batch_size=True finds as many rows and keeps the "
+        "samples": other_rows,
+    }
+    return [note for note, holds in said.items() if holds]
 
 
 def command(question: Question, rows: int | None) -> str:
     """What trains so; with the words of the question."""
-    asked = {each.name for each in fields(question.plan)}
+    asked = {field.name for field in fields(question.plan)}
     words = {word.partition("=")[0]: word for word in question.given if word.partition("=")[0] not in asked}
     cfg = question.cfg
+    changes: dict[str, object] = {}
     if trains_with_ppo(cfg):
-        words["use_maximum_batch_size"] = "use_maximum_batch_size=True"
+        changes["use_maximum_batch_size"] = True
     elif rows is not None:
-        words["batch_size"] = f"batch_size={rows}"
+        changes["batch_size"] = rows
         if cfg.get("use_maximum_batch_size"):
-            words["use_maximum_batch_size"] = "use_maximum_batch_size=False"
+            changes["use_maximum_batch_size"] = False
     if question.plan.sequence_length is not None and value_at(cfg, "tokenizer.max_seq_len") != question.length:
-        words["tokenizer.max_seq_len"] = f"tokenizer.max_seq_len={question.length}"
+        changes["tokenizer.max_seq_len"] = question.length
     if question.plan.memory_limit is not None and question.settings.adaptive.memory_limit is not None:
-        words["adaptive.memory_limit"] = "adaptive.memory_limit=null"
+        changes["adaptive.memory_limit"] = "null"
+    words |= {key: f"{key}={value}" for key, value in changes.items()}
     machines, left = divmod(question.ranks, ONE_MACHINE)
     launcher = f"--nproc_per_node {question.ranks}"
     if machines > 1 and not left:

@@ -15,7 +15,7 @@ from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import keys_of
 from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.question import SAMPLES, Question
+from torchtune_adaptive.forecast.question import Question
 from torchtune_adaptive.forecast.which_recipe import trains_with_ppo
 from torchtune_adaptive.null_cuda import NullCudaError
 from torchtune_adaptive.rehearse.answer import Rehearsed
@@ -23,7 +23,8 @@ from torchtune_adaptive.rehearse.process import rehearse
 from torchtune_adaptive.tune.fit import SEARCH_FILE
 
 STAND_INS = "torchtune_adaptive.forecast.stand_ins"
-WHERE_THERE_IS_NONE = "adaptive_plan rehearses the recipe on a null device"
+SAMPLES = 4096
+"""Samples of a rank: more than fit on any card."""
 
 Search = Mapping[str, Any]
 """What a search has recorded: rows, fits_rows, reason, budget_bytes, probes; a profile: points, surfaces."""
@@ -85,7 +86,7 @@ def measure(question: Question) -> Found:
                     variables=variables,
                 )
             except NullCudaError as error:
-                raise AdaptiveError(f"{WHERE_THERE_IS_NONE}: {error}") from error
+                raise AdaptiveError(f"adaptive_plan rehearses the recipe on a null device: {error}") from error
         said = [line for line in log.read_text().splitlines() if line.startswith("error")]
         found = Found(question, rehearsed, _searches(folder), said[-1].partition(": ")[2] if said else "")
         if not rehearsed.fits and not rehearsed.errors:
@@ -101,7 +102,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
     (folder / "none").touch()
     files = {"checkpoint_dir": str(folder), "checkpoint_files": ["none"], "output_dir": str(folder)}
     for key in [key for key in cfg if key.endswith("checkpointer")]:
-        cfg[key] = {COMPONENT: f"{STAND_INS}.no_weights", **files, "model_type": "LLAMA3"}
+        cfg[key] = {COMPONENT: f"{STAND_INS}.NoWeights", **files, "model_type": "LLAMA3"}
     a_step = int(cfg["batch_size"]) * int(cfg.get("gradient_accumulation_steps") or 1)
     samples = max(SAMPLES, a_step * (question.steps + 1))  # no epoch ends before the last step
     adaptive = cfg.get("adaptive") or {}
@@ -111,7 +112,7 @@ def rehearsed_config(question: Question, folder: Path) -> DictConfig:
             **cfg,
             "tokenizer": {COMPONENT: f"{STAND_INS}.NoTokenizer", "max_seq_len": question.length},
             "dataset": {
-                COMPONENT: f"{STAND_INS}.made_up",
+                COMPONENT: f"{STAND_INS}.MadeUp",
                 "lengths": question.lengths or [question.length],
                 "samples": question.ranks * samples // a_step * a_step,
             },

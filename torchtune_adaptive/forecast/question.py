@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from torchtune_adaptive.config import components
 from torchtune_adaptive.config.components import COMPONENT
 from torchtune_adaptive.config.keys import MOST_TOKENS, Settings, keys_of, read, value_at
 from torchtune_adaptive.errors import ConfigError
 from torchtune_adaptive.forecast.keys import PlanSettings
-from torchtune_adaptive.forecast.overrides import Overrides, changed
 from torchtune_adaptive.forecast.which_recipe import training_of, trains_on_pairs, trains_with_ppo
 from torchtune_adaptive.rehearse.gpus import GPUS, Gpu
 from torchtune_adaptive.rehearse.process import overhead_of
@@ -29,53 +28,16 @@ from torchtune_adaptive.tune.culprits import longest_taken
 from torchtune_adaptive.tune.data import build_dataset
 from torchtune_adaptive.tune.samples import PAIR, TEXT
 
+Overrides = tuple[str, ...]
+"""Changes of a config, as the command line takes them."""
 STEPS, STEPS_OF_MANY_LENGTHS = 2, 200
 """The first one has no optimizer state in its backward."""
-SAMPLES = 4096
-"""Samples of a rank: more than fit on any card."""
 LENGTHS = 4099
 """Lengths that are drawn: a prime, so that they come round in other steps."""
 ASSUMED_TOKENS = 4096
 """Length of a row where nothing says how long rows are."""
 PLAN_KEYS = (*PPO_KEYS, *keys_of(PlanSettings))
 """Keys that a question may have beside those of finetuning: its own, and PPO's."""
-
-
-def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Question:
-    """Refuses what no card answers, and what the recipe would refuse."""
-    question = Question(cfg, read(PlanSettings, cfg), config_name, given)
-    if not str(cfg.get("device", "cuda")).startswith("cuda"):
-        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
-    _check_optimizer(cfg)
-    question.settings  # noqa: B018
-    for each in question.each():
-        each.overhead_bytes  # noqa: B018
-        _check_length(each)
-    return question
-
-
-def _check_optimizer(cfg: DictConfig) -> None:
-    """bitsandbytes is no dependency, and half of torchtune's configs for one GPU name it."""
-    name = str(value_at(cfg, f"optimizer.{COMPONENT}"))
-    if name.startswith("bitsandbytes.") and find_spec("bitsandbytes") is None:
-        bits = "torchao.optim.AdamW8bit" if name.endswith("8bit") else "torch.optim.AdamW"
-        raise ConfigError(
-            f"optimizer is {name}, which is not installed: pip install bitsandbytes, or ask about "
-            f"optimizer.{COMPONENT}={bits}, whose state stays on the GPU"
-        )
-
-
-def _check_length(question: Question) -> None:
-    what = "lengths" if question.lengths else "sequence_length"
-    answer = int(question.cfg.max_generated_tokens) if trains_with_ppo(question.cfg) else 0
-    tokens, most = question.length + answer, question.most_tokens
-    if tokens > most:
-        plus = f" and max_generated_tokens {answer}" * bool(answer)
-        raise ConfigError(
-            f"{what}: samples of {question.length} tokens{plus}, but the model takes at most {most} (its max_seq_len)"
-        )
-    if tokens < 2:
-        raise ConfigError(f"{what} is {tokens}: a sample needs at least 2 tokens, one of which is predicted")
 
 
 @dataclass(frozen=True)
@@ -117,27 +79,25 @@ class Question:
     @cached_property
     def lengths(self) -> list[int]:
         """Lengths of the samples; empty where all are as long as the longest."""
-        said = self.plan.lengths
-        if said is None:
+        source = self.plan.lengths
+        if source is None:
             return []
-        if said == "dataset":
-            return _of_dataset(self.cfg)
-        median, _, longest = said.partition(":")
+        if source == "dataset":
+            return _lengths_of_dataset(self.cfg)
+        median, _, longest = source.partition(":")
         try:
             if longest:
                 return _skewed(int(median), int(longest))
-            found = [int(word) for word in Path(said).read_text().split()]
+            lengths = [int(word) for word in Path(source).read_text().split()]
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"lengths is {said!r} ({error}): set it to a median and the longest, such as 512:4096, to a file "
+                f"lengths is {source!r} ({error}): set it to a median and the longest, such as 512:4096, to a file "
                 "with a number per line, or to dataset"
             ) from error
-        if not found or min(found) < 1:
-            raise ConfigError(
-                f"lengths: {said} has {len(found)} numbers, the least {min(found, default=0)}; give lengths"
-            )
-        random.Random(0).shuffle(found)
-        return found
+        if min(lengths, default=0) < 1:
+            raise ConfigError(f"lengths: {source} has no lengths, or one below 1: give a number of tokens per line")
+        random.Random(0).shuffle(lengths)
+        return lengths
 
     @property
     def length(self) -> int:
@@ -167,31 +127,83 @@ class Question:
     @property
     def gpu(self) -> Gpu:
         """The card of the rank that has least."""
-        said = self.plan.memory_limit
-        if said is not None and (card := GPUS.get(str(said).strip().lower())):
-            return card
-        if said is not None:
-            return GPUS["h100"]._replace(memory=_amount(said))
-        limits = self.settings.adaptive.memory_limit
-        if limits is None or any(each.is_fraction for each in limits):
-            raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a card ({', '.join(GPUS)})")
-        return GPUS["h100"]._replace(memory=min(int(each.amount) for each in limits))
+        memory = self.plan.memory_limit
+        if memory is None:
+            limits = self.settings.adaptive.memory_limit
+            if limits is None or any(limit.is_fraction for limit in limits):
+                cards = ", ".join(GPUS)
+                raise ConfigError(f"memory_limit is null: set it to an amount (24GiB, 80GB) or a card ({cards})")
+            return GPUS["h100"]._replace(memory=min(int(limit.amount) for limit in limits))
+        name = str(memory).strip().lower()
+        if name in GPUS:
+            return GPUS[name]
+        try:
+            return GPUS["h100"]._replace(memory=parse_amount(memory, "memory_limit"))
+        except ConfigError as error:
+            cards = did_you_mean(name, GPUS, most=3) or f"; known are {', '.join(GPUS)}"
+            raise ConfigError(f"{error}; or a card by its name{cards}") from error
 
     @property
     def overhead_bytes(self) -> int:
-        said = self.plan.memory_overhead
-        taken = overhead_of(self.ranks) if said is None else 0 if said == 0 else parse_amount(said, "memory_overhead")
-        if self.gpu.memory >= 2**47:
-            raise ConfigError(f"memory_limit is {format_bytes(self.gpu.memory)}: allowed is less than 128TiB")
-        if taken >= self.gpu.memory:
-            raise ConfigError(
-                f"memory_limit is {format_bytes(self.gpu.memory)}, of which memory_overhead takes "
-                f"{format_bytes(taken)}: nothing is left for tensors; raise memory_limit"
-            )
-        return taken
+        overhead = self.plan.memory_overhead
+        if overhead is None:
+            return overhead_of(self.ranks)
+        return 0 if overhead == 0 else parse_amount(overhead, "memory_overhead")
 
 
-def _of_dataset(cfg: DictConfig) -> list[int]:
+def read_question(cfg: DictConfig, config_name: str, given: Sequence[str]) -> Question:
+    """Refuses what no card answers, and what the recipe would refuse."""
+    question = Question(cfg, read(PlanSettings, cfg), config_name, given)
+    if not str(cfg.get("device", "cuda")).startswith("cuda"):
+        raise ConfigError(f"device is {cfg.device}, which adaptive_plan does not cover: add device=cuda")
+    optimizer = str(value_at(cfg, f"optimizer.{COMPONENT}"))
+    # no dependency, and half of torchtune's configs for one GPU name it
+    if optimizer.startswith("bitsandbytes.") and find_spec("bitsandbytes") is None:
+        other = "torchao.optim.AdamW8bit" if optimizer.endswith("8bit") else "torch.optim.AdamW"
+        raise ConfigError(
+            f"optimizer is {optimizer}, which is not installed: pip install bitsandbytes, or ask about "
+            f"optimizer.{COMPONENT}={other}, whose state stays on the GPU"
+        )
+    question.settings  # noqa: B018
+    for each in question.each():
+        _check(each)
+    return question
+
+
+def _check(question: Question) -> None:
+    """Refuses a card without room, and a length that the model does not take."""
+    memory, overhead = question.gpu.memory, question.overhead_bytes
+    if memory >= 2**47:
+        raise ConfigError(f"memory_limit is {format_bytes(memory)}: allowed is less than 128TiB")
+    if overhead >= memory:
+        raise ConfigError(
+            f"memory_limit is {format_bytes(memory)}, of which memory_overhead takes {format_bytes(overhead)}: nothing "
+            "is left for tensors; raise memory_limit"
+        )
+    key = "lengths" if question.lengths else "sequence_length"
+    answer = int(question.cfg.max_generated_tokens) if trains_with_ppo(question.cfg) else 0
+    tokens, most = question.length + answer, question.most_tokens
+    if tokens > most:
+        plus = f" and max_generated_tokens {answer}" * bool(answer)
+        raise ConfigError(
+            f"{key}: samples of {question.length} tokens{plus}, but the model takes at most {most} (its max_seq_len)"
+        )
+    if tokens < 2:
+        raise ConfigError(f"{key} is {tokens}: a sample needs at least 2 tokens, one of which is predicted")
+
+
+def changed(cfg: DictConfig, overrides: Overrides) -> DictConfig:
+    """The config as torchtune's parser would make it of these."""
+    copy = cfg.copy()
+    for removed in (each[1:] for each in overrides if each.startswith("~")):
+        section, _, key = removed.rpartition(".")
+        (OmegaConf.select(copy, section) if section else copy).pop(key, None)
+    merged = OmegaConf.merge(copy, OmegaConf.from_dotlist([each for each in overrides if not each.startswith("~")]))
+    assert isinstance(merged, DictConfig)
+    return merged
+
+
+def _lengths_of_dataset(cfg: DictConfig) -> list[int]:
     """Lengths of the config's own dataset, tokenized: of so many samples, drawn at random."""
     dataset: Any = build_dataset(cfg, components.build("tokenizer", cfg))[0]
     drawn = random.Random(0).sample(range(len(dataset)), min(len(dataset), LENGTHS))
@@ -205,12 +217,3 @@ def _skewed(median: int, longest: int) -> list[int]:
         raise ValueError("the median has to be at least 1 and at most the longest")
     drawn, spread = random.Random(0), math.log(longest / median) / 3.09
     return [min(longest, max(1, round(median * math.exp(spread * drawn.gauss(0, 1))))) for _ in range(LENGTHS)]
-
-
-def _amount(said: str | float) -> int:
-    try:
-        return parse_amount(said, "memory_limit")
-    except ConfigError as error:
-        name = str(said).strip().lower()
-        cards = did_you_mean(name, GPUS, most=3) or f"; known are {', '.join(GPUS)}"
-        raise ConfigError(f"{error}; or a card by its name{cards}") from error

@@ -18,15 +18,14 @@ TOKEN = 1
 class NoWeights:
     """A checkpointer without files."""
 
+    def __init__(self, **_: Any) -> None:
+        """Ignores what says where files are."""
+
     def load_checkpoint(self) -> dict[str, Any]:
         return {training.MODEL_KEY: Unfilled()}
 
     def save_checkpoint(self, *_: Any, **__: Any) -> None:
         """Nothing has been trained."""
-
-
-def no_weights(**_: Any) -> NoWeights:
-    return NoWeights()
 
 
 class NoTokenizer:
@@ -40,8 +39,8 @@ class NoTokenizer:
 class MadeUp(Dataset[dict[str, Any]]):
     """As many samples as are asked for, of these lengths in turn; each has what any recipe asks of a sample."""
 
-    def __init__(self, lengths: Sequence[int], samples: int) -> None:
-        self._lengths, self._samples = lengths, samples
+    def __init__(self, tokenizer: Any, *, lengths: Sequence[int], samples: int) -> None:
+        self._lengths, self._samples = list(lengths), samples
 
     def __len__(self) -> int:
         return self._samples
@@ -52,7 +51,3 @@ class MadeUp(Dataset[dict[str, Any]]):
         for fields in (*TEXT.sequences, *PAIR.sequences):
             sample |= {fields.tokens: [TOKEN] * length, fields.labels: [TOKEN] * length}
         return sample
-
-
-def made_up(tokenizer: Any, *, lengths: Sequence[int], samples: int) -> MadeUp:
-    return MadeUp(list(lengths), samples)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchtune_adaptive.errors import ConfigError
+from torchtune_adaptive.errors import ConfigError, Remedy
 from torchtune_adaptive.text import parse_size
 
 
@@ -41,7 +42,18 @@ class AdaptiveArguments:
         if self.memory_limit is not None:
             parse_size(self.memory_limit, "memory_limit")
 
-    @property
-    def measures(self) -> bool:
-        """Whether the size of a microbatch is measured before training."""
-        return self.use_maximum_batch_size or self.token_budget == "auto"
+
+IN_ARGUMENTS: Mapping[Remedy, str] = {
+    **{remedy: remedy.value for remedy in Remedy},
+    Remedy.SHORTEN: "use shorter samples",
+    Remedy.CHECKPOINT_ACTIVATIONS: "set gradient_checkpointing=True",
+    Remedy.LARGER_BUDGET: "raise memory_limit if it is set",
+    Remedy.SMALLER_LIMIT: "lower per_device_train_batch_size",
+    Remedy.NO_RECOVERY: "set recover_from_oom=False",
+    Remedy.RECOVERY: "set recover_from_oom=True",
+    Remedy.FEWER_ROWS: "set use_maximum_batch_size=False",
+    Remedy.ROOM_FOR_NCCL: "if CUDA was out of memory, leave more memory to NCCL: set memory_limit, for example to 0.9",
+    Remedy.CAP_MEMORY: "set memory_limit, for example to 8GiB",
+    Remedy.MEASURE: "measure on the device with use_maximum_batch_size=True",
+}
+"""What the engine advises, in arguments of a Trainer and of AdaptiveArguments."""

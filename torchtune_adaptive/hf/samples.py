@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -80,32 +80,28 @@ def sample_kind(*, padded: bool) -> SampleKind[RawSample]:
     )
 
 
-class CollatedBatch(NamedTuple):
-    """A collated batch and what it was made of."""
+@dataclass
+class CollatedBatch:
+    """A collated batch and what it was made of.
+
+    Not a tuple, dict or tensor: accelerate and torch's pin_memory leave it in the inputs as it is.
+    """
 
     samples: tuple[RawSample, ...]
-    inputs: Any
     targets: int
     """Tokens that count in the loss; rows, where labels are not by token."""
+    inputs: Any = None
 
     @staticmethod
     def from_loader(inputs: Any) -> CollatedBatch:
-        """Takes the samples out of what a data loader returned."""
-        kept: _Kept = inputs.pop(KEPT)
-        return CollatedBatch(kept.samples, inputs, kept.targets)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """Not a tuple, dict or tensor: accelerate and torch's pin_memory leave it as it is."""
-
-    samples: tuple[RawSample, ...]
-    targets: int
+        """Takes the batch out of what a data loader returned."""
+        batch: CollatedBatch = inputs.pop(KEPT)
+        return replace(batch, inputs=inputs)
 
 
 @dataclass(frozen=True)
 class KeepSamples:
-    """A collator that leaves in the batch what it was made of."""
+    """A collator that leaves in the inputs what they were made of."""
 
     collate: Callable[[list[Any]], Any]
 
@@ -117,22 +113,13 @@ class KeepSamples:
                 f"the data collator returned {type(inputs).__name__}, and AdaptiveMixin needs a dict of tensors; "
                 "trainers that generate during training (GRPO, RLOO) are not supported"
             )
-        inputs[KEPT] = _Kept(samples, _targets(inputs, len(samples)))
+        labels, targets = inputs.get("labels"), len(samples)
+        if isinstance(labels, Tensor) and labels.dim() > 1:
+            targets = int((labels[..., 1:] != IGNORED).sum())
+        inputs[KEPT] = CollatedBatch(samples, targets)
         return inputs
 
 
 def collated(collate: Callable[[list[Any]], Any], samples: Sequence[RawSample]) -> CollatedBatch:
     """Any samples as a batch."""
     return CollatedBatch.from_loader(KeepSamples(collate)([copy(sample.features) for sample in samples]))
-
-
-def longest(samples: Iterable[RawSample]) -> RawSample:
-    """The longest sample, with a loss on every token."""
-    return max(samples, key=lambda sample: sample.length).as_targets()
-
-
-def _targets(inputs: Mapping[str, Any], rows: int) -> int:
-    labels = inputs.get("labels")
-    if not isinstance(labels, Tensor) or labels.dim() < 2:
-        return rows
-    return int((labels[..., 1:] != IGNORED).sum())

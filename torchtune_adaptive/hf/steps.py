@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 from unittest.mock import patch
 
@@ -21,7 +22,7 @@ from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import Recovery, StepRunner
 from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.samples import CollatedBatch, RawSample, collated, longest, sample_kind
+from torchtune_adaptive.hf.samples import CollatedBatch, RawSample, collated, sample_kind
 from torchtune_adaptive.report.tables import profile_table, search_table
 from torchtune_adaptive.text import parse_size
 
@@ -67,7 +68,7 @@ class OptimizerSteps:
             ),
         )
         self.memory = self._memory_with(self.model, *frozen)
-        if adaptive.measures:
+        if adaptive.use_maximum_batch_size or adaptive.token_budget == "auto":
             with self._metering():
                 self.runner.use_limit(self._measured_limit())
             self._count_again(before)
@@ -222,19 +223,19 @@ class OptimizerSteps:
         """Collective: what fits of the longest sample, measured in steps that leave no trace."""
         if self.memory is None:
             raise ConfigError("a CPU has no memory limit to search within; set memory_limit, for example 4GiB")
-        optimizer, most_rows = _unwrapped(self.trainer.optimizer), len(self._samples)
+        most_rows, max_norm = len(self._samples), self.trainer.args.max_grad_norm or float("inf")
 
         def update(_: object) -> None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.trainer.args.max_grad_norm or float("inf"))
-            optimizer.step()
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+            self._optimizer.step()
 
         step = TrainingStep(
             runner=self.runner,
-            sample=self._longest_sample(),
+            sample=self._longest_sample().as_targets(),
             cut=RawSample.cut,
             shortest=4,
             update=update,
-            optimizers=[optimizer],
+            optimizers=[self._optimizer],
         )
         limit: Limit
         if self.trainer.adaptive.token_budget == "auto":
@@ -251,10 +252,10 @@ class OptimizerSteps:
 
     def _longest_sample(self) -> RawSample:
         """Collective: that of the dataset; of one that is only iterated over, that of the first step."""
-        dataset = self.trainer.callback_handler.train_dataloader.dataset
+        dataset, by_length = self.trainer.callback_handler.train_dataloader.dataset, attrgetter("length")
         if hasattr(dataset, "__len__"):
-            return longest(RawSample(dataset[index]) for index in range(len(dataset)))
-        return longest(from_all_ranks(longest(self._samples)))
+            return max((RawSample(dataset[index]) for index in range(len(dataset))), key=by_length)
+        return max(from_all_ranks(max(self._samples, key=by_length)), key=by_length)
 
     def _memory_with(self, *models: nn.Module) -> MemorySource | None:
         limit = self.trainer.adaptive.memory_limit
@@ -273,15 +274,15 @@ class OptimizerSteps:
         """On a CPU, the limit is in force during a step, beside the optimizer's state."""
         if not isinstance(self.memory, MemoryMeter):
             return nullcontext()
-        states = _unwrapped(self.trainer.optimizer).state.values()
-        self.memory.count(each for state in states for each in state.values() if isinstance(each, Tensor))
+        states = self._optimizer.state.values()
+        self.memory.count(value for state in states for value in state.values() if isinstance(value, Tensor))
         return self.memory
 
-
-def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer inside accelerate's."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
+    @property
+    def _optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer inside accelerate's."""
+        optimizer: torch.optim.Optimizer = getattr(self.trainer.optimizer, "optimizer", self.trainer.optimizer)
+        return optimizer
 
 
 def _same(inputs: Any, again: Any) -> bool:

@@ -14,8 +14,8 @@ from accelerate.data_loader import DataLoaderDispatcher
 from torch import Tensor, nn
 from transformers import Trainer
 
-from torchtune_adaptive.errors import ConfigError
-from torchtune_adaptive.hf.arguments import AdaptiveArguments
+from torchtune_adaptive.errors import AdaptiveError, ConfigError, without_backward
+from torchtune_adaptive.hf.arguments import IN_ARGUMENTS, AdaptiveArguments
 from torchtune_adaptive.hf.samples import CollatedBatch, KeepSamples
 from torchtune_adaptive.hf.steps import OptimizerSteps
 
@@ -43,6 +43,11 @@ class AdaptiveMixin(Base):
         """Collective: as Trainer's."""
         try:
             return super().train(*args, **kwargs)
+        except AdaptiveError as error:
+            if self.args.gradient_checkpointing:
+                error.remedies = without_backward(error.remedies)
+            error.fact, error.remedies = error.in_words(IN_ARGUMENTS), ()
+            raise
         finally:
             steps, self._steps = self._steps, None
             if steps is not None:
@@ -87,19 +92,17 @@ class AdaptiveTrainer(AdaptiveMixin, Trainer):
 
 def _refuse_unsupported(trainer: Trainer) -> None:
     args = trainer.args
-    if args.auto_find_batch_size:
-        raise ConfigError("auto_find_batch_size restarts training with a smaller batch; with AdaptiveMixin, remove it")
-    if args.n_gpu > 1:
-        raise ConfigError(
-            f"{args.n_gpu} GPUs in one process (nn.DataParallel) are not supported by AdaptiveMixin; start one process "
-            "per GPU with accelerate launch or torchrun"
-        )
-    if trainer.is_deepspeed_enabled:
-        raise ConfigError("DeepSpeed is not supported by AdaptiveMixin; use FSDP2 (`fsdp_version: 2`) or DDP")
-    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
-        raise ConfigError("FSDP1 is not supported by AdaptiveMixin; set `fsdp_version: 2`")
-    if args.torch_compile_mode in ("reduce-overhead", "max-autotune"):
-        raise ConfigError(
-            f"torch_compile_mode {args.torch_compile_mode!r} uses CUDA graphs, which AdaptiveMixin does not support; "
-            "remove it"
-        )
+    graphs = args.torch_compile_mode in ("reduce-overhead", "max-autotune")
+    for unsupported, what, instead in (
+        (args.auto_find_batch_size, "auto_find_batch_size, which restarts training with a smaller batch,", "remove it"),
+        (
+            args.n_gpu > 1,
+            f"nn.DataParallel ({args.n_gpu} GPUs in one process)",
+            "start one process per GPU with accelerate launch or torchrun",
+        ),
+        (trainer.is_deepspeed_enabled, "DeepSpeed", "use FSDP2 (`fsdp_version: 2`) or DDP"),
+        (trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2, "FSDP1", "set `fsdp_version: 2`"),
+        (graphs, f"torch_compile_mode {args.torch_compile_mode!r} (CUDA graphs)", "remove it"),
+    ):
+        if unsupported:
+            raise ConfigError(f"{what} is not supported by AdaptiveMixin; {instead}")

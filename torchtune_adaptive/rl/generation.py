@@ -1,7 +1,9 @@
 """Answers to prompts, by torchtune's cached decoder: a pass without a backward that can be run again.
 
-Unlike torchtune's own loop this one keeps no logits, draws by sample, and always runs to the full length, so that every
-microbatch of every rank communicates the same under FSDP.
+Unlike torchtune's own loop this one keeps no logits and always runs to the full length, so that every microbatch of
+every rank communicates the same under FSDP. And random numbers belong to a sample of a step: a generator that the rows
+of a microbatch share would give a row other numbers after a recovery, under another limit, on other ranks. Each sample
+has a generator of its own, on the host; the device only compares.
 """
 
 from __future__ import annotations
@@ -9,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from random import Random
 
 import torch
 from torch import Tensor
 from torchtune.modules import TransformerDecoder
 
-from torchtune_adaptive.rl.draws import choose
+from torchtune_adaptive.rl.settings import PPOSettings
+from torchtune_adaptive.tune.data import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +35,42 @@ class Sampling:
     """The seed of what is drawn, beside iteration and rollout."""
 
 
+def sampling_of(tokenizer: Tokenizer, ppo: PPOSettings, seed: int) -> Sampling:
+    """Sampling as the config says, with its stop tokens or else the tokenizer's."""
+    return Sampling(
+        temperature=ppo.temperature,
+        top_k=ppo.top_k,
+        pad_id=tokenizer.pad_id,
+        stop_tokens=ppo.stop_token_ids or tuple(getattr(tokenizer, "stop_tokens", ())),
+        seed=seed,
+    )
+
+
+def draws(seed: int, step: int, samples: Sequence[int], count: int, *, stage: str = "") -> Tensor:
+    """`count` numbers from 0 up to 1 for each sample, a row each, on the host.
+
+    They depend on the seed, the stage, the step and the sample's number among the samples of all ranks. A larger count
+    does not change the first ones.
+    """
+    # Not torch's generator: on the host it keeps 32 bits of a seed, so two samples in a long run would share theirs.
+    generators = (Random(repr((int(seed), stage, int(step), int(sample)))) for sample in samples)
+    rows = [[generator.random() for _ in range(count)] for generator in generators]
+    return torch.tensor(rows, dtype=torch.float64).reshape(len(rows), count)
+
+
+def choose(probabilities: Tensor, drawn: Tensor) -> Tensor:
+    """One choice a row: the first whose cumulated probability exceeds the number that was drawn for the row.
+
+    Rows need not sum to one. What has no probability is never chosen.
+    """
+    cumulated = probabilities.double().cumsum(-1)
+    threshold = drawn.to(cumulated.device)[..., None] * cumulated[..., -1:]
+    chosen = torch.searchsorted(cumulated, threshold, right=True)[..., 0]
+    # A number next to 1 may round up to the total, which nothing exceeds: then it is the last that adds to it.
+    last = (cumulated < cumulated[..., -1:]).sum(-1)
+    return torch.minimum(chosen, last)
+
+
 def generate(
     model: TransformerDecoder,
     prompts: Sequence[Tensor],
@@ -40,7 +80,7 @@ def generate(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Collective: the new tokens, rows × columns of `drawn`: one number for each token, from 0 to 1, as of `draws`."""
+    """Collective: the new tokens. `drawn`, of the same rows and columns, has a number for each, as of `draws`."""
     rows, new = drawn.shape
     longest = max(len(prompt) for prompt in prompts)
     tokens = torch.full((rows, longest + new), sampling.pad_id, device=device)
@@ -55,30 +95,22 @@ def generate(
     drawn = drawn.to(device)
     with torch.no_grad(), _caching(model, rows, longest + new, device, dtype):
         begin = 0
-        for end in places_of_answers(longest, new):
-            asking = places[begin:end]
+        for end in range(longest, longest + new):
+            queries = places[begin:end]
             # Padding before a prompt sees itself: attention to nothing would be NaN, and stay in the cache.
-            mask = (real[:, None] & (places <= asking[:, None])) | (places == asking[:, None])
-            logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1]
-            found = _next(logits.float(), drawn[:, end - longest], sampling)
-            tokens[:, end] = torch.where(ended, sampling.pad_id, found)
-            ended |= torch.isin(found, stops)
+            mask = (real[:, None] & (places <= queries[:, None])) | (places == queries[:, None])
+            logits = model(tokens[:, begin:end], mask=mask, input_pos=positions[:, begin:end])[:, -1].float()
+            if sampling.temperature == 0:
+                chosen = logits.argmax(-1)
+            else:
+                if sampling.top_k is not None:
+                    least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
+                    logits = logits.masked_fill(logits < least, -torch.inf)
+                chosen = choose((logits / sampling.temperature).softmax(-1), drawn[:, end - longest])
+            tokens[:, end] = torch.where(ended, sampling.pad_id, chosen)
+            ended |= torch.isin(chosen, stops)
             begin = end
     return tokens[:, longest:]
-
-
-def places_of_answers(longest: int, new: int) -> range:
-    """The columns that are chosen one after another, behind the longest prompt."""
-    return range(longest, longest + new)
-
-
-def _next(logits: Tensor, drawn: Tensor, sampling: Sampling) -> Tensor:
-    if sampling.temperature == 0:
-        return logits.argmax(-1)
-    if sampling.top_k is not None:
-        least = logits.topk(min(sampling.top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return choose((logits / sampling.temperature).softmax(-1), drawn)
 
 
 @contextmanager
@@ -87,8 +119,8 @@ def _caching(
 ) -> Iterator[None]:
     """Open, the model keeps keys and values, and does not drop out; nothing of that is left afterwards.
 
-    Neither is where memory runs out while the caches are made, which torchtune's own context manager would leave half
-    made: it looks at the first layer only, and only once all are there.
+    torchtune's own context manager would leave caches half made where memory runs out amid them: it looks at the first
+    layer only, and only once all are there.
     """
     training = model.training
     try:

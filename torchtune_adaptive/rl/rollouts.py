@@ -1,28 +1,35 @@
 """Prompts with their answers, and what the stages of an iteration find for them.
 
-What is found is kept on the host, by sample: a stage that is run again writes the same once more, and the split of a
-stage has nothing to do with that of the next. A rollout is numbered among those of all ranks, in the order in which
+Results are stored on the host, by rollout: a stage that is run again stores the same once more, and the split of a
+stage has nothing to do with that of the next. A rollout has a number among those of all ranks, in the order in which
 ranks take turns through the prompts, so nothing that goes by the number depends on how many ranks there are.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from torchtune_adaptive.engine.ranks import from_all_ranks
-from torchtune_adaptive.rl.settings import PPOSettings
-from torchtune_adaptive.tune.samples import Sample
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.ranks import from_all_ranks, rank, world_size
+from torchtune_adaptive.errors import SampleError
+from torchtune_adaptive.tune.culprits import NamedSamples
+from torchtune_adaptive.tune.data import Data, Tokenizer, build_dataset, check_samples, data_of
+from torchtune_adaptive.tune.place import Meshes
+from torchtune_adaptive.tune.samples import TEXT, Sample
 
 LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, SCORE = "log-probabilities", "reference", "values", "score"
 ADVANTAGES, RETURNS, COUNTS, VALUED = "advantages", "returns", "counts", "valued"
-"""What is found for a rollout: a number for each token of its answer, except for the score."""
+"""Results of a rollout: a number for each token of its answer, except for the score.
+
+COUNTS are the tokens that the policy has chosen, VALUED one more, where there is one: the complete answer has a value.
+"""
 
 
 @dataclass
@@ -36,7 +43,7 @@ class Rollout:
     """As many tokens as are generated at most; what follows a stop token is padding."""
     length: int = 0
     """Tokens of the answer that count; 0 until there is one."""
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    results: dict[str, Tensor] = field(default_factory=dict)
     fills: bool = False
     """Whether it is there only because other ranks have more microbatches."""
 
@@ -57,14 +64,14 @@ class Rollout:
     def stand_in(self) -> Rollout:
         """The least that goes through a model like the whole. It generates as many tokens, since ranks do so together.
 
-        What is found for it is its own: it must not become the sample's.
+        Its results are its own: they must not become the sample's.
         """
-        return replace(self, prompt=self.prompt[:1], length=min(1, self.length), kept=dict(self.kept))
+        return replace(self, prompt=self.prompt[:1], length=min(1, self.length), results=dict(self.results))
 
     def filler(self) -> Rollout:
         """A stand-in that counts nothing."""
         nothing = torch.zeros_like(self.answer, dtype=torch.bool)
-        return replace(self.stand_in(), kept={**self.kept, COUNTS: nothing, VALUED: nothing}, fills=True)
+        return replace(self.stand_in(), results={**self.results, COUNTS: nothing, VALUED: nothing}, fills=True)
 
     def prompting(self, most_length: int) -> Rollout:
         """This rollout with its prompt cut, so that prompt and all new tokens have that length."""
@@ -74,8 +81,16 @@ class Rollout:
         """This rollout at that length, as much of it answer as possible: no other of that length needs more."""
         length = max(1, min(len(self.answer), whole_length - 1))
         counts = torch.arange(len(self.answer)) < length
-        kept = {**self.kept, COUNTS: counts, VALUED: counts}
-        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length, kept=kept)
+        results = {**self.results, COUNTS: counts, VALUED: counts}
+        return replace(self, prompt=self.prompt[: max(1, whole_length - length)], length=length, results=results)
+
+
+def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
+    """A rollout that needs the most: all new tokens, all of them counting, with results of every stage."""
+    answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
+    results = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, REFERENCE_LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
+    results |= {COUNTS: everywhere, VALUED: everywhere, SCORE: torch.zeros(())}
+    return Rollout(0, 0, prompt, answer, length=new_tokens, results=results)
 
 
 @dataclass(frozen=True)
@@ -87,79 +102,86 @@ class Sequences:
     """Position of the token before each token of an answer."""
     answers: Tensor
     last: Tensor
-    """Where a row's last token is."""
+    """Position of a row's last token."""
 
     def to(self, device: torch.device) -> Sequences:
-        return Sequences(*(each.to(device) for each in vars(self).values()))
+        return Sequences(*(tensor.to(device) for tensor in vars(self).values()))
 
     def of_answers(self, outputs: Tensor) -> Tensor:
-        """What a model has, of all tokens, for the token before each of an answer."""
+        """The outputs for the tokens before those of answers, out of those for all tokens."""
         return outputs[torch.arange(len(outputs), device=outputs.device)[:, None], self.before]
-
-
-def worst_rollout(prompt: Tensor, new_tokens: int) -> Rollout:
-    """A rollout that needs the most: all new tokens, all of them counting, with whatever stages find."""
-    answer, everywhere = prompt[:1].repeat(new_tokens), torch.ones(new_tokens, dtype=torch.bool)
-    kept = {name: torch.zeros(new_tokens) for name in (LOG_PROBS, VALUES, ADVANTAGES, RETURNS)}
-    kept |= {COUNTS: everywhere, VALUED: everywhere}
-    return Rollout(0, 0, prompt, answer, length=new_tokens, kept=kept)
 
 
 def sequences_of(rollouts: Sequence[Rollout], width: int | None = None) -> Sequences:
     """`width`: columns of the answers; by default those of the longest."""
-    lengths = torch.tensor([len(each.prompt) + each.length for each in rollouts])
-    prompts = torch.tensor([len(each.prompt) for each in rollouts])
-    width = max(each.length for each in rollouts) if width is None else width
+    lengths = torch.tensor([rollout.whole_length for rollout in rollouts])
+    prompts = torch.tensor([len(rollout.prompt) for rollout in rollouts])
+    width = max(rollout.length for rollout in rollouts) if width is None else width
     before = torch.minimum(prompts[:, None] - 1 + torch.arange(width), lengths[:, None] - 1)
-    tokens = pad_sequence([each.tokens for each in rollouts], batch_first=True)
-    return Sequences(tokens, before, torch.stack([each.answer[:width] for each in rollouts]), lengths - 1)
+    tokens = pad_sequence([rollout.tokens for rollout in rollouts], batch_first=True)
+    return Sequences(tokens, before, torch.stack([rollout.answer[:width] for rollout in rollouts]), lengths - 1)
 
 
-def kept_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
-    return torch.stack([each.kept[name] for each in rollouts]).to(device)
+def store(rollouts: Sequence[Rollout], name: str, results: Tensor) -> None:
+    for rollout, result in zip(rollouts, results.detach().cpu().unbind(), strict=True):
+        rollout.results[name] = result.clone()
+
+
+def results_of(rollouts: Sequence[Rollout], name: str, device: torch.device | str = "cpu") -> Tensor:
+    return torch.stack([rollout.results[name] for rollout in rollouts]).to(device)
 
 
 def answer_tokens(rollouts: Sequence[Rollout]) -> int:
     """Tokens of the answers of a microbatch."""
-    return sum(each.length for each in rollouts if not each.fills)
-
-
-def keep(rollouts: Sequence[Rollout], name: str, found: Tensor) -> None:
-    for rollout, each in zip(rollouts, found.detach().cpu().unbind(), strict=True):
-        rollout.kept[name] = each.clone()
+    return sum(rollout.length for rollout in rollouts if not rollout.fills)
 
 
 def rollouts_of(prompts: Sequence[Sample], iteration: int, new_tokens: int) -> list[Rollout]:
     """Rollouts of this rank, still without their answers."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    answer = torch.zeros(new_tokens, dtype=torch.long)
-    return [
-        Rollout(place * ranks + rank, iteration, _prompt(sample), answer.clone())
-        for place, sample in enumerate(prompts)
-    ]
+    rollouts = []
+    for place, sample in enumerate(prompts):
+        tokens = torch.as_tensor(sample["tokens"])
+        if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
+            raise TypeError("the tokens of a prompt are not integers")
+        answer = torch.zeros(new_tokens, dtype=torch.long)
+        rollouts.append(Rollout(place * world_size() + rank(), iteration, tokens.long(), answer))
+    return rollouts
 
 
-def _prompt(sample: Sample) -> Tensor:
-    tokens = torch.as_tensor(sample["tokens"])
-    if tokens.is_floating_point():  # which would be cut to whole numbers; whoever names bad samples says more
-        raise TypeError("the tokens of a prompt are not integers")
-    return tokens.long()
+def build_prompts(settings: Settings, tokenizer: Tokenizer, mesh: Meshes) -> Data:
+    """Samples of text, whose tokens are the prompts."""
+
+    def some_tokens(index: int, sample: Sample) -> Sample:
+        if isinstance(sample, Mapping) and "tokens" in sample and len(sample["tokens"]) == 0:
+            raise SampleError(
+                f"sample {index} of the dataset (on rank {rank()}) has no tokens, but a prompt needs at least one: "
+                "remove it from the dataset"
+            )
+        return sample
+
+    def collate(_: object) -> NoReturn:
+        raise NotImplementedError("rollouts make their own batches")
+
+    dataset, packed = build_dataset(settings.config, tokenizer)
+    samples = NamedSamples(dataset, TEXT)
+    samples.complete = some_tokens
+    check_samples(samples, ["tokens"], settings.config, "prompts", "text_completion_dataset")
+    return data_of(samples, collate, settings, tokenizer, mesh, packed=packed)
 
 
 def gathered(mine: Sequence[Rollout]) -> list[Rollout]:
     """Collective: the rollouts of all ranks, in order of their numbers, on every rank.
 
-    They are small beside any model. With all of them, every rank computes the same advantages, whitened over all.
+    They are small beside any model. With all of them, every rank computes the same advantages.
     """
     shares = from_all_ranks(list(mine))
-    return sorted((each for share in shares for each in share), key=lambda rollout: rollout.number)
+    return sorted((rollout for share in shares for rollout in share), key=lambda rollout: rollout.number)
 
 
-def updates_of(everything: Sequence[Rollout], ppo: PPOSettings, seed: int, iteration: int) -> Iterator[list[Rollout]]:
-    """This rank's share of each update of an iteration: one order for all ranks, another in every epoch of it."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    size = ppo.ppo_batch_size * ranks
-    for epoch in range(ppo.ppo_epochs):
-        order = random.Random(repr((seed, "updates", iteration, epoch))).sample(everything, len(everything))
+def updates_of(everyone: Sequence[Rollout], samples: int, epochs: int, seed: int) -> Iterator[list[Rollout]]:
+    """This rank's share of each update, `samples` a rank: one order for all ranks, another in every epoch."""
+    size = samples * world_size()
+    for epoch in range(epochs):
+        order = random.Random(repr((seed, "updates", everyone[0].iteration, epoch))).sample(everyone, len(everyone))
         for start in range(0, len(order), size):
-            yield order[start : start + size][rank::ranks]
+            yield order[start : start + size][rank() :: world_size()]

@@ -117,31 +117,39 @@ def read_ppo_settings(cfg: DictConfig) -> tuple[Settings, PPOSettings]:
             raise ConfigError(f"{key} is {cfg.get(key)}, but PPO trains for num_steps samples: remove it")
     ppo = keys.read(PPOSettings, cfg)
     keys.read(LossSettings, cfg.get("loss"), prefix="loss.")
-    _check_sizes(ppo)
     seen = OmegaConf.merge(cfg, {"model": policy, "epochs": MOST_EPOCHS})
     assert isinstance(seen, DictConfig)
     settings = read_common(seen)
     del seen["epochs"]  # of which whoever reads the config would think that it was given
-    refuse(
-        not_at_default(settings, NOT_FOR_PPO, "PPO"),
-        _not_supported(settings, ppo),
-        _not_for_stages(settings),
-        token_budget(settings),
-    )
+    refuse(not_at_default(settings, NOT_FOR_PPO, "PPO"), _contradictions(settings, ppo), token_budget(settings))
     return replace(settings, gradient_accumulation_steps=1), ppo
 
 
-def _not_for_stages(settings: Settings) -> Iterator[str]:
-    """What no stage of PPO can do yet."""
-    refused = {
-        "padding": (False, "null or True", "rows of rollouts are padded to the longest"),
-        "deal": (True, "null or False", "rollouts stay on the rank that has their prompts"),
-        "oversize": ("skip", "error or truncate", "an iteration needs all of its answers"),
-        "precompute_reference": (True, "False", "the reference scores answers that are generated during training"),
-    }
-    for key, (value, allowed, reason) in refused.items():
-        if getattr(settings.adaptive, key) == value:
-            yield f"adaptive.{key} is {value}, but {reason} in PPO: allowed is {allowed}"
+def _contradictions(settings: Settings, ppo: PPOSettings) -> Iterator[str]:
+    """Sizes that do not go together, and what no stage can do yet."""
+    for part, whole in (("ppo_batch_size", "batch_size"), ("gradient_accumulation_steps", "ppo_batch_size")):
+        size, of = getattr(ppo, part), getattr(ppo, whole)
+        if of % size:
+            yield f"{part} is {size} and {whole} is {of}: {whole} must be a multiple of {part}"
+    if (ppo.min_response_length or 0) > ppo.max_generated_tokens:
+        yield (
+            f"min_response_length is {ppo.min_response_length} and max_generated_tokens is {ppo.max_generated_tokens}: "
+            "every answer would be penalised as too short; lower min_response_length or set it to null"
+        )
+    if not (0 <= ppo.gamma <= 1 and 0 <= ppo.lmbda <= 1):
+        yield f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1"
+    parts = "a PPO checkpoint has several parts (two models, an optimizer and more), which are found only together"
+    for key, refused, reason, allowed in (
+        ("enable_kv_cache", False, "answers are always generated with a cache", "True"),
+        ("resume_from_checkpoint", True, parts, "auto"),
+        ("dataset.packed", True, "prompts cannot be packed", "False"),
+        ("adaptive.padding", False, "rows of rollouts are padded to the longest", "null or True"),
+        ("adaptive.deal", True, "rollouts stay on the rank that has their prompts", "null or False"),
+        ("adaptive.oversize", "skip", "an iteration needs all of its answers", "error or truncate"),
+        ("adaptive.precompute_reference", True, "the reference scores answers that are not there before", "False"),
+    ):
+        if value_at(settings.config, key) == refused:
+            yield f"{key} is {refused}, but {reason} in PPO: set it to {allowed}"
 
 
 def _check_optimizer(cfg: DictConfig) -> None:
@@ -156,29 +164,3 @@ def _check_optimizer(cfg: DictConfig) -> None:
         remedy.append("optimizer._component_: torch.optim.AdamW (or one of torchao.optim)")
     if wrong:
         raise ConfigError(f"{'; and '.join(wrong)}: set {' and '.join(remedy)}, as adaptive/mistral/7B_ppo does")
-
-
-def _check_sizes(ppo: PPOSettings) -> None:
-    for part, whole in (("ppo_batch_size", "batch_size"), ("gradient_accumulation_steps", "ppo_batch_size")):
-        size, of = getattr(ppo, part), getattr(ppo, whole)
-        if of % size:
-            raise ConfigError(f"{part} is {size} and {whole} is {of}: {whole} must be a multiple of {part}")
-    if ppo.min_response_length is not None and ppo.min_response_length > ppo.max_generated_tokens:
-        raise ConfigError(
-            f"min_response_length is {ppo.min_response_length} and max_generated_tokens is {ppo.max_generated_tokens}: "
-            "every answer would be penalised as too short; lower min_response_length or set it to null"
-        )
-    if not ppo.enable_kv_cache:
-        raise ConfigError("enable_kv_cache is False, but answers are always generated with a cache: set it to True")
-
-
-def _not_supported(settings: Settings, ppo: PPOSettings) -> Iterator[str]:
-    if settings.resume_from_checkpoint is True:
-        yield (
-            "resume_from_checkpoint is True, but a PPO checkpoint has several parts (two models, an optimizer and "
-            "more), which are found only together: set it to auto"
-        )
-    if value_at(settings.config, "dataset.packed"):
-        yield "dataset.packed is True, but prompts cannot be packed: set it to False"
-    if not 0 <= ppo.gamma <= 1 or not 0 <= ppo.lmbda <= 1:
-        yield f"gamma is {ppo.gamma} and lmbda is {ppo.lmbda}: both must be from 0 to 1"

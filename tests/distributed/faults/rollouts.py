@@ -19,8 +19,9 @@ from tests.distributed.models import VOCABULARY, ModelConfig, build, gradients_o
 from tests.recipes.ppo.rollouts import ppo_config
 from torchtune_adaptive.demo.model import demo_classifier
 from torchtune_adaptive.engine.step import StepRunner
-from torchtune_adaptive.rl.experience import estimate
+from torchtune_adaptive.rl.generation import sampling_of
 from torchtune_adaptive.rl.models import Models
+from torchtune_adaptive.rl.ppo import keep_advantages, ppo_stages
 from torchtune_adaptive.rl.rollouts import Rollout, gathered, rollouts_of, updates_of
 from torchtune_adaptive.rl.settings import read_ppo_settings
 from torchtune_adaptive.rl.stages import (
@@ -29,11 +30,8 @@ from torchtune_adaptive.rl.stages import (
     STAGES,
     TRAIN_POLICY,
     TRAIN_VALUE,
-    Gathering,
+    RolloutStage,
     RolloutStages,
-    build_stages,
-    passes_of,
-    sampling_of,
 )
 from torchtune_adaptive.testing import FaultInjector
 
@@ -165,15 +163,18 @@ class RolloutBench:
         self._start()
         return self._outcome(self._plain(rows))
 
+    def _stages(self) -> dict[str, RolloutStage]:
+        return ppo_stages(self.models, self._loss, self._sampling, self._settings, self._ppo, HOST)
+
     def _plain(self, rows: int) -> Run:
-        settings, gathers = self._settings, not self.case.layer_by_layer
-        gathering = Gathering(self.models.policy, gathers, settings.fsdp_reshard_after_forward)
-        passes = passes_of(self.models, self._loss, self._sampling, settings, HOST, gathering)
+        stages = self._stages()
+        generate: Any = stages[GENERATE].run
+        generate.stays = not self.case.layer_by_layer
 
         def run(name: str, rollouts: Sequence[Rollout]) -> float:
             each, loss = rows if name == self.case.stage else self.case.rows, torch.zeros(())
             for start in range(0, len(rollouts), each):
-                loss = loss + passes[name][1](rollouts[start : start + each]).loss_sum
+                loss = loss + stages[name].run(rollouts[start : start + each]).loss_sum
                 self._reshard()
             return torch.tensor(over_ranks(loss.item()), dtype=torch.float32).item()
 
@@ -192,7 +193,7 @@ class RolloutBench:
         else:
             rollouts = copies(self._found)
             figures = {self.case.stage: run(self.case.stage, rollouts)}
-        kept = {(name, each.number): found for each in rollouts for name, found in each.kept.items()}
+        kept = {(name, each.number): found for each in rollouts for name, found in each.results.items()}
         kept |= {("answer", each.number): each.answer for each in rollouts}
         gradients = [gradients_of(model) for model in self.models.everything]
         return Outcome(gradients, kept, figures, torch.get_rng_state())
@@ -202,8 +203,8 @@ class RolloutBench:
         mine = rollouts_of(prompts_of(dist.get_rank()), 1, NEW)
         figures = {name: run(name, mine) for name in PASSES}
         everything = gathered(mine)
-        figures |= estimate(everything, self._ppo, [STOP])
-        [share] = updates_of(everything, self._ppo, SEED, 1)
+        figures |= keep_advantages(everything, self._ppo)
+        [share] = updates_of(everything, ROLLOUTS, 1, SEED)
         return everything, figures | {name: run(name, share) for name in (TRAIN_VALUE, TRAIN_POLICY)}
 
     def operations(self) -> list[str]:
@@ -232,15 +233,7 @@ class RolloutBench:
         if self.case.first_pass:
             new = list(MAKERS) if self.case.whole else [RUNS[self.case.stage]]
             self.models = replace(self.models, **{name: MAKERS[name](self.case.model) for name in new})
-        self.stages: RolloutStages = build_stages(
-            self.models,
-            self._loss,
-            self._sampling,
-            self._settings,
-            self._ppo,
-            HOST,
-            lambda _: None,
-        )
+        self.stages = RolloutStages(self._stages(), self._settings, lambda _: None)
         if self.case.layer_by_layer:
             self.stages.go_layer_by_layer()
         self._fresh, self._put_back = self.stages.state_dict(), self.stages.runners.training.recovery.ledger.close
@@ -257,4 +250,4 @@ class RolloutBench:
 
 def copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
     """What a stage finds is not written into the ones that were given."""
-    return [replace(each, kept=dict(each.kept)) for each in rollouts]
+    return [replace(each, results=dict(each.results)) for each in rollouts]

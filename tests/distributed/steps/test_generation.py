@@ -13,8 +13,7 @@ from tests.ranks import run_on_ranks
 from torchtune_adaptive.engine.limits import RowLimit
 from torchtune_adaptive.engine.reports import Totals
 from torchtune_adaptive.engine.step import SampleKind, StepRunner
-from torchtune_adaptive.rl.draws import draws
-from torchtune_adaptive.rl.generation import Sampling, generate
+from torchtune_adaptive.rl.generation import Sampling, draws, generate
 from torchtune_adaptive.testing import FaultInjector
 
 NEW = 5

@@ -25,10 +25,8 @@ def run_all(folder: Path, ports: list[int]) -> None:
     os.environ["MASTER_PORT"] = str(next(free))
     recipe = load_ppo()(ppo_config(folder / "failing", *ON_FOUR, HYBRID, "adaptive.regrow_after=0"))
     recipe.setup()
-    for number, stage in enumerate(STAGES[:6], start=1):
-        FaultInjector(recipe.stages.runners[stage]).fail_at(
-            rank=3 * (number % 2), step=number, operation=40
-        ).__enter__()
+    for number, stage in enumerate(STAGES):
+        FaultInjector(recipe.stages.runners[stage]).fail_at(rank=3 * (number % 2), step=1, operation=40).__enter__()
     recipe.train()
     recipe.cleanup()
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -22,12 +20,11 @@ from tests.recipes.stops import train_until
 from torchtune_adaptive.engine.limits import TokenLimit
 from torchtune_adaptive.engine.plans import Plan
 from torchtune_adaptive.engine.profile import MOST_POINTS
-from torchtune_adaptive.engine.search import SearchResult
-from torchtune_adaptive.errors import AdaptiveError, OneRowDoesNotFitError
+from torchtune_adaptive.errors import AdaptiveError
 from torchtune_adaptive.report.journal import STEPS_FILE
-from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, GENERATE, STAGES, TRAIN_POLICY
+from torchtune_adaptive.rl.stages import FIND_VALUES, FORWARD, STAGES, TRAIN_POLICY
 from torchtune_adaptive.testing import FaultInjector
-from torchtune_adaptive.tune import fit, place
+from torchtune_adaptive.tune import place
 
 NEW = 12
 VARIED = (
@@ -42,12 +39,11 @@ VARIED = (
 )
 ROOM = 64
 UNEQUAL = "[40MiB,2600KiB]"
-AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit={UNEQUAL}", "adaptive.reuse_search=True")
+AUTO = ("adaptive.token_budget=auto", f"adaptive.memory_limit={UNEQUAL}")
 BUDGET = f"adaptive.token_budget={ROOM}"
 CASES: dict[str, tuple[str, ...]] = {
     "rows": (),
     "budget": (BUDGET,),
-    "one by one": ("adaptive.token_budget=28",),
     "auto": AUTO,
 }
 STOPPED: dict[str, tuple[int | None, ...]] = {"whole": (None,), "stopped": (3, None)}
@@ -115,22 +111,11 @@ def stop_and_go_on(folder: Path, stops: Sequence[int | None], ports: Iterator[in
     return int(recipe.stages.runners[FIND_VALUES].limit.size)
 
 
-def start_again(folder: Path, measured: Path, port: int) -> None:
-    """Collective: with the records of what another run has measured."""
-    if os.environ["RANK"] == "0":
-        for stage in STAGES:
-            name = f"{stage.replace(' ', '_')}/batch_search.json"
-            (folder / "out" / name).parent.mkdir(parents=True)
-            shutil.copy(measured / "out" / name, folder / "out" / name)
-    set_up(folder, port, *AUTO)[0].cleanup()
-
-
 def run_all(folder: Path, ports: list[int]) -> tuple[Cuts, dict[str, int]]:
     free, cuts = iter(ports), Cuts()
     for case, overrides in CASES.items():
         recipe, cuts[case] = set_up(folder / case, next(free), *overrides)
         train(recipe)
-    start_again(folder / "again", folder / "auto", next(free))
     cuts["failing"] = fail_everywhere(folder / "failing", next(free))
     cut_as(folder / "as failing", folder / "failing", next(free))
     sizes = {case: stop_and_go_on(folder / case, stops, free) for case, stops in STOPPED.items()}
@@ -140,7 +125,7 @@ def run_all(folder: Path, ports: list[int]) -> tuple[Cuts, dict[str, int]]:
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Cuts]]:
     folder = tmp_path_factory.mktemp("ppo")
-    ports = free_ports(len(CASES) + 6)
+    ports = free_ports(len(CASES) + 5)
     ran = run_on_ranks(2, run_all, folder, ports, timeout_s=200, in_group=False)
     whole, stopped = ({sizes[case] for _, sizes in ran} for case in STOPPED)
     assert whole == stopped, "limits survive"
@@ -153,7 +138,7 @@ def runs(both: tuple[Path, list[Cuts]]) -> Path:
     return both[0]
 
 
-@pytest.mark.parametrize("case", ["budget", "one by one", "auto", "failing"])
+@pytest.mark.parametrize("case", ["budget", "auto", "failing"])
 def test_a_token_budget_changes_no_answer_and_no_weight(runs: Path, case: str) -> None:
     compare(runs / case, runs / "rows")
 
@@ -173,7 +158,7 @@ def test_every_stage_has_a_limit_in_tokens_that_shrinks_by_itself(runs: Path) ->
 
 def test_ranks_whose_answers_differ_have_as_many_microbatches(both: tuple[Path, list[Cuts]]) -> None:
     """Where one needs fewer, they are smaller."""
-    for case in ("budget", "one by one", "auto", "failing"):
+    for case in ("budget", "auto", "failing"):
         mine, its = (ran[case] for ran in both[1])
         assert [(cut.stage, cut.step, len(cut.plan)) for cut in mine] == [
             (cut.stage, cut.step, len(cut.plan)) for cut in its
@@ -208,12 +193,6 @@ def test_each_stage_is_measured_over_lengths_and_nothing_fails(runs: Path) -> No
     assert set(longest.values()) == {16 + NEW}
 
 
-def test_the_next_start_takes_what_was_measured_in_each_stage(runs: Path) -> None:
-    reasons = [event["reason"] for event in events_of(runs / "again", "search")]
-    assert len(reasons) == len(STAGES)
-    assert all(reason.endswith("reused from an earlier run") for reason in reasons)
-
-
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
     whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
@@ -224,7 +203,6 @@ LONG = {
     "named": ("adaptive.token_budget=18",),
     "no room": (f"adaptive.token_budget={NEW}",),
     "of the models": ("adaptive.token_budget=2000", "max_generated_tokens=503"),
-    "by rows": ("max_generated_tokens=503",),
     "cut": ("adaptive.token_budget=18", "adaptive.oversize=truncate"),
 }
 ALONE = ("batch_size=2", "ppo_batch_size=2", "num_steps=4", "dataset.samples=4")
@@ -250,39 +228,11 @@ def test_a_prompt_without_room_for_an_answer_is_named_or_cut(tmp_path: Path) -> 
         f"room for {NEW} tokens (adaptive.token_budget: {NEW}), but even a prompt of one token and its answer may"
         in told["no room"]
     )
-    for case in ("of the models", "by rows"):
-        assert "of the dataset has 10 tokens, but a microbatch has room for 9 plus an answer, since" in told[case]
-        assert "; lower max_generated_tokens, " in told[case]
-        assert "lower tokenizer.max_seq_len to 9" in told[case]
-        assert read_log(tmp_path / case / "log.jsonl") == []
+    of_models = told["of the models"]
+    assert "of the dataset has 10 tokens, but a microbatch has room for 9 plus an answer, since" in of_models
+    assert "; lower max_generated_tokens, lower tokenizer.max_seq_len to 9" in of_models
+    assert read_log(tmp_path / "of the models" / "log.jsonl") == []
     assert "cut" not in told
     for line in read_log(tmp_path / "cut" / "log.jsonl"):
         assert {line[f"{stage.replace(' ', '_')}/microbatch_tokens"] for stage in STAGES} <= {*range(19)}
         assert line["generate/microbatch_tokens"] == 18
-
-
-def without_room_for_what_is_gathered(folder: Path, port: int) -> bool:
-    """Collective: what happens to the record of a search where generating goes layer by layer."""
-    stays = []
-
-    def search(run: Any, step: Any, *arguments: Any, **options: Any) -> SearchResult:
-        if step.runner.stage == GENERATE:
-            stays.append(options["folder"])
-            if len(stays) == 1:
-                raise OneRowDoesNotFitError("one row does not fit", need_bytes=2, budget_bytes=1)
-        return rows(run, step, *arguments, **options)
-
-    rows = fit.rows
-    with mock.patch.object(fit, "rows", search):
-        recipe, _ = set_up(folder, port, *ALONE, "use_maximum_batch_size=True", f"adaptive.memory_limit={UNEQUAL}")
-    gathers = bool(recipe.stages.gathering.stays)
-    recipe.cleanup()
-    return gathers
-
-
-def test_what_was_measured_layer_by_layer_is_no_answer_for_a_start_that_gathers(tmp_path: Path) -> None:
-    arguments = tmp_path / "run", free_ports(1)[0]
-    gathers = run_on_ranks(2, without_room_for_what_is_gathered, *arguments, timeout_s=60, in_group=False)
-    assert gathers == [False, False]
-    records = {path.parent.name for path in (tmp_path / "run" / "out").glob("generate*/batch_search.json")}
-    assert records == {"generate_layer_by_layer"}

@@ -23,8 +23,6 @@ SEARCHED = ("use_maximum_batch_size=True", "adaptive.memory_limit=12MiB", "adapt
 WIDER = ("ppo_batch_size=4",)
 TIGHT = "2200KiB"
 """Of four rows, room for all in stages without a backward, and for one or two where the policy is trained."""
-LONGER = ("dataset.samples=56", "num_steps=56")
-"""An iteration for each stage."""
 CASES: dict[str, tuple[str, ...]] = {
     "plain": (),
     "one by one": ("forward_batch_size=1", "gradient_accumulation_steps=2"),
@@ -33,21 +31,22 @@ CASES: dict[str, tuple[str, ...]] = {
     "unequal": (*WIDER, *SEARCHED, f"adaptive.memory_limit=[12MiB,{TIGHT}]"),
     "scarce": (*WIDER, f"adaptive.memory_limit=[{TIGHT},12MiB]"),
     "clipped": ("clip_grad_norm=0.01", "whiten_rewards=True"),
-    "longer": LONGER,
 }
-STOPS = (2, 4)
+STOPS = (2, 3)
 """Iterations in which a run ends between two stages, one after the other: before the first checkpoint, after it."""
-RESUMED = ("save_every_n_steps=3", "resume_from_checkpoint=auto", "overwrite_output_dir=False", "shuffle=True")
+RESUMED = (
+    *("dataset.samples=32", "num_steps=32", "shuffle=True"),
+    *("save_every_n_steps=2", "resume_from_checkpoint=auto", "overwrite_output_dir=False"),
+)
 
 
 def train_failing(folder: Path, port: int) -> None:
-    """Collective: in each iteration another stage runs out of memory, on one rank or the other."""
+    """Collective: in the first iteration every stage runs out of memory, on one rank or the other."""
     os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *LONGER, "adaptive.regrow_after=0"))
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, "adaptive.regrow_after=0"))
     recipe.setup()
-    for number, stage in enumerate(STAGES, start=1):
-        faults = FaultInjector(recipe.stages.runners[stage])
-        faults.fail_at(rank=number % 2, step=number, operation=40).__enter__()
+    for number, stage in enumerate(STAGES):
+        FaultInjector(recipe.stages.runners[stage]).fail_at(rank=number % 2, step=1, operation=40).__enter__()
     recipe.train()
     recipe.cleanup()
 
@@ -106,7 +105,7 @@ def test_nor_does_it_that_ranks_have_unequal_memory(runs: Path, case: str) -> No
 
 
 def test_nor_does_what_fails_in_any_stage_on_either_rank(runs: Path) -> None:
-    compare(runs / "failing", runs / "longer")
+    compare(runs / "failing", runs / "plain")
 
 
 @pytest.mark.parametrize("case", ["plain", "clipped"])
@@ -117,14 +116,14 @@ def test_two_ranks_train_what_one_trains(runs: Path, case: str) -> None:
 def test_clipping_and_whitening_do_something(runs: Path) -> None:
     plain, clipped = (saved(runs / case) for case in ("plain", "clipped"))
     assert any(not torch.allclose(plain[name], clipped[name]) for name in plain)
-    assert all(line["grad_norm"] > 0 for line in read_log(runs / "clipped" / "log.jsonl"))
+    assert all(line["grad_norm"] > 0 == line["skipped_updates"] for line in read_log(runs / "clipped" / "log.jsonl"))
 
 
 def test_a_resumed_run_ends_with_the_weights_of_one_that_was_never_stopped(runs: Path) -> None:
     whole, stopped = saved(runs / "whole"), saved(runs / "stopped")
     assert whole.keys() == stopped.keys()
     assert all(torch.equal(whole[name], stopped[name]) for name in whole)
-    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in read_log(runs / "stopped" / "log.jsonl")] == [1, 1, 2, 3, 4]
 
 
 def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
@@ -132,13 +131,13 @@ def test_a_resumed_run_may_split_its_updates_otherwise(runs: Path) -> None:
     for name, weight in split.items():
         torch.testing.assert_close(weight, whole[name], rtol=RELATIVE, atol=1e-6, msg=name)
     microbatches = [line["train_policy/microbatches"] for line in read_log(runs / "split anew" / "log.jsonl")]
-    assert microbatches == [*[microbatches[0]] * 3, *[2 * microbatches[0]] * 3]
+    assert microbatches == [*[microbatches[0]] * 2, *[2 * microbatches[0]] * 2]
 
 
 def go_on_alone(folder: Path, port: int) -> str:
     """What a run on one rank says of the checkpoint of two."""
     os.environ["MASTER_PORT"] = str(port)
-    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=96"))
+    recipe = load_ppo()(ppo_config(folder, *ON_TWO, *RESUMED, "num_steps=64"))
     with pytest.raises(ConfigError) as error:
         recipe.setup()
     return str(error.value)
@@ -174,8 +173,8 @@ def test_what_is_scarce_on_one_rank_makes_all_of_them_run_less_at_a_time(runs: P
 
 def test_every_stage_recovers_by_itself(runs: Path) -> None:
     recoveries = events_of(runs / "failing", "recovery")
-    assert [(event["step"], event["stage"]) for event in recoveries] == list(enumerate(STAGES, start=1))
-    assert [tuple(event["ranks"]) for event in recoveries] == [(n % 2,) for n in range(1, 8)]
+    assert [(event["step"], event["stage"]) for event in recoveries] == [(1, stage) for stage in STAGES]
+    assert [tuple(event["ranks"]) for event in recoveries] == [(number % 2,) for number in range(len(STAGES))]
     last = read_log(runs / "failing" / "log.jsonl")[-1]
     assert last["oom_recoveries"] == len(STAGES)
     assert {last[f"{stage.replace(' ', '_')}/recoveries"] for stage in STAGES} == {1}

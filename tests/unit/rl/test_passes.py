@@ -21,7 +21,7 @@ def rollouts() -> list[Rollout]:
     for number, (prompt, length) in enumerate([(2, 5), (9, 1), (5, 3)]):
         tokens, answer = (torch.randint(0, 64, (count,), generator=generator) for count in (prompt, WIDTH))
         counts = torch.arange(WIDTH) < length
-        made.append(Rollout(number, 0, tokens, answer, length=length, kept={COUNTS: counts}))
+        made.append(Rollout(number, 0, tokens, answer, length=length, results={COUNTS: counts}))
     return made
 
 

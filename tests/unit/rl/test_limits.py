@@ -10,23 +10,17 @@ import pytest
 from tests.unit.rl.test_settings import DEMO, config
 from torchtune_adaptive.config.keys import AdaptiveConfig
 from torchtune_adaptive.errors import ConfigError, SampleTooLargeError
-from torchtune_adaptive.rl.prompt_room import check_room, check_whole_length
+from torchtune_adaptive.rl.limits import LimitFinder, check_room
+from torchtune_adaptive.rl.passes import check_whole_length
 from torchtune_adaptive.rl.settings import read_ppo_settings
-from torchtune_adaptive.rl.stage_limits import find_limits
-from torchtune_adaptive.tune.culprits import NamedSamples, longest_taken
+from torchtune_adaptive.tune.culprits import NamedSamples
 from torchtune_adaptive.tune.samples import TEXT
 
 UNKNOWN, SHORT, LONG = (SimpleNamespace(**each) for each in ({}, {"max_seq_len": 20}, {"max_seq_len": 99}))
 
 
 def check(new: int, sequence_length: int | None = None, *models: Any) -> None:
-    _, ppo = read_ppo_settings(config(DEMO, f"max_generated_tokens={new}"))
-    check_room(models or (LONG, SHORT), AdaptiveConfig(sequence_length=sequence_length), ppo)
-
-
-def test_the_model_that_takes_least_says_what_all_take() -> None:
-    assert longest_taken([LONG, SHORT, UNKNOWN]) == 20  # type: ignore[list-item]
-    assert longest_taken([UNKNOWN]) is None  # type: ignore[list-item]
+    check_room(models or (LONG, SHORT), AdaptiveConfig(sequence_length=sequence_length), new)
 
 
 def test_answers_that_leave_no_token_to_a_prompt_are_refused() -> None:
@@ -49,15 +43,16 @@ def test_a_rollout_that_is_too_long_is_told_with_what_makes_it_shorter() -> None
 
 
 def test_by_rows_a_prompt_that_is_too_long_is_named_when_it_is_read() -> None:
-    settings, ppo = read_ppo_settings(config(DEMO, "max_generated_tokens=12", "use_maximum_batch_size=False"))
+    settings, _ = read_ppo_settings(config(DEMO, "use_maximum_batch_size=False"))
     dataset = NamedSamples([{"tokens": [1] * length, "labels": [1] * length} for length in (8, 3, 9)])
-    parts: Any = SimpleNamespace(
-        settings=settings,
-        ppo=ppo,
+    trainer: Any = SimpleNamespace(
+        run=SimpleNamespace(settings=settings),
         data=SimpleNamespace(dataset=dataset, kind=TEXT, max_seq_len=16),
-        models=SimpleNamespace(everything=(LONG, SHORT)),
+        optimization=None,
     )
-    admission = find_limits(parts, memory=None).admission
+    asked = {name: SimpleNamespace(model=model) for name, model in (("generate", LONG), ("values", SHORT))}
+    stages: Any = SimpleNamespace(stages=asked, runners=SimpleNamespace(limits={}))
+    _, admission = LimitFinder(trainer, stages, new_tokens=12).find(memory=None)
     assert admission is not None
     assert len(admission.admit([dataset[0], dataset[1]])) == 2
     with pytest.raises(

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchtune_adaptive.rl.draws import choose, draws
+from torchtune_adaptive.rl.generation import choose, draws
 
 SAMPLES = list(range(8))
 

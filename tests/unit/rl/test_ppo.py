@@ -1,0 +1,178 @@
+"""PPO's advantages, which are torchtune's, and losses whose sums no split changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torchtune import rlhf, training
+from torchtune.rlhf.loss import PPOLoss
+
+from tests.unit.rl.test_settings import DEMO, config
+from torchtune_adaptive.errors import NotLearningError
+from torchtune_adaptive.rl.passes import answer_masks
+from torchtune_adaptive.rl.ppo import keep_advantages, policy_loss, value_loss
+from torchtune_adaptive.rl.rollouts import (
+    ADVANTAGES,
+    COUNTS,
+    LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    SCORE,
+    VALUED,
+    VALUES,
+    Rollout,
+    results_of,
+)
+from torchtune_adaptive.rl.settings import PPOSettings, read_ppo_settings
+
+STOP = 9
+ANSWERS = torch.tensor([[1, 2, 9, 3, 9], [9, 1, 1, 1, 1], [1, 2, 3, 4, 9], [1, 2, 3, 4, 5], [4, 9, 0, 0, 0]])
+COUNT_MASK, VALUE_MASK = answer_masks(ANSWERS, [STOP])
+
+
+def drawn(seed: int) -> Tensor:
+    return torch.randn(ANSWERS.shape, generator=torch.Generator().manual_seed(seed))
+
+
+def rollouts(scores: Tensor, reference: Tensor, answers: Tensor = ANSWERS) -> list[Rollout]:
+    """Rollouts of iteration 5, after all stages that have no backward."""
+    counts, valued = answer_masks(answers, [STOP])
+    results = {
+        COUNTS: counts,
+        VALUED: valued,
+        SCORE: scores,
+        LOG_PROBS: drawn(0)[: len(answers), : answers.size(1)] * counts,
+        REFERENCE_LOG_PROBS: reference * counts,
+        VALUES: drawn(2)[: len(answers), : answers.size(1)] * valued,
+    }
+    return [
+        Rollout(at, 5, torch.arange(3), answer, int(counts[at].sum()), {name: of[at] for name, of in results.items()})
+        for at, answer in enumerate(answers)
+    ]
+
+
+def settings(**changes: object) -> PPOSettings:
+    return replace(read_ppo_settings(config(DEMO))[1], penalise_no_eos=False, min_response_length=None, **changes)
+
+
+def as_torchtune() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Masks of padding in answers and in values, the last tokens, and where rewards belong, as its recipe has them."""
+    padding, _ = rlhf.truncate_sequence_at_first_stop_token(ANSWERS.clone(), torch.tensor([STOP]), 0)
+    last = training.get_unmasked_sequence_lengths(padding)
+    at = torch.where((last > 0) & (last < ANSWERS.size(1) - 1), last + 1, last)
+    return padding, padding.clone().scatter_(1, at[:, None], False), last, at
+
+
+def test_answers_end_where_torchtune_ends_them() -> None:
+    padding, value_padding, _, _ = as_torchtune()
+    assert torch.equal(COUNT_MASK, ~padding)
+    assert torch.equal(VALUE_MASK, ~value_padding)
+    assert answer_masks(ANSWERS, [])[0].all()
+
+
+@pytest.mark.parametrize("whiten_rewards", [True, False])
+@pytest.mark.parametrize(("no_stop", "shorter_than"), [(True, None), (False, 2), (True, 3), (False, None)])
+def test_advantages_and_figures_are_those_of_torchtune(
+    whiten_rewards: bool, no_stop: bool, shorter_than: int | None
+) -> None:
+    padding, value_padding, last, at = as_torchtune()
+    scores, log_probs, reference, values = torch.arange(5.0), drawn(0), drawn(1), drawn(2)
+    everyone = rollouts(scores, reference)
+    ppo = replace(
+        settings(whiten_rewards=whiten_rewards, kl_coeff=0.1, gamma=0.99, lmbda=0.95, reward_penalty=-3.0),
+        penalise_no_eos=no_stop,
+        min_response_length=shorter_than,
+    )
+    figures = keep_advantages(everyone, ppo)
+
+    if no_stop or shorter_than:
+        scores[rlhf.get_reward_penalty_mask(padding, last, no_stop, shorter_than)] = -3.0
+    log_probs[padding], reference[padding], values[value_padding] = 1.0, 1.0, 0.0
+    rewards, kl, kl_rewards = rlhf.get_rewards_ppo(scores, log_probs, reference, 0.1, at)
+    if whiten_rewards:
+        rewards = rlhf.whiten(rewards, mask=~value_padding).masked_fill(value_padding, 0.0)
+    advantages, returns = rlhf.estimate_advantages(values, rewards, 0.99, 0.95, masks=~padding)
+    torch.testing.assert_close(results_of(everyone, ADVANTAGES), advantages)
+    torch.testing.assert_close(results_of(everyone, RETURNS), returns)
+    assert figures["scores"] == pytest.approx(scores.mean())
+    assert figures["kl"] == pytest.approx(kl.sum(1).mean())
+    assert figures["rlhf_reward"] == pytest.approx(scores.mean() + kl_rewards.sum(1).mean())
+    assert (figures["num_stop_tokens"], figures["response_lengths"]) == (3, pytest.approx(last.float().mean()))
+
+
+@pytest.mark.parametrize("whiten_rewards", [True, False])
+def test_a_single_token_is_not_whitened_to_nan(whiten_rewards: bool) -> None:
+    [rollout] = rollouts(torch.tensor([3.0]), torch.zeros(1, 3), torch.tensor([[STOP, 1, 1]]))
+    keep_advantages([rollout], settings(whiten_rewards=whiten_rewards, kl_coeff=0.0))
+    assert rollout.results[ADVANTAGES].tolist() == [pytest.approx(3.0 - float(rollout.results[VALUES][0])), 0, 0]
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf])
+def test_a_score_that_is_no_number_is_the_reward_models_fault(score: float) -> None:
+    scores = torch.tensor([1.0, score, 1.0, 1.0, 1.0])
+    fault = rf"^iteration 5: the reward model's score is {score} for 1 of 5 answers, .* reward_checkpointer.checkpoint"
+    with pytest.raises(NotLearningError, match=fault):
+        keep_advantages(rollouts(scores, drawn(1)), settings())
+
+
+def test_a_log_probability_that_is_no_number_is_the_references() -> None:
+    reference = drawn(1)
+    reference[2, 0] = math.nan
+    with pytest.raises(NotLearningError, match=r"reference's log-probability is nan for 1 of 5 answers, .* ref_policy"):
+        keep_advantages(rollouts(torch.arange(5.0), reference), settings())
+
+
+def test_a_score_that_the_penalty_replaces_does_not_count() -> None:
+    scores = torch.tensor([3.0, 3.0, 3.0, math.nan, 3.0])
+    ppo = replace(settings(reward_penalty=-1.0), penalise_no_eos=True)
+    assert keep_advantages(rollouts(scores, drawn(1)), ppo)["scores"] == pytest.approx((3 * 3 - 2) / 5)
+
+
+def losses_by(rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Both losses and their gradients, from parts of so many rows."""
+    log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
+    of_policy, of_value = torch.zeros(()), torch.zeros(())
+    for start in range(0, len(ANSWERS), rows):
+        part = slice(start, start + rows)
+        of_policy = of_policy + policy_loss(log_probs[part], drawn(5)[part], drawn(6)[part], COUNT_MASK[part], 0.2)[0]
+        of_value = of_value + value_loss(values[part], drawn(7)[part], drawn(8)[part], VALUE_MASK[part], 0.2)
+    (of_policy + of_value).backward()
+    assert log_probs.grad is not None
+    assert values.grad is not None
+    return of_policy.detach(), of_value.detach(), log_probs.grad, values.grad
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_sums_over_any_split_are_torchtunes_means_times_their_tokens(rows: int) -> None:
+    policy, value, of_log_probs, of_values = losses_by(rows)
+    log_probs, values = drawn(3).requires_grad_(), drawn(4).requires_grad_()
+    loss, expected_policy, expected_value, _, _ = PPOLoss(epsilon=0.2, value_clip_range=0.2, value_coeff=1.0)(
+        drawn(5), log_probs, drawn(6), drawn(7), values, drawn(8), COUNT_MASK, VALUE_MASK
+    )
+    loss.backward()
+    tokens, valued = COUNT_MASK.sum(), VALUE_MASK.sum()
+    torch.testing.assert_close(policy / tokens, expected_policy)
+    torch.testing.assert_close(value / valued, expected_value)
+    torch.testing.assert_close(of_log_probs / tokens, log_probs.grad)
+    torch.testing.assert_close(of_values / valued, values.grad)
+
+
+def test_figures_are_sums_over_tokens_that_count() -> None:
+    tokens = float(COUNT_MASK.sum())
+    for sign, clipped, loss in ((1, tokens, -1.2), (-1, 0, torch.e)):
+        found, sums = policy_loss(drawn(5) + 1, drawn(5), sign * torch.ones(ANSWERS.shape), COUNT_MASK, 0.2)
+        assert float(found) == pytest.approx(loss * tokens, rel=1e-5)
+        assert float(sums["clipped"]) == clipped
+        assert float(sums["ratios"]) == pytest.approx(tokens * torch.e, rel=1e-5)
+        assert float(sums["squares"]) == pytest.approx(tokens, rel=1e-5)
+
+
+def test_what_is_infinite_where_nothing_counts_changes_nothing() -> None:
+    log_probs = torch.tensor([[0.0, torch.inf]], requires_grad=True)
+    policy_loss(log_probs, torch.zeros(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), 0.2)[0].backward()
+    assert log_probs.grad is not None
+    assert log_probs.grad.tolist() == [[-1.0, 0.0]]

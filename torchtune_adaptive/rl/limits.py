@@ -1,0 +1,217 @@
+"""What fits in each stage: what the config says or, measured before the first iteration, as many rows or tokens as fit.
+
+Under a token budget a stage goes by the length of prompt and answer. Generating goes by that of the prompt and of all
+that it may be answered with, since how long an answer gets is not known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtune_adaptive.config.keys import AdaptiveConfig
+from torchtune_adaptive.config.remedies import KEYS_IN_PPO
+from torchtune_adaptive.engine.limits import Limit, RowLimit, TokenLimit, longest_row
+from torchtune_adaptive.engine.memory import MemorySource, leaving_no_trace
+from torchtune_adaptive.engine.oom import fatal_where_memory_runs_out
+from torchtune_adaptive.engine.probes import TrainingStep
+from torchtune_adaptive.engine.profile import Profile
+from torchtune_adaptive.engine.reports import StepResult
+from torchtune_adaptive.engine.search import SearchResult
+from torchtune_adaptive.errors import ConfigError, OneRowDoesNotFitError, Remedy, UnrecoverableError
+from torchtune_adaptive.life.console import say
+from torchtune_adaptive.rl.rollouts import Rollout, worst_rollout
+from torchtune_adaptive.rl.stages import GENERATE, RolloutStages
+from torchtune_adaptive.text import format_bytes, in_columns
+from torchtune_adaptive.tune import fit
+from torchtune_adaptive.tune.culprits import longest_taken
+from torchtune_adaptive.tune.longest_sample import worst_sample
+from torchtune_adaptive.tune.token_budget import LONGEST_SAMPLE, Admission, admission_of, ways_to_make_room
+from torchtune_adaptive.tune.trainer import Trainer
+
+Result = TypeVar("Result", SearchResult, Profile)
+LimitsAndAdmission = tuple[Mapping[str, Limit], Admission | None]
+"""The limit of each stage, and admission of prompts, where some may be too long for a microbatch or the models."""
+
+
+def check_room(models: Iterable[nn.Module], adaptive: AdaptiveConfig, new: int) -> None:
+    """Refuses answers beside which there is no room for a prompt, or for one of the length that is measured."""
+    most, measured = longest_taken(models), adaptive.sequence_length
+    if most is not None and most <= new:
+        raise ConfigError(
+            f"max_generated_tokens is {new}, but the models take at most {most} tokens (their max_seq_len) for prompt "
+            f"and answer together: set it to {most - 1} or less"
+        )
+    if most is not None and measured is not None and measured > most - new:
+        raise ConfigError(
+            f"adaptive.sequence_length is {measured}, but the models take at most {most} tokens (their max_seq_len), "
+            f"of which {new} are for the answer (max_generated_tokens): set it to {most - new} or less, or to null"
+        )
+
+
+class LimitFinder:
+    """Finds what fits, once all that a run is made of is there."""
+
+    def __init__(self, trainer: Trainer, stages: RolloutStages, new_tokens: int) -> None:
+        self._trainer, self._stages, self._new = trainer, stages, new_tokens
+        self._settings, self._data, self._optimization = trainer.run.settings, trainer.data, trainer.optimization
+        self._most_tokens = longest_taken(stage.model for stage in stages.stages.values())
+
+    def find(self, memory: MemorySource | None) -> LimitsAndAdmission:
+        """Collective: limits as the config says, or measured where it asks for that; shown before training."""
+        budget, configured = self._settings.adaptive.token_budget, self._stages.runners.limits
+        if isinstance(budget, int):
+            say(f"token budget · at most {budget} tokens, padding included, in a microbatch of each stage")
+            return self._by_tokens(dict.fromkeys(configured, TokenLimit(budget)))
+        if budget is None and not self._settings.use_maximum_batch_size:
+            return self._by_rows(configured)
+        if memory is None:
+            what, remedy = ("batch search", "") if budget is None else ("token budget", ", or the budget to a number")
+            say(f"{what} · skipped: a CPU has no memory limit to search within; set adaptive.memory_limit{remedy}")
+            return self._by_rows(configured)
+        with self._as_in_training(memory):
+            if budget is not None:
+                profiles = {stage: self._measured(memory, stage, fit.profile) for stage in configured}
+                return self._by_tokens({stage: profile.limit for stage, profile in profiles.items()})
+            results: dict[str, SearchResult] = {}
+            for stage in configured:
+                whole = self._stages.stages[stage].samples
+                results[stage] = self._measured(memory, stage, partial(fit.rows, whole_step_rows=whole))
+        lines: list[Sequence[object]] = [("stage", "rows", "peak", "of budget")]
+        for stage, result in results.items():
+            peak = fit.peak_of(result) or 0
+            lines.append((stage, result.rows, format_bytes(peak), f"{100 * peak / result.budget_bytes:5.0f} %"))
+        say(f"limit of each stage, with all models in memory\n{in_columns(lines)}")
+        return self._by_rows({stage: RowLimit(result.rows) for stage, result in results.items()}, searched=True)
+
+    def _by_tokens(self, limits: Mapping[str, Limit]) -> LimitsAndAdmission:
+        """Collective: beside each prompt that is let in there is room for an answer, in every stage."""
+        longest, most = min(longest_row(limit, LONGEST_SAMPLE) for limit in limits.values()), self._most_tokens
+        ways = ways_to_make_room(self._settings, KEYS_IN_PPO[Remedy.SHORTER_SAMPLES])
+        if longest <= self._new:
+            raise ConfigError(
+                f"a microbatch has room for {longest} tokens (adaptive.token_budget: "
+                f"{self._settings.adaptive.token_budget}), but even a prompt of one token and its answer may have "
+                f"{self._new + 1}: {', or '.join(ways)}"
+            )
+        fact = " plus an answer"
+        if most is not None and most < longest:
+            longest, (fact, ways) = most, self._what_models_take(most)
+        remedy = f"{fact}; {', '.join(ways)}, or set adaptive.oversize: truncate (cuts such prompts)"
+        return limits, admission_of(self._settings, self._data, self._data.kind, longest - self._new, remedy)
+
+    def _by_rows(self, limits: Mapping[str, Limit], *, searched: bool = False) -> LimitsAndAdmission:
+        """Collective: a prompt is looked at when it is read, and before training where a search has read them all."""
+        most, data, adaptive = self._most_tokens, self._data, self._settings.adaptive
+        if most is None:
+            return limits, None
+        longest, (fact, ways) = most - self._new, self._what_models_take(most)
+        remedy = f"{fact}; {', or '.join(ways)}"
+        if searched and data.max_seq_len is None and adaptive.sequence_length is None:
+            strict = replace(self._settings, adaptive=replace(adaptive, oversize="error"))
+            return limits, admission_of(strict, data, data.kind, longest, remedy)
+        return limits, Admission(data.dataset, data.kind, longest, "error", remedy)
+
+    def _what_models_take(self, most: int) -> tuple[str, list[str]]:
+        """The fact, and what makes rollouts shorter."""
+        fact = f" plus an answer, since the models take at most {most} tokens (their max_seq_len)"
+        return fact, ["lower max_generated_tokens", f"lower tokenizer.max_seq_len to {most - self._new}"]
+
+    @contextmanager
+    def _as_in_training(self, memory: MemorySource) -> Iterator[None]:
+        """Collective: open, there is what there is in training whichever stage runs: optimizer state and rollouts."""
+        explained = fatal_where_memory_runs_out(
+            lambda _: UnrecoverableError(
+                f"rank {dist.get_rank()} ran out of memory with all models, the gradients of those that are trained "
+                "and the optimizer state: train on more ranks, with smaller models, or with an optimizer with less "
+                "state"
+            )
+        )
+        trained = [stage.model for stage in self._stages.stages.values() if stage.trains]
+        with leaving_no_trace(trained, self._optimization.optimizers):
+            # Not limited, so that it is the search that says by how much a rank has too little.
+            with explained, memory.unlimited():
+                give_gradients(trained)
+                for optimizer in self._optimization.optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad(set_to_none=True)
+                # Those of this rank and those gathered from all ranks. On a CPU, they take room from every stage.
+                worst, count = self._worst_rollout(), self._settings.batch_size * (1 + dist.get_world_size())
+                rollouts = [deepcopy(worst) for _ in range(count)]
+            yield
+            del rollouts
+
+    def _measured(self, memory: MemorySource, stage: str, measure: Callable[..., Result]) -> Result:
+        """Collective: what fits in a stage. To generate, parameters stay gathered if that leaves room for a row."""
+        policy, samples, run = self._stages.policy, self._stages.stages[stage].samples, self._trainer.run
+        try:
+            while True:
+                # what was found layer by layer is no answer for a run that has not tried without
+                layer_by_layer = stage == GENERATE and not policy.stays
+                folder = (stage + " layer by layer" * layer_by_layer).replace(" ", "_")
+                step = self._worst_step(memory, stage)
+                try:
+                    return measure(run, step, memory, self._data.kind, most_rows=samples, folder=folder)
+                except OneRowDoesNotFitError:
+                    if stage != GENERATE or not policy.gathers:
+                        raise
+                self._stages.go_layer_by_layer()
+        finally:
+            self._optimization.optimizers[0].zero_grad(set_to_none=True)
+
+    def _worst_step(self, memory: MemorySource, name: str) -> TrainingStep[Rollout]:
+        """Collective: the longest prompt with the longest answer. The stage that trains last updates all models, and
+        runs beside the gradients of the others."""
+        stages, new = self._stages.stages, self._new
+        *earlier, last = (stage for stage in stages.values() if stage.trains)
+        models = [stage.model for stage in earlier]
+        generates, updates = name == GENERATE, stages[name] is last
+
+        # Not limited: on a CPU even a prompt may be too much. It is the search that says by how much there is too
+        # little.
+        with memory.unlimited():
+            rollout = self._worst_rollout()
+            if updates:
+                give_gradients(models)
+
+        def cut(whole: Rollout, length: int) -> Rollout:
+            with memory.unlimited():
+                return whole.prompting(length) if generates else whole.answered(length)
+
+        def update(result: StepResult) -> None:
+            self._optimization.update({stage.trains: result.target_tokens for stage in (*earlier, last)})
+            give_gradients(models)  # the next probe finds what this one did
+
+        norm = getattr(stages[name].model, "norm", None)
+        return TrainingStep(
+            runner=self._stages.runners[name],
+            sample=rollout,
+            cut=cut,
+            # Up to the knee it is the answer that grows, behind it the prompt. When there is all of the former to be
+            # made, there is nothing below the knee.
+            shortest=new + 1 if generates else 2,
+            knee=new if generates else new + 1,
+            update=update if updates else None,
+            optimizers=(),  # _as_in_training keeps and restores what there is
+            boundaries={"layers": norm} if norm is not None else {},
+        )
+
+    def _worst_rollout(self) -> Rollout:
+        """Collective: the longest whose prompt leaves room for an answer. A longer one is refused, or cut."""
+        length, most = self._settings.adaptive.sequence_length, self._most_tokens
+        sample = worst_sample(self._settings.config, self._data, self._data.kind, length)
+        prompt = torch.as_tensor(sample["tokens"], dtype=torch.long)
+        return worst_rollout(prompt if most is None else prompt[: most - self._new], self._new)
+
+
+def give_gradients(models: Iterable[nn.Module]) -> None:
+    for parameter in (parameter for model in models for parameter in model.parameters()):
+        parameter.grad = torch.zeros_like(parameter)

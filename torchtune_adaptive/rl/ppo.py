@@ -1,0 +1,199 @@
+"""What is PPO's own: its stages, advantages over the answers of all ranks, and two losses that are sums over tokens.
+
+Advantages are whitened over the answers of an iteration, so they are computed before anything is split. The losses are
+sums, and not torchtune's means, so that they add up to the same whatever the split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchtune import rlhf
+from torchtune.rlhf.loss import PPOLoss
+
+from torchtune_adaptive.config import components
+from torchtune_adaptive.config.keys import Settings
+from torchtune_adaptive.engine.reports import Totals
+from torchtune_adaptive.errors import ConfigError, NotLearningError
+from torchtune_adaptive.rl.generation import Sampling
+from torchtune_adaptive.rl.models import Models
+from torchtune_adaptive.rl.passes import AnswerScorer, Ask, Generate, RolloutPass
+from torchtune_adaptive.rl.rollouts import (
+    ADVANTAGES,
+    COUNTS,
+    LOG_PROBS,
+    REFERENCE_LOG_PROBS,
+    RETURNS,
+    SCORE,
+    VALUED,
+    VALUES,
+    Rollout,
+    results_of,
+    store,
+)
+from torchtune_adaptive.rl.settings import REFERENCE_FILES, REWARD_FILES, PPOSettings
+from torchtune_adaptive.rl.stages import (
+    FIND_REWARDS,
+    FIND_VALUES,
+    GENERATE,
+    SCORE_POLICY,
+    SCORE_REFERENCE,
+    TRAIN_POLICY,
+    TRAIN_VALUE,
+    RolloutStage,
+)
+from torchtune_adaptive.text import count_of
+from torchtune_adaptive.tune.place import dtype_of
+
+
+def keep_advantages(rollouts: Sequence[Rollout], ppo: PPOSettings) -> dict[str, float]:
+    """Adds advantages and returns to the rollouts, which are those of all ranks. Returns figures for the log."""
+    counts, valued = results_of(rollouts, COUNTS), results_of(rollouts, VALUED)
+    last = counts.sum(1) - 1
+    scores, reference = results_of(rollouts, SCORE), results_of(rollouts, REFERENCE_LOG_PROBS)
+    penalised = rlhf.get_reward_penalty_mask(~counts, last, ppo.penalise_no_eos, ppo.min_response_length)
+    scores = torch.where(penalised, ppo.reward_penalty, scores)
+    iteration = rollouts[0].iteration
+    _check_finite(scores, f"iteration {iteration}: the reward model's score", REWARD_FILES)
+    _check_finite(reference, f"iteration {iteration}: the reference's log-probability", REFERENCE_FILES)
+
+    rewards, kl, kl_rewards = rlhf.get_rewards_ppo(
+        scores, results_of(rollouts, LOG_PROBS), reference, ppo.kl_coeff, valued.sum(1) - 1
+    )
+    if ppo.whiten_rewards and valued.sum() > 1:
+        rewards = rlhf.whiten(rewards, valued) * valued
+    values = results_of(rollouts, VALUES)
+    advantages, returns = rlhf.estimate_advantages(values, rewards, ppo.gamma, ppo.lmbda, masks=counts)
+    if counts.sum() == 1:  # of which torchtune makes NaN, since one number has no variance
+        advantages = (returns - values) * counts
+    store(rollouts, ADVANTAGES, advantages)
+    store(rollouts, RETURNS, returns)
+    score, kl_reward = float(scores.mean()), float(kl_rewards.sum(1).mean())
+    return {
+        "scores": score,
+        "num_stop_tokens": float((~counts.all(1)).sum()),  # answers that end early, as torchtune counts them
+        "rlhf_reward": score + kl_reward,
+        "kl": float(kl.sum(1).mean()),
+        "kl_reward": kl_reward,
+        "response_lengths": float(last.float().mean()),
+    }
+
+
+def _check_finite(numbers: Tensor, what: str, files: str) -> None:
+    """Refuses NaN and infinity, one of which would make all weights NaN: advantages are whitened over all answers."""
+    wrong = ~numbers.isfinite()
+    if wrong.any():
+        answers = int(wrong.reshape(len(numbers), -1).any(1).sum())
+        raise NotLearningError(
+            f"{what} is {float(numbers[wrong][0])} for {answers} of {count_of(len(numbers), 'answer')}, which would "
+            f"make every weight NaN: check that the weights in {files}.checkpoint_files are intact, or set dtype: fp32 "
+            "if they exceed the range of bf16"
+        )
+
+
+def policy_loss(
+    log_probs: Tensor, before: Tensor, advantages: Tensor, mask: Tensor, epsilon: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The clipped loss and what is logged, summed over the tokens of the mask; others get a gradient of 0.
+
+    Half the mean of `squares` is about the divergence from the policy that gave the answers.
+    """
+    change = torch.where(mask, log_probs - before, 0.0)
+    ratios = change.exp()
+    free, clipped = -advantages * ratios, -advantages * ratios.clamp(1 - epsilon, 1 + epsilon)
+    loss = (torch.maximum(free, clipped) * mask).sum()
+    sums = {"clipped": ((clipped > free) & mask).sum(), "ratios": (ratios * mask).sum(), "squares": (change**2).sum()}
+    return loss, {name: value.detach().float() for name, value in sums.items()}
+
+
+def value_loss(values: Tensor, before: Tensor, returns: Tensor, mask: Tensor, clip_range: float) -> Tensor:
+    """Half the squared error summed over the tokens of the mask, of the free or the clipped value: the worse counts."""
+    clipped = values.clamp(before - clip_range, before + clip_range)
+    errors = torch.maximum((values - returns) ** 2, (clipped - returns) ** 2)
+    return 0.5 * torch.where(mask, errors, 0.0).sum()
+
+
+@dataclass(frozen=True)
+class TrainPolicy:
+    """A pass with a backward, through the policy's loss."""
+
+    model: nn.Module
+    scorer: AnswerScorer
+    loss: PPOLoss
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        before, advantages, counts = (
+            results_of(rollouts, name, self.scorer.device) for name in (LOG_PROBS, ADVANTAGES, COUNTS)
+        )
+        log_probs = self.scorer.log_probs(self.model, rollouts)
+        loss, sums = policy_loss(log_probs, before, advantages, counts, self.loss.epsilon)
+        loss.backward()
+        return Totals(loss.detach(), int(results_of(rollouts, COUNTS).sum()), sums)
+
+
+@dataclass(frozen=True)
+class TrainValue:
+    """A pass with a backward, through the value model's loss times its coefficient."""
+
+    model: nn.Module
+    scorer: AnswerScorer
+    loss: PPOLoss
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> Totals:
+        before, returns, valued = (results_of(rollouts, name, self.scorer.device) for name in (VALUES, RETURNS, VALUED))
+        values = self.scorer.values(self.model, rollouts)
+        loss = value_loss(values, before, returns, valued, self.loss.value_clip_range)
+        (loss * self.loss.value_coeff).backward()
+        return Totals(loss.detach(), int(results_of(rollouts, VALUED).sum()))
+
+
+def ppo_stages(
+    models: Models, loss: PPOLoss, sampling: Sampling, settings: Settings, ppo: PPOSettings, device: torch.device
+) -> dict[str, RolloutStage]:
+    """The stages of PPO, in order."""
+    policy, value, reference, reward = models.everything
+    scorer = AnswerScorer(device=device, temperature=sampling.temperature)
+    generate = Generate(
+        model=cast(Any, policy),
+        device=device,
+        dtype=dtype_of(settings, device),
+        sampling=sampling,
+        reshards=settings.fsdp_reshard_after_forward,
+    )
+    scores_policy = Ask(model=policy, ask=scorer.log_probs, name=LOG_PROBS)
+    scores_reference = Ask(model=reference, ask=scorer.log_probs, name=REFERENCE_LOG_PROBS)
+    passes: dict[str, tuple[nn.Module, RolloutPass, str]] = {
+        GENERATE: (policy, generate, ""),
+        SCORE_POLICY: (policy, scores_policy, ""),
+        SCORE_REFERENCE: (reference, scores_reference, ""),
+        FIND_VALUES: (value, Ask(model=value, ask=scorer.values, name=VALUES), ""),
+        FIND_REWARDS: (reward, Ask(model=reward, ask=scorer.scores, name=SCORE), ""),
+        TRAIN_VALUE: (value, TrainValue(value, scorer, loss), "value"),
+        TRAIN_POLICY: (policy, TrainPolicy(policy, scorer, loss), "policy"),
+    }
+    microbatch = ppo.ppo_batch_size // ppo.gradient_accumulation_steps
+    return {
+        name: RolloutStage(
+            model=model,
+            run=run,
+            samples=ppo.ppo_batch_size if trains else ppo.batch_size,
+            rows=microbatch if trains else ppo.forward_batch_size,
+            trains=trains,
+        )
+        for name, (model, run, trains) in passes.items()
+    }
+
+
+def build_ppo_loss(settings: Settings) -> PPOLoss:
+    """torchtune's loss, of which only the coefficients are used: its own sums are means over a microbatch."""
+    loss = components.build("loss", settings.config)
+    if type(loss) is not PPOLoss:
+        raise ConfigError(
+            f"loss is {settings.config.loss.get('_component_')}: allowed is torchtune.rlhf.loss.PPOLoss, whose "
+            "coefficients are used"
+        )
+    return loss
