@@ -243,18 +243,10 @@ run_without_training(lambda *_: print("an answer\\n" * 100_000), keys=[])
 """
 
 
-@pytest.mark.parametrize(
-    ("into", "status", "said"),
-    [
-        ("| head -n 1", NOBODY_READS, ""),
-        ("> /dev/full", 1, f"\nerror: {UNWRITTEN}"),
-    ],
-    ids=["head", "a full disk"],
-)
-def test_an_answer_that_cannot_be_written_is_no_traceback(into: str, status: int, said: str) -> None:
-    ended = shell(f"{sys.executable} -c '{LAUNCHED}' {into}; echo ${{PIPESTATUS[0]}}")
-    assert ended.stderr.partition(";")[0] == said
-    assert ended.stdout.splitlines()[-1] == str(status)
+def test_an_answer_that_cannot_be_written_is_no_traceback() -> None:
+    ended = shell(f"{sys.executable} -c '{LAUNCHED}' > /dev/full; echo $?")
+    assert ended.stderr.partition(";")[0] == f"\nerror: {UNWRITTEN}"
+    assert ended.stdout == "1\n"
 
 
 def test_a_list_that_cannot_be_written_is_no_traceback() -> None:
