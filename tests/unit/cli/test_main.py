@@ -153,7 +153,7 @@ def test_print_shows_a_file_as_it_is_and_with_overrides_what_a_run_would_see(
     assert told(capsys, "print", str(mine), "a=2", "c.d=[1]")[1] == "a: 2\nb: 2\nc:\n  d:\n  - 1\n"
     assert "key=value, got lr" in refused(capsys, "print", str(mine), "lr")
     assert "is a recipe" in refused(capsys, "print", "adaptive_plan", "a=2")
-    assert "def wants_advice" in told(capsys, "print", "adaptive_plan")[1]
+    assert "launch.run_without_training" in told(capsys, "print", "adaptive_plan")[1]
 
 
 @pytest.mark.parametrize("before", [None, "mine: 1\n"], ids=["new", "replaced"])
